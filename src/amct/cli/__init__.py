@@ -1,0 +1,1 @@
+"""The ``amct`` command: thin; every sub-command is a call into the packages below."""

@@ -1,0 +1,137 @@
+"""The errors a user can meet, as one tree.
+
+Everything raised on purpose is an ``AmctError``. Scripts written for AMCT catch built-in types, so each class is also
+the built-in that AMCT raises in the same place::
+
+    AmctError
+    ├── ArgumentError            (ValueError)    a value passed to a function cannot be used
+    │   └── ArgumentTypeError    (TypeError)     ... because it has the wrong type
+    ├── FileError                (OSError)       a file or folder is missing, unreadable or cannot be written
+    ├── ParseError               (ValueError)    a file is not what its format says (text, JSON, binary)
+    ├── ConfigError              (ValueError)    a config is readable but wrong
+    │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
+    ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
+    │   └── UnsupportedLayerError                ... because of one layer
+    ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
+    ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
+    │   └── RecordValueError     (ValueError)    ... a factor is outside its legal range
+    ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
+    └── ExportError              (RuntimeError)  a file cannot be exported as asked
+
+A message says where, what was expected, what was found and what to do. ``Position`` is the where of a text file;
+``Problem`` is one mistake, so that all mistakes of a file can be reported together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A place in a text file; line and column count from 1, as editors do."""
+
+    source: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}:{self.column}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake (or, as a warning, one oddity) and where it is."""
+
+    message: str
+    position: Position | None = None
+
+    def __str__(self) -> str:
+        return f"{self.position}: {self.message}" if self.position else self.message
+
+
+class AmctError(Exception):
+    """Base of every error raised on purpose; ``problems`` lists each mistake with its position."""
+
+    def __init__(self, message: str, *, position: Position | None = None, problems: Sequence[Problem] = ()) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(message, position),)
+        self.position = position or self.problems[0].position
+        super().__init__(message if problems else str(self.problems[0]))
+
+    def __str__(self) -> str:
+        # KeyError would show the repr of its argument, OSError its errno: say the sentence instead.
+        return str(self.args[0])
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[Problem]) -> AmctError:
+        """One error that lists every problem, a line each."""
+        if len(problems) == 1:
+            return cls(problems[0].message, position=problems[0].position)
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        return cls(f"{len(problems)} mistakes:\n{lines}", problems=problems)
+
+
+class ArgumentError(AmctError, ValueError):
+    """A value passed to a function cannot be used."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument has the wrong type."""
+
+
+class FileError(AmctError, OSError):
+    """A file or folder is missing, unreadable or cannot be written."""
+
+
+class ParseError(AmctError, ValueError):
+    """A file is not what its format says."""
+
+
+class ConfigError(AmctError, ValueError):
+    """A config is readable but wrong."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A config field has the wrong type."""
+
+
+class ModelError(AmctError, RuntimeError):
+    """A model cannot be read, traced or built."""
+
+
+class UnsupportedLayerError(ModelError):
+    """One layer of a model is of a kind nobody here knows."""
+
+
+class CalibrationError(AmctError, RuntimeError):
+    """Data or call order make calibration impossible."""
+
+
+class RecordError(AmctError, RuntimeError):
+    """A record does not fit its model or is incomplete."""
+
+
+class RecordValueError(RecordError, ValueError):
+    """A factor of a record is outside its legal range."""
+
+
+class CheckpointError(AmctError, KeyError):
+    """An entry is missing from a checkpoint."""
+
+
+class ExportError(AmctError, RuntimeError):
+    """A file cannot be exported as asked."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean "conv1"?`` for the nearest known name, or nothing when none is near.
+
+    >>> did_you_mean("convl", ["conv1", "fc"])
+    ' Did you mean "conv1"?'
+    """
+    candidates = sorted(set(known))
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""

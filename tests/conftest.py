@@ -1,0 +1,44 @@
+"""What all tests share: where the real models are, and quiet, repeatable libraries."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+
+settings.register_profile(
+    "amct",
+    deadline=None,  # the machine is shared: time is measured in benchmarks/, not here
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("amct")
+
+
+def assets_folder() -> Path:
+    """The folder of real models and images: AMCT_ASSETS, or shared/assets beside the project."""
+    return Path(os.environ.get("AMCT_ASSETS", ROOT.parent / "shared" / "assets"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if assets_folder().is_dir():
+        return
+    for item in items:
+        if item.get_closest_marker("assets"):
+            item.add_marker(pytest.mark.skip(reason="the real models are not on this machine (set AMCT_ASSETS)"))
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    return assets_folder()
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    return GOLDEN
