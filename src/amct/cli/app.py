@@ -1,0 +1,33 @@
+"""The tree of commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import amct
+
+app = typer.Typer(
+    name="amct",
+    help="Quantize, prune and retrain PyTorch and Caffe networks with AMCT's files and names.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: drawing boxes would double the time to answer
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"amct {amct.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
