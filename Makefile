@@ -26,7 +26,7 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python -m examples.demo
+	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
