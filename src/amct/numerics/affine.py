@@ -1,0 +1,351 @@
+"""Scale and offset: how a real number becomes an integer and back, said once for the whole toolkit.
+
+``q = clamp(round(x · (1/scale)) + offset, -2^(b-1), 2^(b-1)-1)`` and ``x' = (q - offset) · scale``; halves are rounded
+to even. The reciprocal is taken first, because that is what the chip multiplies by. Float64 values are computed in
+float64, all others in float32. Scales are float32, offsets int32, both 0-d, or ``[C]`` together with an ``axis``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
+
+SMALLEST_BITS = 2
+LARGEST_BITS = 16
+SMALLEST_SCALE = float(torch.finfo(torch.float32).eps)
+"""A smaller scale means that the data is (as good as) zero; it becomes 1."""
+LARGEST_SCALE = 1.0 / SMALLEST_SCALE
+
+_FUSED_LIMIT = 2.0**31
+_SHOWN_CHANNELS = 5
+
+
+class SymmetricScale(Enum):
+    """What a symmetric range is divided by."""
+
+    FULL_RANGE = "full_range"
+    """Always by 2^(b-1)-1: the larger side just fits (Caffe)."""
+    NEGATIVE_SIDE = "negative_side"
+    """By 2^(b-1) when the negative side is the larger one, which uses the lowest integer too (PyTorch)."""
+
+
+def integer_range(bits: int) -> tuple[int, int]:
+    """The smallest and largest integer of ``bits`` bits.
+
+    >>> integer_range(8)
+    (-128, 127)
+    """
+    if not SMALLEST_BITS <= bits <= LARGEST_BITS:
+        raise ArgumentError(f"bits: expected {SMALLEST_BITS}..{LARGEST_BITS}, got {bits}")
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def scale_and_offset(
+    minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
+) -> tuple[Tensor, Tensor]:
+    """Scale (float32) and offset (int32) that cover the range ``minimum``..``maximum``.
+
+    An asymmetric range is widened to contain zero, so zero is always exact. A range whose scale would be below
+    ``SMALLEST_SCALE`` (all zero, or tiny) gets scale 1 and offset -2^(b-1) (asymmetric) or 0; see ``is_tiny``.
+
+    Args:
+        minimum: smallest value, 0-d or one per channel.
+        maximum: largest value, of the same shape.
+        bits: 2..16.
+        asymmetric: with an offset; otherwise the offset is 0.
+        symmetric_scale: what a symmetric range is divided by; not used when asymmetric.
+
+    Raises:
+        CalibrationError: a limit is NaN or infinite, the range is empty, or its scale exceeds ``LARGEST_SCALE``.
+    """
+    lowest, _ = integer_range(bits)
+    minimum, maximum = _checked_range(minimum, maximum)
+    scale = _raw_scale(minimum, maximum, bits, asymmetric, symmetric_scale)
+    too_large = scale > LARGEST_SCALE
+    if bool(too_large.any()):
+        raise CalibrationError(
+            f"the range is too large for {bits} bits: the scale must not exceed {LARGEST_SCALE:g}, got "
+            f"{_listed(too_large, minimum=minimum, maximum=maximum, scale=scale)}; "
+            "look for a diverged layer or an outlier in the data, or leave this layer in float"
+        )
+    tiny = scale < SMALLEST_SCALE
+    scale = torch.where(tiny, torch.ones_like(scale), scale)
+    if not asymmetric:
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
+    steps_below_zero = torch.round(minimum.clamp(max=0).float() / scale)
+    offset = torch.where(tiny, torch.full_like(scale, lowest), lowest - steps_below_zero)
+    return scale, offset.to(torch.int32)
+
+
+def is_tiny(
+    minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
+) -> Tensor:
+    """Where a range is so small that ``scale_and_offset`` falls back to scale 1, for a caller who warns."""
+    integer_range(bits)
+    return _raw_scale(*_checked_range(minimum, maximum), bits, asymmetric, symmetric_scale) < SMALLEST_SCALE
+
+
+def _raw_scale(
+    minimum: Tensor, maximum: Tensor, bits: int, asymmetric: bool, symmetric_scale: SymmetricScale
+) -> Tensor:
+    """The scale before legality, from float64 limits; divided in float64 and rounded once to float32."""
+    lowest, highest = integer_range(bits)
+    if asymmetric:
+        return ((maximum.clamp(min=0) - minimum.clamp(max=0)) / (highest - lowest)).float()
+    bound = torch.maximum(maximum.abs(), minimum.abs())
+    scale = bound / highest
+    if symmetric_scale is SymmetricScale.NEGATIVE_SIDE:
+        scale = torch.where(minimum.abs() > maximum.abs(), bound / -lowest, scale)
+    return scale.float()
+
+
+def _checked_range(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
+    """Both limits in float64, proven finite and in order."""
+    if minimum.shape != maximum.shape:
+        raise ArgumentError(
+            f"minimum and maximum must have the same shape, got {list(minimum.shape)} and {list(maximum.shape)}"
+        )
+    minimum, maximum = minimum.detach().double(), maximum.detach().double()
+    bad = ~(torch.isfinite(minimum) & torch.isfinite(maximum)) | (minimum > maximum)
+    if bool(bad.any()):
+        raise CalibrationError(
+            "a range must be finite with minimum <= maximum, got "
+            f"{_listed(bad, minimum=minimum, maximum=maximum)}; the data holds NaN or infinity, or no data was seen"
+        )
+    return minimum, maximum
+
+
+def _listed(where: Tensor, **values: Tensor) -> str:
+    """The numbers of the first channels marked in ``where``, for a message."""
+
+    def numbers(channel: int) -> str:
+        return ", ".join(f"{name} {value.reshape(-1)[channel].item():g}" for name, value in values.items())
+
+    if where.ndim == 0:
+        return numbers(0)
+    channels = where.reshape(-1).nonzero().reshape(-1).tolist()
+    shown = [f"channel {channel}: {numbers(channel)}" for channel in channels[:_SHOWN_CHANNELS]]
+    rest = len(channels) - len(shown)
+    return "; ".join(shown) + (f" and {rest} more channels" if rest else "")
+
+
+def check_factors(scale: Tensor, offset: Tensor, bits: int) -> None:
+    """Raise unless every scale lies in FLT_EPSILON..1/FLT_EPSILON and every offset in the integers of ``bits``.
+
+    Raises:
+        CalibrationError: naming the first illegal factors.
+    """
+    lowest, highest = integer_range(bits)
+    illegal = ~((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))
+    if bool(illegal.any()):
+        raise CalibrationError(
+            f"scale is illegal: expected {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}, got {_listed(illegal, scale=scale)}"
+        )
+    illegal = (offset < lowest) | (offset > highest)
+    if bool(illegal.any()):
+        raise CalibrationError(
+            f"offset is illegal: expected {lowest}..{highest}, got {_listed(illegal, offset=offset)}"
+        )
+
+
+def quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:
+    """Integers of ``x``: int8 up to 8 bits, int16 above. Infinity saturates.
+
+    Raises:
+        CalibrationError: ``x`` holds NaN, which has no integer.
+    """
+    lowest, highest = integer_range(bits)
+    _check_floating(x)
+    inverse, _, shift = _broadcast(x, scale, offset, axis)
+    grid = (x.detach().to(inverse.dtype) * inverse).round_().add_(shift).clamp_(lowest, highest)
+    if bool(torch.isnan(grid.sum())):  # clamped values are finite, so only NaN makes a NaN of their sum
+        raise CalibrationError(
+            f"NaN cannot be quantized: {int(torch.isnan(x).sum())} of {x.numel()} values are NaN; "
+            "look for the layer where they first appear"
+        )
+    return grid.to(torch.int8 if bits <= 8 else torch.int16)
+
+
+def dequantize(q: Tensor, scale: Tensor, offset: Tensor, *, axis: int | None = None) -> Tensor:
+    """The real numbers that integers stand for, in float32 (float64 when the scale is float64)."""
+    if q.dtype.is_floating_point:
+        raise ArgumentTypeError(f"q: expected integers, got {q.dtype}")
+    _, step, shift = _broadcast(q, scale, offset, axis)
+    return (q.to(torch.int32) - shift.to(torch.int32)).to(step.dtype) * step
+
+
+def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:
+    """``x`` rounded to the grid of scale and offset, in the dtype of ``x``; NaN stays NaN.
+
+    The gradient passes straight through inside the integer range and is zero outside.
+
+    torch's fused kernels compute the same formula, ``nearbyint(x · inverse) + offset`` in float32, but convert to an
+    integer before they clamp, so they are taken only when every ``|x| / scale`` is below 2^31 (checked through the
+    minimum and maximum of ``x``, a hundredth of the cost). There the two agree bit for bit, halves included.
+    """
+    lowest, highest = integer_range(bits)
+    _check_floating(x)
+    inverse, step, shift = _broadcast(x, scale, offset, axis)
+    if not _fused_is_exact(x, inverse, shift, bits):
+        result: Tensor = _ExplicitFakeQuantize.apply(x, inverse, step, shift, lowest, highest)  # type: ignore[no-untyped-call]
+        return result
+    if step.ndim == 0:
+        return torch.fake_quantize_per_tensor_affine(x, step, shift.to(torch.int32), lowest, highest)
+    assert axis is not None  # _broadcast refuses several factors without one
+    return torch.fake_quantize_per_channel_affine(
+        x, step.reshape(-1), shift.to(torch.int32).reshape(-1), axis % x.ndim, lowest, highest
+    )
+
+
+def _fused_is_exact(x: Tensor, inverse: Tensor, shift: Tensor, bits: int) -> bool:
+    if inverse.dtype is not torch.float32 or x.numel() == 0:
+        return False
+    lowest, highest = integer_range(bits)
+    if not lowest <= float(shift.min()) <= float(shift.max()) <= highest:
+        return False  # the kernel per channel refuses such offsets
+    minimum, maximum = torch.aminmax(x.detach())
+    largest = max(abs(float(minimum)), abs(float(maximum))) * float(inverse.abs().max())
+    return largest < _FUSED_LIMIT  # False for NaN too
+
+
+class _ExplicitFakeQuantize(torch.autograd.Function):
+    """The formula in torch operations, with the gradient of the fused kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  torch's own untyped context
+        x: Tensor,
+        inverse: Tensor,
+        step: Tensor,
+        shift: Tensor,
+        lowest: int,
+        highest: int,
+    ) -> Tensor:
+        grid = torch.round(x.to(inverse.dtype) * inverse) + shift
+        ctx.save_for_backward((grid >= lowest) & (grid <= highest))
+        return ((grid.clamp(lowest, highest) - shift) * step).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  torch's own untyped context
+        (inside,) = ctx.saved_tensors
+        return gradients[0] * inside, None, None, None, None, None
+
+
+def _check_floating(x: Tensor) -> None:
+    if not x.dtype.is_floating_point:
+        raise ArgumentTypeError(f"x: expected a floating-point tensor, got {x.dtype}")
+
+
+def _broadcast(x: Tensor, scale: Tensor, offset: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """1/scale, scale and offset as float tensors that broadcast against ``x``."""
+    wide = torch.float64 in (x.dtype, scale.dtype) and x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
+    dtype = torch.float64 if wide else torch.float32
+    step = _along(scale.detach(), x, axis, "scale").to(dtype)
+    shift = _along(offset.detach(), x, axis, "offset").to(dtype)
+    shape = step.shape if step.ndim else shift.shape
+    step, shift = step.expand(shape), shift.expand(shape)
+    return step.reciprocal(), step, shift
+
+
+def _along(factor: Tensor, x: Tensor, axis: int | None, name: str) -> Tensor:
+    """One factor as 0-d, or several shaped to lie along ``axis`` of ``x``."""
+    if factor.numel() == 1:
+        return factor.reshape(())
+    if axis is None:
+        raise ArgumentError(f"{name}: {factor.numel()} values need the axis they belong to")
+    if not -x.ndim <= axis < x.ndim or x.shape[axis] != factor.numel():
+        raise ArgumentError(f"{name}: {factor.numel()} values do not fit axis {axis} of shape {list(x.shape)}")
+    shape = [1] * x.ndim
+    shape[axis] = factor.numel()
+    return factor.reshape(shape)
+
+
+def round_scale_to_fp16(scale: Tensor) -> Tensor:
+    """The scale rounded to what half precision can hold, as float32 (``FORCE_FP16_QUANT``).
+
+    Beyond half precision's normal numbers (2^-14..65504) the square root is rounded and squared again: 22 bits, exact
+    in float32.
+    """
+    limits = torch.finfo(torch.float16)
+    scale = scale.detach().float()
+    through_root = scale.sqrt().half().float().square()
+    outside = (scale > limits.max) | (scale < limits.smallest_normal)
+    return torch.where(outside, through_root, scale.half().float())
+
+
+@dataclass(frozen=True)
+class BiasFit:
+    """Weight scales under which every bias fits int32, and the channels (indices into the scale) that were raised."""
+
+    scale_weight: Tensor
+    raised: tuple[int, ...]
+
+
+def quantize_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor:
+    """The bias as int32, in steps of scale_weight · scale_data (computed in float64).
+
+    Args:
+        bias: ``[Cout]``.
+        scale_weight: one, or ``[Cout]``.
+        scale_data: one.
+
+    Raises:
+        CalibrationError: a bias is not finite or leaves int32; names channel and value. ``fit_bias`` is the way out.
+    """
+    grid = _bias_grid(bias, scale_weight, scale_data)
+    limits = torch.iinfo(torch.int32)
+    outside = (grid < limits.min) | (grid > limits.max)
+    if bool(outside.any()):
+        step = (scale_weight.double() * scale_data.double()).expand_as(grid)
+        raise CalibrationError(
+            f"the bias does not fit int32 ({limits.min}..{limits.max}): "
+            f"{_listed(outside, bias=bias, scale=step, integer=grid)}; "
+            "raise the weight scale or leave this layer in float"
+        )
+    return grid.to(torch.int32)
+
+
+def fit_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> BiasFit:
+    """Raise a weight scale, where needed, by as little as makes its bias fit int32 (the Caffe rule).
+
+    With one scale for all channels the largest bias decides. The caller quantizes the weights with the new scale and
+    warns with the layer's name.
+
+    Raises:
+        CalibrationError: a bias is not finite, or the raised scale would exceed ``LARGEST_SCALE``.
+    """
+    grid = _bias_grid(bias, scale_weight, scale_data)
+    limits = torch.iinfo(torch.int32)
+    needed = (bias.detach().double().abs() / scale_data.double().reshape(())) / limits.max
+    excess = (grid < limits.min) | (grid > limits.max)
+    if scale_weight.numel() == 1:
+        needed, excess = needed.amax().reshape(scale_weight.shape), excess.any().reshape(scale_weight.shape)
+    rounded_up = torch.nextafter(needed.float(), torch.tensor(torch.inf, device=needed.device))
+    scale = torch.where(excess, rounded_up, scale_weight)
+    too_large = excess & ~(scale <= LARGEST_SCALE)
+    if bool(too_large.any()):
+        raise CalibrationError(
+            f"the bias needs a weight scale above {LARGEST_SCALE:g} to fit int32: {_listed(too_large, scale=scale)}; "
+            "leave this layer in float"
+        )
+    return BiasFit(scale, tuple(excess.reshape(-1).nonzero().reshape(-1).tolist()))
+
+
+def _bias_grid(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor:
+    """The bias in integer steps, as float64, before int32."""
+    if bias.ndim != 1 or scale_weight.numel() not in (1, bias.numel()) or scale_data.numel() != 1:
+        raise ArgumentError(
+            "expected a bias [Cout], 1 or Cout weight scales and 1 data scale, got a bias of shape "
+            f"{list(bias.shape)}, {scale_weight.numel()} and {scale_data.numel()} scales"
+        )
+    not_finite = ~torch.isfinite(bias.detach())
+    if bool(not_finite.any()):
+        raise CalibrationError(f"the bias must be finite, got {_listed(not_finite, bias=bias)}")
+    step = scale_weight.detach().double().reshape(-1) * scale_data.detach().double().reshape(())
+    return torch.round(bias.detach().double() / step)

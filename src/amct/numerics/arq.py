@@ -1,0 +1,186 @@
+"""ARQ: weights to integers, symmetric, one scale for the tensor or one per output channel.
+
+Every kind of weight is seen as rows ``[Cout, -1]``, one row per output channel; ``channels_first`` and its inverse know
+where a kind keeps its output channels. LSTM and GRU matrices ``[gates · hidden, input]`` already are rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from amct.errors import ArgumentError
+from amct.numerics.affine import SymmetricScale, fake_quantize, quantize, scale_and_offset
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class WeightKind(Enum):
+    """Where a weight keeps its output channels."""
+
+    CONV = "conv"
+    """``[Cout, Cin/groups, k...]`` of Conv1d/2d/3d."""
+    CONV_TRANSPOSE = "conv_transpose"
+    """``[Cin, Cout/groups, k...]``; group g owns rows g·Cin/groups and following."""
+    LINEAR = "linear"
+    """``[Cout, Cin]``."""
+    RNN = "rnn"
+    """``[gates · hidden, input]`` of LSTM/GRU; without channel_wise, ``groups`` gates have a scale each."""
+
+
+@dataclass(frozen=True)
+class WeightFactors:
+    """Scale (float32) and offset (int32, always zero): ``[1]``, ``[Cout]``, or ``[gates]`` of a recurrent layer."""
+
+    scale: Tensor
+    offset: Tensor
+
+
+def arq(
+    weight: Tensor,
+    *,
+    kind: WeightKind,
+    bits: int = 8,
+    channel_wise: bool = True,
+    groups: int = 1,
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
+) -> WeightFactors:
+    """Factors of a weight from its largest values.
+
+    Args:
+        weight: floating point, in the layout of ``kind``; half precision is computed in float32.
+        kind: where the output channels are.
+        bits: 2..8 (AMCT uses 4, 6, 7, 8).
+        channel_wise: one scale per output channel; otherwise one in all (RNN with ``groups`` > 1: one per gate).
+        groups: groups of a transposed convolution; other kinds of convolution do not need it.
+        symmetric_scale: what the range is divided by.
+
+    Raises:
+        CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
+        ArgumentError: bits, shape or groups cannot be used.
+    """
+    _check_bits(bits)
+    rows = channels_first(weight.detach(), kind, groups)
+    if not channel_wise:
+        rows = rows.reshape(groups if kind is WeightKind.RNN else 1, -1)
+    minimum, maximum = torch.aminmax(rows, dim=1)
+    scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=False, symmetric_scale=symmetric_scale)
+    return WeightFactors(scale, offset)
+
+
+def channels_first(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
+    """The weight as rows ``[Cout, -1]``, one per output channel; a view where the layout allows it.
+
+    Raises:
+        ArgumentError: the weight is empty, has too few dimensions, or its channels do not divide by ``groups``.
+    """
+    _check_layout(list(weight.shape), kind, groups)
+    if kind is not WeightKind.CONV_TRANSPOSE:
+        return weight.reshape(weight.shape[0], -1)
+    inputs, outputs_per_group = weight.shape[:2]
+    grouped = weight.reshape(groups, inputs // groups, outputs_per_group, -1)
+    return grouped.transpose(1, 2).reshape(groups * outputs_per_group, -1)
+
+
+def from_channels_first(rows: Tensor, shape: Sequence[int], kind: WeightKind, groups: int = 1) -> Tensor:
+    """The inverse of ``channels_first``: rows back to a weight of ``shape``.
+
+    Raises:
+        ArgumentError: as ``channels_first``, or the rows do not belong to this shape.
+    """
+    _check_layout(shape, kind, groups)
+    outputs = shape[1] * groups if kind is WeightKind.CONV_TRANSPOSE else shape[0]
+    if rows.ndim != 2 or rows.shape[0] != outputs or rows.numel() != math.prod(shape):
+        raise ArgumentError(
+            f"rows of shape {list(rows.shape)} are not those of a {kind.value} weight {list(shape)} "
+            f"with {groups} groups"
+        )
+    if kind is not WeightKind.CONV_TRANSPOSE:
+        return rows.reshape(list(shape))
+    grouped = rows.reshape(groups, shape[1], shape[0] // groups, -1)
+    return grouped.transpose(1, 2).reshape(list(shape))
+
+
+def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1) -> Tensor:
+    """The weight as int8, in its own shape.
+
+    Raises:
+        CalibrationError: the weight holds NaN.
+        ArgumentError: the factors do not fit the weight.
+    """
+    _check_bits(bits)
+    rows = channels_first(weight.detach(), kind, groups)
+    per_row = factors_per_row(factors, rows.shape[0])
+    integers = quantize(rows, per_row.scale, per_row.offset, bits, axis=0)
+    return from_channels_first(integers, weight.shape, kind, groups)
+
+
+def fake_quantize_weight(
+    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
+) -> Tensor:
+    """The weight rounded to its grid, in its own shape and dtype; gradients pass straight through.
+
+    Raises:
+        ArgumentError: the factors do not fit the weight.
+    """
+    _check_bits(bits)
+    rows = channels_first(weight, kind, groups)
+    per_row = factors_per_row(factors, rows.shape[0])
+    rounded = fake_quantize(rows, per_row.scale, per_row.offset, bits, axis=0)
+    return from_channels_first(rounded, weight.shape, kind, groups)
+
+
+def factors_per_row(factors: WeightFactors, rows: int) -> WeightFactors:
+    """Factors that are one for all, or one per row: those per gate are repeated for each row of their gate.
+
+    Raises:
+        ArgumentError: the number of factors does not divide the number of rows.
+    """
+    count = factors.scale.numel()
+    if count == 1 or count == rows:
+        return factors
+    if count == 0 or rows % count:
+        raise ArgumentError(f"{count} scales do not fit {rows} output channels")
+    repeats = rows // count
+    return WeightFactors(factors.scale.repeat_interleave(repeats), factors.offset.repeat_interleave(repeats))
+
+
+_ONNX_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
+
+
+def gates_to_onnx(rows: Tensor, recurrent: Literal["LSTM", "GRU"]) -> Tensor:
+    """Reorder the gates of a matrix, bias or factor ``[gates · hidden, ...]`` from torch's order to ONNX's.
+
+    LSTM: i, f, g, o → i, o, f, c. GRU: r, z, n → z, r, n (ONNX: z, r, h).
+
+    Raises:
+        ArgumentError: the rows do not divide into the gates.
+    """
+    order = _ONNX_GATES[recurrent]
+    if rows.ndim == 0 or rows.shape[0] % len(order):
+        raise ArgumentError(
+            f"{recurrent} has {len(order)} gates; rows of shape {list(rows.shape)} do not divide into them"
+        )
+    return torch.cat([rows.chunk(len(order))[gate] for gate in order])
+
+
+def _check_bits(bits: int) -> None:
+    if not 2 <= bits <= 8:
+        raise ArgumentError(f"bits: weights have 2..8 bits, got {bits}")
+
+
+def _check_layout(shape: Sequence[int], kind: WeightKind, groups: int) -> None:
+    if len(shape) < 2 or math.prod(shape) == 0:
+        raise ArgumentError(f"a {kind.value} weight needs at least 2 dimensions and one value, got shape {list(shape)}")
+    if groups < 1 or shape[0] % groups:
+        raise ArgumentError(
+            f"groups: expected a positive divisor of the first dimension of the {kind.value} weight {list(shape)}, "
+            f"got {groups}"
+        )
