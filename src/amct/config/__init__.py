@@ -1,1 +1,10 @@
-"""Placeholder docstring, to be replaced by the package owner."""
+"""From a config file to a plan.
+
+The road of a config: a simple config (``.cfg``) is expanded for a model into a full config (JSON), and a full config
+becomes a ``Plan`` with one immutable ``LayerPlan`` per layer.
+
+Shared by all kinds of config: ``json_reader`` and ``json_writer``, ``problems`` (all mistakes reported together),
+``checks`` (a block of a file becomes a settings object), ``settings`` and ``registry`` (the algorithms), ``layers`` (what
+is known of a model), ``names`` and ``precedence`` (lists and overrides of a simple config), ``full_config`` (the JSON with
+the origin of every value, and ``explain``), ``plan``.
+"""

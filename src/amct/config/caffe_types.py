@@ -1,0 +1,123 @@
+"""The Caffe layer types that can be quantized, as a table.
+
+Types with weights: data and weights are quantized. All others: data only. Types marked ``_OFF`` get
+``quant_enable: false`` in a generated config and are switched on by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaffeCapability:
+    """What a Caffe layer type can do.
+
+    Attributes:
+        weights: The weights are quantized too.
+        on_by_default: A generated config quantizes the layer.
+        channel_wise: Weights can have a scale per output channel (and do so by default).
+        snq: Weights can be quantized non-uniformly.
+        fusible: BatchNorm, Scale and Bias that follow can be folded in.
+    """
+
+    weights: bool = False
+    on_by_default: bool = True
+    channel_wise: bool = False
+    snq: bool = False
+    fusible: bool = False
+
+
+_WITH_WEIGHTS = {
+    "Convolution": CaffeCapability(weights=True, channel_wise=True, snq=True, fusible=True),
+    "DepthwiseConv": CaffeCapability(weights=True, channel_wise=True, snq=True, fusible=True),
+    "InnerProduct": CaffeCapability(weights=True, snq=True, fusible=True),
+    "Deconvolution": CaffeCapability(weights=True, channel_wise=True, snq=True, fusible=True),
+    "LSTM": CaffeCapability(weights=True),
+    "RNN": CaffeCapability(weights=True),
+    "GRU": CaffeCapability(weights=True),
+}
+_ON = CaffeCapability()
+_OFF = CaffeCapability(on_by_default=False)
+_DATA_ONLY = {
+    "PassThrough": _ON,
+    "Pooling": _ON,
+    "PSROIPooling": _ON,
+    "ROIPooling": _ON,
+    "SPP": _ON,
+    "Upsample": _ON,
+    "Eltwise": _ON,
+    "Slice": _ON,
+    "Concat": _ON,
+    "Softmax": _ON,
+    "ROIAlign": _ON,
+    "AbsVal": _OFF,
+    "BNLL": _ON,
+    "CReLU": _ON,
+    "ELU": _ON,
+    "Exp": _ON,
+    "Interp": _ON,
+    "Log": _ON,
+    "LRN": _ON,
+    "Mvm": _ON,
+    "Nms": _ON,
+    "Normalize": _ON,
+    "Power": _ON,
+    "PReLU": _OFF,
+    "Reduction": _ON,
+    "ReLU": _OFF,
+    "Sigmoid": _ON,
+    "Sort": _ON,
+    "Threshold": _ON,
+    "Scale": _OFF,
+    "BatchNorm": _OFF,
+    "Bias": _OFF,
+    "Reshape": _ON,
+    "Reverse": _ON,
+    "ShuffleChannel": _ON,
+    "Crop": _ON,
+    "Axpy": _ON,
+    "Flatten": _ON,
+    "Permute": _ON,
+    "Tile": _ON,
+    "Split": _ON,
+    "ArgMax": _ON,
+    "Clip": _OFF,
+    "Hswish": _ON,
+    "MVN": _ON,
+    "Reorg": _ON,
+    "TanH": _ON,
+    "MatMul": _ON,
+    "RReLU": _OFF,
+    "ReLU6": _OFF,
+    "Swish": _OFF,
+    "GroupNorm": _ON,
+    "ArgMin": _ON,
+    "Sqrt": _ON,
+    "ReduceSum": _ON,
+    "ReduceMean": _ON,
+    "ReduceProd": _ON,
+    "LayerNormalization": _ON,
+    "Gemm": _ON,
+    "Ceil": _ON,
+    "Pad": _OFF,
+    "Equal": _OFF,
+    "Greater": _OFF,
+    "ReduceMax": _OFF,
+    "ReduceMin": _OFF,
+    "Sign": _OFF,
+    "Cos": _OFF,
+    "Sin": _OFF,
+    "TopK": _OFF,
+    "Unpooling": _OFF,
+    "Erf": _OFF,
+}
+
+CAFFE_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(_WITH_WEIGHTS | _DATA_ONLY)
+
+FUSIBLE_TYPES = tuple(name for name, capability in CAFFE_TYPES.items() if capability.fusible)

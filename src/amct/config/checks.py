@@ -1,0 +1,130 @@
+"""The edge where a block of a config file becomes a settings object: pydantic checks, we say what is wrong and where.
+
+pydantic knows the type and the range of every field from the annotations in ``settings`` and finds all mistakes of a
+block at once; it knows nothing of lines and columns, so the caller gives a function from a path inside the block to a
+position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from amct.config.problems import ProblemList, shorten
+from amct.config.settings import SettingsError
+from amct.errors import Position, did_you_mean
+
+Settings = TypeVar("Settings")
+Path = tuple[str | int, ...]
+Locate = Callable[[Path], Position | None]
+
+_WRONG_TYPE = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string in double quotes",
+    "tuple_type": "a list of two numbers",
+    "list_type": "a list",
+    "dict_type": "an object in braces",
+    "dataclass_type": "an object in braces",
+}
+_OUT_OF_RANGE = {
+    "greater_than": ("greater than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def check_settings(
+    settings: Callable[..., Settings],
+    values: Mapping[str, Any],
+    locate: Locate,
+    problems: ProblemList,
+    *,
+    block: str = "",
+) -> Settings | None:
+    """Turn the values of one block into a settings object.
+
+    Args:
+        settings: A dataclass whose annotations give types and ranges; fields not in ``values`` take its defaults.
+        values: The block, by the names of the dataclass fields.
+        locate: Where the value at a path inside the block stands.
+        problems: Takes every mistake found.
+        block: What the block is called in messages, such as ``conv1.weight_quant_params``.
+
+    Returns:
+        The settings, or None when the block has a mistake (it is in ``problems`` then).
+    """
+    try:
+        checked: Settings = _adapter(settings).validate_python(dict(values))
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            _report(settings, detail, locate, problems, block)
+        return None
+    return checked
+
+
+@cache
+def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
+    assert isinstance(settings, type)
+    return TypeAdapter(settings)
+
+
+def _report(
+    settings: Callable[..., Any], detail: Mapping[str, Any], locate: Locate, problems: ProblemList, block: str
+) -> None:
+    kind, path, context = str(detail["type"]), tuple(detail["loc"]), detail.get("ctx", {})
+    given = detail["input"]
+    name = ".".join(part for part in (block, _spell(path)) if part)
+    if kind == "value_error" and isinstance(context.get("error"), SettingsError):
+        broken: SettingsError = context["error"]
+        problems.add(f"{block}: {broken}" if block else str(broken), locate((broken.field,)))
+    elif kind == "unexpected_keyword_argument":
+        nearest = did_you_mean(str(path[-1]), _defaults(settings))
+        problems.add(f'the key "{shorten(name)}" is unknown.{nearest}', locate(path))
+    elif kind == "too_long" or (kind == "missing" and isinstance(path[-1], int)):
+        problems.add_wrong_type(f"{name.partition('[')[0]} must be {_WRONG_TYPE['tuple_type']}", locate(path[:1]))
+    elif kind in _WRONG_TYPE:
+        problems.add_wrong_type(f"{name} must be {_WRONG_TYPE[kind]}, got {show(given)}", locate(path))
+    elif kind in _OUT_OF_RANGE:
+        words, key = _OUT_OF_RANGE[kind]
+        problems.add(f"{name} must be {words} {context[key]:g}, got {show(given)}", locate(path))
+    elif kind == "literal_error":
+        message = f"{name} must be {context['expected']}, got {show(given)}"
+        same_type = type(given) is type(_defaults(settings)[str(path[0])])
+        report = problems.add if same_type else problems.add_wrong_type
+        report(message, locate(path))
+    else:
+        problems.add(f"{name}: {detail['msg']}, got {show(given)}", locate(path))
+
+
+def _defaults(settings: Callable[..., Any]) -> dict[str, Any]:
+    """The fields of a settings class with their defaults."""
+    assert isinstance(settings, type)
+    return {field.name: field.default for field in dataclasses.fields(settings)}
+
+
+def _spell(path: Path) -> str:
+    """A path as a reader would write it: ``search_range[0]``."""
+    text = ""
+    for step in path:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.removeprefix(".")
+
+
+def show(value: object) -> str:
+    """A value as JSON writes it, cut when long: ``true``, ``"two"``, ``1.5``, ``an object``."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return f'"{shorten(value)}"'
+    if isinstance(value, Mapping):
+        return "an object"
+    return shorten(value)

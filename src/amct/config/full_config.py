@@ -1,0 +1,94 @@
+"""The full config: what stands in the JSON file, with the origin of every value.
+
+``FullConfig`` is the middle of the road from a simple config (``.cfg``) to a plan. It is made either by expanding a
+simple config for a model or by reading the JSON a user edited; ``to_json`` writes it with AMCT's keys in AMCT's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from amct.config.json_writer import format_json
+from amct.config.precedence import DEFAULT, Origin
+
+if TYPE_CHECKING:
+    from amct.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """The JSON block of one layer.
+
+    Attributes:
+        name: The layer.
+        type: Its type name.
+        data: The block as it is written.
+        origins: Where each value comes from, by its dotted key (``activation_quant_params.num_bits``); the empty key is
+            the origin of the block as a whole.
+    """
+
+    name: str
+    type: str
+    data: Mapping[str, Any]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def origin(self, key: str) -> Origin:
+        """Where a value comes from: its own origin, or the built-in default."""
+        return self.origins.get(key, DEFAULT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullConfig:
+    """A whole JSON config: global fields, then layers, both in the order they are written."""
+
+    source: str
+    fields: Mapping[str, Any]
+    layers: tuple[LayerConfig, ...]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    warnings: tuple[Problem, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain data, in the order it is written."""
+        return {**self.fields, **{layer.name: layer.data for layer in self.layers}}
+
+    def to_json(self) -> str:
+        """The text of the config file."""
+        return format_json(self.to_dict())
+
+
+@dataclass(frozen=True)
+class ExplainedSetting:
+    """One effective setting and where it comes from; ``layer`` is empty for global fields."""
+
+    layer: str
+    type: str
+    key: str
+    value: Any
+    origin: Origin
+
+
+def explain(config: FullConfig) -> tuple[ExplainedSetting, ...]:
+    """Every effective setting of a config, in file order, with the file and line it comes from."""
+    rows = [
+        ExplainedSetting("", "", key, value, config.origins.get(key, DEFAULT)) for key, value in config.fields.items()
+    ]
+    for layer in config.layers:
+        rows += [
+            ExplainedSetting(layer.name, layer.type, key, value, layer.origin(key))
+            for key, value in _leaves(layer.data)
+        ]
+    return tuple(rows)
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is not an object, by its dotted key; objects in a list are numbered."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for index, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{key}[{index}].")
+        else:
+            yield f"{prefix}{key}", value

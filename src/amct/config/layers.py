@@ -1,0 +1,64 @@
+"""What a config needs to know of a model: the name and the type of each layer, and the few facts that rules depend on.
+
+A front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in the order of the model; nothing
+else of the model reaches this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInfo:
+    """One layer of a model, quantizable or not.
+
+    Attributes:
+        name: The name used in config and record files, such as ``layer1.0.conv1``.
+        type: The type name of the framework, such as ``Conv2d`` or ``Convolution``.
+        inputs: How many inputs are quantized (bottoms of a Caffe layer).
+        has_bias: Whether the layer has a bias; 16-bit activations of a ``Linear`` need one.
+        can_pack_int4: Whether two 4-bit weights share a byte along the input channels (one group, an even number).
+        average_pooling: Whether a Caffe ``Pooling`` layer is AVE and not global.
+        refusal: Why this layer cannot be quantized although its type can (a module called twice); None when it can.
+    """
+
+    name: str
+    type: str
+    inputs: int = 1
+    has_bias: bool = True
+    can_pack_int4: bool = True
+    average_pooling: bool = False
+    refusal: str | None = None
+
+
+class LayerList:
+    """The layers of a model in model order, found by name."""
+
+    def __init__(self, layers: Iterable[LayerInfo]) -> None:
+        self._layers = tuple(layers)
+        self._by_name = {layer.name: layer for layer in self._layers}
+        if len(self._by_name) < len(self._layers):
+            repeated = sorted({layer.name for layer in self._layers if self._by_name[layer.name] is not layer})
+            raise ModelError(f"layer names must be unique; given more than once: {', '.join(repeated)}")
+
+    def find(self, name: str) -> LayerInfo | None:
+        """The layer of that name, or None."""
+        return self._by_name.get(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All layer names in model order."""
+        return tuple(self._by_name)
+
+    def __iter__(self) -> Iterator[LayerInfo]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)

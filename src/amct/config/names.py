@@ -1,0 +1,76 @@
+"""Lists of layer names and layer types in a simple config: are they repeated, known, and of a kind that fits?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from amct.config.problems import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from amct.config.layers import LayerList
+    from amct.config.problems import ProblemList
+    from amct.errors import Position
+    from amct.schema import TextMessage
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name in a list, and where it stands (None: it came from a function argument)."""
+
+    name: str
+    position: Position | None = None
+
+
+def read_names(message: TextMessage, field: str) -> tuple[Named, ...]:
+    """The names of a repeated string field, in file order."""
+    return tuple(Named(name, message.where(field, index)) for index, name in enumerate(message.all(field)))
+
+
+def without_repeats(
+    names: Iterable[Named], field: str, problems: ProblemList, *, only_warn: bool = False
+) -> tuple[Named, ...]:
+    """Each name once; a repeated name is a mistake, or a warning with ``only_warn``."""
+    kept: dict[str, Named] = {}
+    for named in names:
+        if named.name in kept:
+            message = f'"{shorten(named.name)}" is repeated in {field}. Name it once.'
+            (problems.warn if only_warn else problems.add)(message, named.position)
+        kept.setdefault(named.name, named)
+    return tuple(kept.values())
+
+
+def check_layer_names(
+    names: Iterable[Named],
+    field: str,
+    layers: LayerList,
+    types: Collection[str],
+    problems: ProblemList,
+    *,
+    verb: str = "quantized",
+) -> None:
+    """Report names that are not in the model and layers whose type cannot be ``verb``."""
+    for named in names:
+        layer = layers.find(named.name)
+        if layer is None:
+            problems.add_unknown(f"{field}: the layer", named.name, layers.names, named.position)
+        elif layer.type not in types:
+            problems.add(
+                f'{field}: the layer "{layer.name}" is of type {layer.type}, which cannot be {verb}.'
+                f" Types that can: {', '.join(types)}.",
+                named.position,
+            )
+
+
+def check_type_names(
+    names: Iterable[Named], field: str, types: Collection[str], problems: ProblemList, *, verb: str = "quantized"
+) -> None:
+    """Report layer types that cannot be ``verb``."""
+    for named in names:
+        if named.name not in types:
+            known = ", ".join(types)
+            problems.add_unknown(
+                f"{field}: among the types that can be {verb} ({known}) the type", named.name, types, named.position
+            )

@@ -1,0 +1,91 @@
+"""Collect every mistake of a config file, then report them together.
+
+A reader creates one ``ProblemList``, hands it down, and calls ``raise_all`` at the end: the user corrects a file once
+and not once per mistake.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.errors import ConfigError, ConfigTypeError, Position, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ProblemList:
+    """The mistakes and the warnings found so far in one file."""
+
+    def __init__(self) -> None:
+        self._mistakes: list[Problem] = []
+        self._warnings: list[Problem] = []
+        self._wrong_type = False
+
+    def add(self, message: str, position: Position | None = None) -> None:
+        """Note a mistake; the same mistake at the same place is noted once."""
+        problem = Problem(message, position)
+        if problem not in self._mistakes:
+            self._mistakes.append(problem)
+
+    def add_wrong_type(self, message: str, position: Position | None = None) -> None:
+        """Note a value of the wrong type; the error raised in the end is then a ``TypeError`` too."""
+        self._wrong_type = True
+        self.add(message, position)
+
+    def add_unknown(self, what: str, name: str, known: Iterable[str], position: Position | None = None) -> None:
+        """Note a name nobody knows, with the nearest known one."""
+        self.add(f'{what} "{shorten(name)}" is unknown.{did_you_mean(name, known)}', position)
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Take over mistakes found elsewhere, such as the repeated keys of ``JsonDocument``."""
+        for problem in problems:
+            self.add(problem.message, problem.position)
+
+    def warn(self, message: str, position: Position | None = None) -> None:
+        """Note an oddity that is no mistake; the same warning at the same place is noted once."""
+        warning = Problem(message, position)
+        if warning not in self._warnings:
+            self._warnings.append(warning)
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """The warnings so far, in the order they were found."""
+        return tuple(self._warnings)
+
+    def __bool__(self) -> bool:
+        return bool(self._mistakes)
+
+    def raise_all(self) -> None:
+        """Raise one error that lists all mistakes in the order of the file; return when there is none.
+
+        Raises:
+            ConfigTypeError: At least one value has the wrong type.
+            ConfigError: All other mistakes.
+        """
+        if not self._mistakes:
+            return
+        ordered = sorted(self._mistakes, key=_place)
+        raise (ConfigTypeError if self._wrong_type else ConfigError).from_problems(ordered)
+
+
+def _place(problem: Problem) -> tuple[str, int, int]:
+    position = problem.position
+    return (position.source, position.line, position.column) if position else ("", 0, 0)
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """A value as it may stand in a message: long texts are cut."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def find_repeated(names: Iterable[str]) -> list[str]:
+    """The names given more than once, each once, in the order of their second appearance."""
+    seen: set[str] = set()
+    repeated: list[str] = []
+    for name in names:
+        if name in seen and name not in repeated:
+            repeated.append(name)
+        seen.add(name)
+    return repeated

@@ -1,0 +1,136 @@
+"""Every algorithm a config can name, one line each.
+
+To add one: write its settings class in ``settings``, its message in the ``.proto`` and its line here. Reading,
+checking, expanding, writing and explaining follow from the line; the front doors ask for the settings class and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from amct.config.settings import (
+    AdaRoundSettings,
+    ArqSettings,
+    HfmgSettings,
+    IfmrSettings,
+    SnqSettings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One algorithm as it is spelled in a dialect's files.
+
+    Attributes:
+        name: Its name in the JSON, the value of ``act_algo`` or ``wts_algo``.
+        message: The field of ``CalibrationConfig`` that chooses it in a ``.cfg``.
+        settings: What it becomes.
+        keys: The keys of its JSON block in the order they are written, the key of the name among them.
+        cfg_fields: Where a key is called otherwise in the ``.cfg``: one field, or the two ends of a range.
+        json_fields: Where a key of the JSON is called otherwise in the settings.
+        optional: Keys that are written only when they were given.
+    """
+
+    name: str
+    message: str
+    settings: type[Any]
+    keys: tuple[str, ...]
+    cfg_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    json_fields: Mapping[str, str] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+
+    def setting_keys(self, name_key: str | None) -> tuple[str, ...]:
+        """The keys that are settings: all but the one that holds the algorithm's name."""
+        return tuple(key for key in self.keys if key != name_key)
+
+    def field_of(self, key: str) -> str:
+        """The settings field behind a JSON key."""
+        return self.json_fields.get(key, key)
+
+    def default_of(self, key: str) -> Any:  # noqa: ANN401  a default is a number, a pair, a text or a bool
+        """The built-in default of a JSON key, lists for pairs as JSON has them."""
+        default = {item.name: item.default for item in fields(self.settings)}[self.field_of(key)]
+        assert default is not MISSING
+        return list(default) if isinstance(default, tuple) else default
+
+
+_SEARCH: dict[str, tuple[str, ...]] = {"search_range": ("search_range_start", "search_range_end")}
+_BETA = {"beta_range": ("beta_range_start", "beta_range_end")}
+_IFMR_KEYS = ("max_percentile", "min_percentile", "search_range", "search_step")
+_ADA_KEYS = ("num_bits", "reg_param", "warm_start", "num_iteration", "beta_range", "channel_wise", "wts_algo")
+_SNQ_KEYS = ("wts_algo", "channel_wise", "num_bits", "max_iteration", "min_distance", "init_algo")
+_BITS_BY_TYPE: dict[str, tuple[str, ...]] = {"num_bits": ("dst_type",)}
+_ASYMMETRIC = frozenset({"asymmetric"})
+
+# fmt: off  (a line for each algorithm)
+PYTORCH_ACTIVATION = (
+    Algorithm(
+        name="ifmr",
+        message="ifmr_quantize",
+        settings=IfmrSettings,
+        keys=("num_bits", *_IFMR_KEYS, "act_algo", "asymmetric"),
+        cfg_fields=_SEARCH | _BITS_BY_TYPE,
+    ),
+    Algorithm(
+        name="hfmg",
+        message="hfmg_quantize",
+        settings=HfmgSettings,
+        keys=("num_bits", "act_algo", "asymmetric", "num_of_bins"),
+        cfg_fields=_BITS_BY_TYPE,
+    ),
+)
+PYTORCH_WEIGHT = (
+    Algorithm(
+        name="arq_quantize",
+        message="arq_quantize",
+        settings=ArqSettings,
+        keys=("num_bits", "channel_wise", "wts_algo"),
+        cfg_fields={"num_bits": ("quant_bits",)},
+    ),
+    Algorithm(name="ada_quantize", message="ada_quantize", settings=AdaRoundSettings, keys=_ADA_KEYS, cfg_fields=_BETA),
+)
+KV_CACHE = (
+    Algorithm(
+        name="ifmr",
+        message="ifmr_quantize",
+        settings=IfmrSettings,
+        keys=("act_algo", *_IFMR_KEYS, "asymmetric"),
+        cfg_fields=_SEARCH,
+        optional=_ASYMMETRIC,
+    ),
+    Algorithm(
+        name="hfmg",
+        message="hfmg_quantize",
+        settings=HfmgSettings,
+        keys=("act_algo", "num_of_bins", "asymmetric"),
+        optional=_ASYMMETRIC,
+    ),
+)
+CAFFE_ACTIVATION = (
+    Algorithm(
+        name="ifmr",
+        message="ifmr_quantize",
+        settings=IfmrSettings,
+        keys=("num_bits", *_IFMR_KEYS, "with_offset"),
+        cfg_fields=_SEARCH,
+        json_fields={"with_offset": "asymmetric"},
+        optional=frozenset({"with_offset"}),
+    ),
+)
+CAFFE_WEIGHT = (
+    Algorithm(
+        name="arq_quantize", message="arq_quantize", settings=ArqSettings, keys=("wts_algo", "channel_wise", "num_bits")
+    ),
+    Algorithm(name="snq_quantize", message="snq_quantize", settings=SnqSettings, keys=_SNQ_KEYS),
+)
+# fmt: on
+
+
+def find_algorithm(algorithms: tuple[Algorithm, ...], name: object) -> Algorithm | None:
+    """The algorithm of that JSON name, or None."""
+    return next((algorithm for algorithm in algorithms if algorithm.name == name), None)

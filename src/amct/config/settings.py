@@ -1,0 +1,117 @@
+"""The settings of every algorithm: one frozen class each, with the default and the legal range of every field.
+
+These classes are what the rest of the program works with. The annotations are also what a config file is checked
+against (see ``checks``), so a range stands in one place. Which bit widths are legal depends on the layer and is told
+by the capability tables, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+
+from amct.errors import ConfigError
+
+Percentile = Annotated[float, Field(strict=True, gt=0.5, le=1.0)]
+OpenFraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0.0)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+# Values written in a .cfg pass through float32: ranges that touch each other must allow for its rounding.
+_FLOAT32_EPSILON = 1.2e-7
+
+
+class SettingsError(ConfigError):
+    """A rule between two fields is broken; ``field`` says which one to look at."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+class CheckedSettings:
+    """Base of all settings: a key nobody knows, NaN and infinity are mistakes (read by pydantic)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IfmrSettings(CheckedSettings):
+    """IFMR: search the activation range around the percentiles that loses least when quantized."""
+
+    num_bits: StrictInt = 8
+    max_percentile: Percentile = 0.999999
+    min_percentile: Percentile = 0.999999
+    search_range: tuple[StrictFloat, StrictFloat] = (0.7, 1.3)
+    search_step: PositiveFloat = 0.01
+    asymmetric: StrictBool = True
+
+    def __post_init__(self) -> None:
+        start, end = self.search_range
+        if not 0 < start < end:
+            message = f"search_range needs 0 < start < end, got [{start:g}, {end:g}]"
+            raise SettingsError("search_range", message)
+        if self.search_step > (end - start) * (1 + _FLOAT32_EPSILON) + _FLOAT32_EPSILON:
+            message = f"search_step must be at most the width {end - start:g} of search_range, got {self.search_step:g}"
+            raise SettingsError("search_step", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfmgSettings(CheckedSettings):
+    """HFMG: search the activation range on a histogram."""
+
+    num_bits: StrictInt = 8
+    num_of_bins: Literal[1024, 2048, 4096, 8192] = 4096
+    asymmetric: StrictBool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArqSettings(CheckedSettings):
+    """ARQ: weights by their largest absolute value, per output channel or per tensor."""
+
+    num_bits: StrictInt = 8
+    channel_wise: StrictBool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaRoundSettings(CheckedSettings):
+    """AdaRound: learn for each weight whether to round up or down."""
+
+    num_bits: StrictInt = 8
+    reg_param: OpenFraction = 0.01
+    warm_start: OpenFraction = 0.2
+    num_iteration: Count = 10000
+    beta_range: tuple[StrictFloat, StrictFloat] = (20.0, 2.0)
+    channel_wise: StrictBool = True
+
+    def __post_init__(self) -> None:
+        start, end = self.beta_range
+        if not start > end > 0:
+            message = f"beta_range needs start > end > 0, got [{start:g}, {end:g}]"
+            raise SettingsError("beta_range", message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnqSettings(CheckedSettings):
+    """SNQ: non-uniform weights, clustered to 16 values."""
+
+    num_bits: StrictInt = 4
+    channel_wise: StrictBool = True
+    max_iteration: Annotated[int, Field(strict=True, ge=500, le=2000)] = 1000
+    min_distance: Annotated[float, Field(strict=True, ge=1e-10, le=1e-3)] = 1e-10
+    init_algo: Literal["uniform", "gaussian", "d2sampling"] = "uniform"
+
+
+ActivationSettings = IfmrSettings | HfmgSettings
+WeightSettings = ArqSettings | AdaRoundSettings | SnqSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNormUpdate(CheckedSettings):
+    """How the statistics of BatchNorm layers are refreshed after non-uniform quantization (Caffe)."""
+
+    bn_moving_average_fraction: OpenFraction = 0.5
+    bn_update_iterations: Annotated[int, Field(strict=True, gt=0, lt=1000)] = 30
+    bn_dump_dir: Annotated[str, Field(strict=True, min_length=1)] = "tmp/bn_data"
