@@ -1,0 +1,102 @@
+"""The graph: nodes in execution order, joined by named tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from amct.errors import ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One layer or operation.
+
+    ``op`` is the layer's type where it is a layer ("Conv2d", "BatchNorm2d", Caffe's "Convolution") and the operation's
+    name elsewhere ("relu", "add"). ``inputs`` and ``outputs`` name the activations; parameters are not among them.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    attributes: Mapping[str, object] = field(default_factory=dict)
+
+
+class Graph:
+    """Nodes in execution order; answers who makes a tensor and who reads it. Never changes once built."""
+
+    def __init__(self, nodes: Iterable[Node], *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self._nodes: dict[str, Node] = {}
+        self._producers: dict[str, Node] = {}
+        self._consumers: dict[str, list[Node]] = {}
+        known = set(self.inputs)
+        for node in nodes:
+            self._add(node, known)
+        for tensor in self.outputs:
+            if tensor not in known:
+                raise ModelError(f'graph output "{tensor}" is made by no node')
+
+    def _add(self, node: Node, known: set[str]) -> None:
+        if node.name in self._nodes:
+            raise ModelError(f'two nodes are named "{node.name}"; node names must be unique')
+        for tensor in dict.fromkeys(node.inputs):
+            if tensor not in known:
+                raise ModelError(f'node "{node.name}" reads "{tensor}", which nothing before it makes')
+            self._consumers.setdefault(tensor, []).append(node)
+        for tensor in node.outputs:
+            if tensor in known:
+                raise ModelError(f'node "{node.name}" makes "{tensor}", which exists already')
+            known.add(tensor)
+            self._producers[tensor] = node
+        self._nodes[node.name] = node
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._nodes
+
+    def __getitem__(self, name: str) -> Node:
+        if name not in self._nodes:
+            raise ModelError(f'no node is named "{name}".{did_you_mean(name, self._nodes)}')
+        return self._nodes[name]
+
+    def producer(self, tensor: str) -> Node | None:
+        """The node that makes ``tensor``; None for a graph input."""
+        return self._producers.get(tensor)
+
+    def consumers(self, tensor: str) -> tuple[Node, ...]:
+        """The nodes that read ``tensor``, in execution order, each once."""
+        return tuple(self._consumers.get(tensor, ()))
+
+    def predecessors(self, node: Node) -> tuple[Node, ...]:
+        """The nodes whose outputs ``node`` reads, in the order of its inputs, each once."""
+        found = (self.producer(tensor) for tensor in node.inputs)
+        return tuple({producer.name: producer for producer in found if producer is not None}.values())
+
+    def successors(self, node: Node) -> tuple[Node, ...]:
+        """The nodes that read any output of ``node``, each once."""
+        found = (consumer for tensor in node.outputs for consumer in self.consumers(tensor))
+        return tuple({consumer.name: consumer for consumer in found}.values())
+
+    def edges(self) -> Iterator[tuple[Node, str, Node]]:
+        """Every (producer, tensor, consumer), in execution order of the producer."""
+        for node in self:
+            for tensor in node.outputs:
+                for consumer in self.consumers(tensor):
+                    yield node, tensor, consumer
+
+    def sole_consumer(self, node: Node) -> Node | None:
+        """The one node that reads what ``node`` makes; None when several do, none does, or it is a graph output."""
+        readers = self.successors(node)
+        is_output = any(tensor in self.outputs for tensor in node.outputs)
+        return readers[0] if len(readers) == 1 and not is_output else None
