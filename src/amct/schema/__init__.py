@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from amct.schema._parser import parse_text
+from amct.schema.interchange import format_text, read_binary
 from amct.schema.pool import Schema, descriptor, file_protos, message_class
+from amct.schema.text import TextField, TextMessage
 
 __all__ = [
     "Schema",
+    "TextField",
+    "TextMessage",
     "descriptor",
     "file_protos",
+    "format_text",
     "message_class",
+    "parse_text",
+    "read_binary",
 ]

@@ -1,0 +1,65 @@
+"""From messages to text, and from binary files to messages, without protobuf's own exceptions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from amct.errors import ArgumentTypeError, ParseError
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+_MessageT = TypeVar("_MessageT", bound="Message")
+
+
+def format_text(message: Message) -> str:
+    """The message in the layout of AMCT's documents: two spaces a level, ``key: "x"``, ``value {``.
+
+    A float is written with the fewest digits that give the same float32 back; names stay readable UTF-8.
+    """
+    from google.protobuf import text_format
+
+    return text_format.MessageToString(message, as_utf8=True)
+
+
+def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _MessageT:
+    """Read a message in protobuf's binary format; ``source`` is the file's name for the error.
+
+    Raises:
+        ParseError: The bytes are not such a message: broken, of another kind, or without a required field.
+        ArgumentTypeError: ``data`` is not bytes.
+    """
+    from google.protobuf.message import DecodeError
+
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ArgumentTypeError(f"data must be bytes, got {type(data).__name__}")
+    name = message_class.DESCRIPTOR.full_name
+    message = message_class()
+    try:
+        message.ParseFromString(bytes(data))
+        _read_all_names(message)
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ParseError(f"{source}: not a binary {name}: {error}; is the file cut off, or text?") from error
+    if data and not message.ListFields():
+        raise ParseError(f"{source}: nothing in it is a field of {name}; is it another kind of file?")
+    if not message.IsInitialized():
+        missing: list[str] = message.FindInitializationErrors()  # type: ignore[attr-defined]  # not in the stubs
+        raise ParseError(f"{source}: a {name} needs {', '.join(missing)}")
+    return message
+
+
+def _read_all_names(message: Message) -> None:
+    """Touch every string: protobuf decodes them on access, and a name that is not UTF-8 must show here."""
+    pending: list[Message] = [message]
+    while pending:
+        for field, value in pending.pop().ListFields():
+            if field.message_type is None:
+                if field.type == field.TYPE_STRING and not isinstance(value, str):
+                    list(value)
+            elif hasattr(value, "DESCRIPTOR"):
+                pending.append(value)
+            elif field.message_type.GetOptions().map_entry:
+                if field.message_type.fields_by_name["value"].message_type is not None:
+                    pending.extend(value.values())
+            else:
+                pending.extend(value)

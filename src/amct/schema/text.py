@@ -1,0 +1,156 @@
+"""Messages read from protobuf text, with the file, line and column of every field.
+
+protobuf's own reader gives positions only in its errors, takes repeated fields silently or not at all, recurses as deep
+as the file says and turns 1e999 into infinity; a config error must name its line, so the reading is done here.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from amct.errors import ArgumentError, Position, Problem, did_you_mean
+from amct.schema._fields import FieldInfo, MessageTable, table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from google.protobuf.descriptor import Descriptor
+    from google.protobuf.message import Message
+
+    from amct.schema._source import SourceText
+
+
+class TextField(NamedTuple):
+    """One field as it stands in the file; ``value`` of an enum is its name, of a block a ``TextMessage``."""
+
+    name: str
+    value: Any
+    source: SourceText
+    offset: int
+
+    @property
+    def position(self) -> Position:
+        """Where the field's name stands."""
+        return self.source.position(self.offset)
+
+
+class TextMessage:
+    """A message as it stands in the file.
+
+    ``fields`` has every occurrence in the order of the file; ``get``, ``all`` and ``which`` give what counts:
+    the last value, the merged block, the last member of a oneof.
+    """
+
+    __slots__ = ("__dict__", "_offset", "_source", "descriptor", "effective", "fields", "warnings")
+
+    def __init__(self, descriptor: Descriptor, source: SourceText, offset: int) -> None:
+        self.descriptor = descriptor
+        self.fields: list[TextField] = []
+        self.effective: dict[str, TextField] = {}
+        """The occurrence that counts of each field that is not repeated."""
+        self.warnings: Sequence[Problem] = ()
+        """Oddities of the whole file, such as a value given twice; kept at the outermost message only."""
+        self._source = source
+        self._offset = offset
+
+    @property
+    def position(self) -> Position:
+        """Where the field that opens this message stands; 1:1 for the outermost."""
+        return self._source.position(self._offset)
+
+    @property
+    def table(self) -> MessageTable:
+        """The fields this type of message has."""
+        return table_of(self.descriptor)
+
+    @cached_property
+    def _occurrences(self) -> dict[str, list[TextField]]:
+        occurrences: dict[str, list[TextField]] = {}
+        for field in self.fields:
+            occurrences.setdefault(field.name, []).append(field)
+        return occurrences
+
+    def _info(self, name: str) -> FieldInfo:
+        info = self.table.fields.get(name)
+        if info is None:
+            raise ArgumentError(
+                f"{self.descriptor.full_name} has no field {name!r}.{did_you_mean(name, self.table.fields)}"
+            )
+        return info
+
+    def has(self, name: str) -> bool:
+        """Whether the file sets the field (a member of a oneof: and no later member replaces it)."""
+        return name in (self._occurrences if self._info(name).repeated else self.effective)
+
+    def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - the type is the field's
+        """The last value the file gives, or ``default``; the schema's own default is not looked at."""
+        if self._info(name).repeated:
+            occurrences = self._occurrences.get(name)
+            return occurrences[-1].value if occurrences else default
+        field = self.effective.get(name)
+        return default if field is None else field.value
+
+    def all(self, name: str) -> list[Any]:
+        """All values of a repeated field; of another field the one that counts, if any."""
+        if self._info(name).repeated:
+            return [field.value for field in self._occurrences.get(name, ())]
+        return [self.effective[name].value] if name in self.effective else []
+
+    def where(self, name: str, index: int = -1) -> Position:
+        """Where the last (or the ``index``-th) occurrence stands; the message's own position when there is none."""
+        self._info(name)
+        occurrences = self._occurrences.get(name)
+        return occurrences[index].position if occurrences else self.position
+
+    def which(self, oneof: str) -> str | None:
+        """The member of a oneof that counts, or None."""
+        if oneof not in self.table.oneofs:
+            raise ArgumentError(
+                f"{self.descriptor.full_name} has no oneof {oneof!r}.{did_you_mean(oneof, self.table.oneofs)}"
+            )
+        members = (name for name, info in self.table.fields.items() if info.oneof == oneof)
+        return next((name for name in members if name in self.effective), None)
+
+    def to_message(self) -> Message:
+        """The same content as a protobuf message."""
+        from google.protobuf.message_factory import GetMessageClass
+
+        message: Message = GetMessageClass(self.descriptor)()
+        pending: list[tuple[TextMessage, Any]] = [(self, message)]
+        while pending:
+            source, target = pending.pop()
+            pending.extend(source._fill(target))
+        return message
+
+    def _fill(self, target: Any) -> Iterator[tuple[TextMessage, Any]]:  # noqa: ANN401 - generated class
+        """Set what this message holds itself; yield each inner message with its still empty target."""
+        for name, field in self.effective.items():
+            info = self.table.fields[name]
+            if info.message is not None:
+                inner = getattr(target, name)
+                inner.SetInParent()
+                yield field.value, inner
+            else:
+                setattr(target, name, info.enum_numbers.get(field.value, field.value))
+        for name, occurrences in self._occurrences.items():
+            info = self.table.fields[name]
+            if not info.repeated:
+                continue
+            container = getattr(target, name)
+            if info.message is None:
+                container.extend([info.enum_numbers.get(field.value, field.value) for field in occurrences])
+            elif table_of(info.message).is_map_entry:
+                _fill_map(container, [field.value for field in occurrences])
+            else:
+                for field in occurrences:
+                    yield field.value, container.add()
+
+
+def _fill_map(container: Any, entries: list[TextMessage]) -> None:  # noqa: ANN401 - generated class
+    for entry in entries:
+        filled: Any = entry.to_message()
+        if entry.table.fields["value"].message is None:
+            container[filled.key] = filled.value
+        else:
+            container[filled.key].CopyFrom(filled.value)
