@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import ModelError
-from amct.topology import Graph, LayerInfo, Node, Skip
+from amct.topology import Graph, LayerFacts, Node, Skip
 
 
 def node(name: str, op: str, inputs: str = "", outputs: str = "") -> Node:
@@ -110,4 +110,4 @@ def test_skip_reads_as_a_sentence():
 
 @pytest.mark.parametrize(("channels", "groups", "expected"), [(8, 8, True), (8, 4, False), (1, 1, False)])
 def test_depthwise(channels: int, groups: int, expected: bool):
-    assert LayerInfo(name="a", type="Conv2d", in_channels=channels, groups=groups).is_depthwise is expected
+    assert LayerFacts(name="a", type="Conv2d", in_channels=channels, groups=groups).is_depthwise is expected

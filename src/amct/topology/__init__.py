@@ -1,19 +1,19 @@
 """One small graph for every kind of model: which layer feeds which, what can be folded, and why something cannot.
 
 Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``Node``s and its quantizable layers as
-``LayerInfo``s. What a front door leaves out is a ``Skip`` with the reason, never silence. Nothing here needs torch.
+``LayerFacts``s. What a front door leaves out is a ``Skip`` with the reason, never silence. Nothing here needs torch.
 """
 
 from amct.topology.fusion import Fusion, FusionPattern, find_fusions, find_leading_fusions
 from amct.topology.graph import Graph, Node
-from amct.topology.layer import LayerInfo
+from amct.topology.layer_facts import LayerFacts
 from amct.topology.skip import Skip
 
 __all__ = [
     "Fusion",
     "FusionPattern",
     "Graph",
-    "LayerInfo",
+    "LayerFacts",
     "Node",
     "Skip",
     "find_fusions",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInfo:
+class LayerFacts:
     """What a layer is, independent of the framework it comes from.
 
     ``in_channels`` counts all channels (or features) that enter the layer, not those of one group; both channel counts
