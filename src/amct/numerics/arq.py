@@ -179,6 +179,8 @@ def _check_bits(bits: int) -> None:
 def _check_layout(shape: Sequence[int], kind: WeightKind, groups: int) -> None:
     if len(shape) < 2 or math.prod(shape) == 0:
         raise ArgumentError(f"a {kind.value} weight needs at least 2 dimensions and one value, got shape {list(shape)}")
+    if kind is WeightKind.LINEAR and groups != 1:
+        raise ArgumentError(f"groups: a linear weight has none, got {groups}")
     if groups < 1 or shape[0] % groups:
         raise ArgumentError(
             f"groups: expected a positive divisor of the first dimension of the {kind.value} weight {list(shape)}, "
