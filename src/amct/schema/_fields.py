@@ -152,16 +152,17 @@ def _keep(literal: str) -> str:
     return literal
 
 
-ANYTHING = FieldInfo(
-    name="",
-    kind="anything",
-    repeated=True,
-    required=False,
-    oneof=None,
-    message=None,
-    enum_numbers={},
-    expected="anything",
-    number=_keep,
-    word=_keep,
-)
-"""Stands for a field that is already reported as a mistake, so that the rest of the file can still be checked."""
+def anything(name: str) -> FieldInfo:
+    """Stands for a field that is already reported as a mistake, so that the rest of the file can still be checked."""
+    return FieldInfo(
+        name=name,
+        kind="anything",
+        repeated=True,
+        required=False,
+        oneof=None,
+        message=None,
+        enum_numbers={},
+        expected="anything",
+        number=_keep,
+        word=_keep,
+    )

@@ -7,57 +7,35 @@ token by token. There is no recursion: open blocks are a list, so nesting is lim
 
 from __future__ import annotations
 
-import re
+import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from amct.errors import ParseError, Problem, did_you_mean
-from amct.schema._fields import ANYTHING, FieldInfo, table_of
+from amct.schema._fields import FieldInfo, anything, table_of
 from amct.schema._source import SourceText
+from amct.schema._tokens import (
+    CLOSE,
+    CLOSERS,
+    DOUBLE_QUOTED,
+    NAME,
+    NUMBER,
+    OPEN,
+    SINGLE_QUOTED,
+    STATEMENT,
+    TOKEN,
+    WORD,
+    described,
+)
 from amct.schema._values import BadValueError, shown, unescape
 from amct.schema.text import TextField, TextMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from google.protobuf.descriptor import Descriptor
 
 _MOST_PROBLEMS = 20
-_CLOSERS = {"{": "}", "<": ">"}
-
-# Each piece matches in only one way, so no input makes the expressions backtrack for long.
-_SKIP = r"\s*(?:#[^\n]*(?:\n\s*|\Z))*"
-_NUMBER = r"-?\.?[0-9](?:[eE][+-]|[\w.])*"
-_STATEMENT = re.compile(
-    _SKIP
-    + r"""(?:
-      ([A-Za-z_]\w*)\s*(?:
-          :?\s*([{<])
-        | :\s*(?:
-              "([^"\\\n]*)"(?!\s*["'\#])
-            | '([^'\\\n]*)'(?!\s*["'\#])
-            | ([A-Za-z_]\w*)
-            | (NUMBER)
-          )\s*[;,]?
-      )
-    | ([}>])\s*[;,]?
-    )""".replace("NUMBER", _NUMBER),
-    re.ASCII | re.VERBOSE,
-)
-_NAME, _OPEN, _DOUBLE_QUOTED, _SINGLE_QUOTED, _WORD, _LITERAL, _CLOSE = range(1, 8)
-
-_TOKEN = re.compile(
-    _SKIP
-    + r"""(?:
-      (?P<word>[A-Za-z_]\w*)
-    | (?P<number>\.?[0-9](?:[eE][+-]|[\w.])*)
-    | (?P<string>"[^"\\\n]*(?:\\.[^"\\\n]*)*" | '[^'\\\n]*(?:\\.[^'\\\n]*)*')
-    | (?P<sign>[][{}<>:;,-])
-    | (?P<end>\Z)
-    | (?P<bad>.)
-    )""",
-    re.ASCII | re.VERBOSE | re.DOTALL,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +79,23 @@ class _Parser:
 
     def parse(self) -> TextMessage:
         self._read_statements()
-        for message in self._with_required:
-            missing = [name for name in message.table.required if name not in message.effective]
-            if missing:
-                self._problem_at(message, f"{message.table.name} needs {' and '.join(missing)}")
+        if not self._problems:  # else a value that is there but wrong would be called missing, too
+            self._check_required()
         if self._problems:
             raise ParseError.from_problems(self._problems)
         self._top.warnings = self._warnings
         return self._top
 
+    def _check_required(self) -> None:
+        for message in self._with_required:
+            missing = [name for name in message.table.required if name not in message.effective]
+            if missing:
+                self._problem(message.offset, f"{message.table.name} needs {' and '.join(missing)}")
+
     # ------------------------------------------------------------------ statements
 
     def _read_statements(self) -> None:
-        match, text = _STATEMENT.match, self._text
+        match, text = STATEMENT.match, self._text
         while True:
             found = match(text, self._at)
             if found is None:
@@ -122,23 +104,24 @@ class _Parser:
                 continue
             self._at = found.end()
             kind = found.lastindex or 0
-            if kind == _CLOSE:
-                self._close(found[_CLOSE], found.start(_CLOSE))
+            if kind == CLOSE:
+                self._close(found[CLOSE], found.start(CLOSE))
                 continue
-            name, offset = found[_NAME], found.start(_NAME)
+            name, offset = found[NAME], found.start(NAME)
             info = self._lookup(name) or self._unknown(name, offset)
-            if kind == _OPEN:
-                self._open(info, offset, found[_OPEN])
+            if kind == OPEN:
+                self._open(info, offset, found[OPEN])
                 continue
             try:
-                if kind == _LITERAL:
-                    value = info.number(found[_LITERAL])
-                elif kind == _WORD:
-                    value = info.word(found[_WORD])
+                if kind == NUMBER:
+                    value = info.number(found[NUMBER])
+                elif kind == WORD:
+                    value = info.word(found[WORD])
                 else:
                     value = _plain_string(info, found[kind])
             except BadValueError as problem:
-                self._problem(found.start(kind), f"{name} {problem}")
+                quote = kind in (DOUBLE_QUOTED, SINGLE_QUOTED)
+                self._problem(found.start(kind) - quote, f"{name} {problem}")
             else:
                 self._add(info, value, offset)
 
@@ -155,17 +138,17 @@ class _Parser:
         if token == "[":
             self._fail("extensions and Any are not part of this format; a field name was expected")
         if kind != "word":
-            self._fail(f"expected a field name, got {_described(kind, token)}")
+            self._fail(f"expected a field name, got {described(kind, token)}")
         offset = self._token_start
         info = self._lookup(token) or self._unknown(token, offset)
         has_colon = self._accept(":")
         kind, following = self._next()
-        if following in _CLOSERS:
+        if following in CLOSERS:
             self._open(info, offset, following)
         elif following == "[":
-            self._read_list(info, offset)
+            self._read_list(info)
         elif not has_colon:
-            self._fail(f'expected ":" or "{{" after {shown(token)}, got {_described(kind, following)}')
+            self._fail(f'expected ":" or "{{" after {shown(token)}, got {described(kind, following)}')
         else:
             self._read_scalar(info, offset, kind, following)
             self._accept_separator()
@@ -184,7 +167,7 @@ class _Parser:
                 if sign:
                     kind, token = self._next()
                 if kind not in ("word", "number"):
-                    self._fail(f"{info.name} takes {info.expected}, got {_described(kind, token)}")
+                    self._fail(f"{info.name} takes {info.expected}, got {described(kind, token)}")
                 value = (info.word if kind == "word" else info.number)(sign + token)
         except BadValueError as problem:
             self._problem(start + problem.offset, f"{info.name} {problem}")
@@ -200,7 +183,7 @@ class _Parser:
                 pieces.append(unescape(token[1:-1]))
             except BadValueError as problem:
                 raise BadValueError(str(problem), self._token_start - start + 1 + problem.offset) from None
-            following = _TOKEN.match(self._text, self._at)
+            following = TOKEN.match(self._text, self._at)
             if following is None or following.lastgroup != "string":
                 break
             _, token = self._next()
@@ -216,17 +199,17 @@ class _Parser:
                 f"is text, but its escapes give the byte 0x{content[error.start]:02x}: not UTF-8"
             ) from None
 
-    def _read_list(self, info: FieldInfo, offset: int) -> None:
+    def _read_list(self, info: FieldInfo) -> None:
         if not info.repeated:
             self._problem(self._token_start, f"{info.name} takes {info.expected}, not a list: it is not repeated")
-            info = ANYTHING
+            info = anything(info.name)
         if self._accept("]"):
             self._accept_separator()
             return
         while True:
             kind, token = self._next()
-            if token in _CLOSERS:
-                self._open(info, offset, token, list_field=info)
+            if token in CLOSERS:
+                self._open(info, self._token_start, token, list_field=info)
                 return
             self._read_scalar(info, self._token_start, kind, token)
             if not self._list_goes_on():
@@ -237,7 +220,7 @@ class _Parser:
         if token == ",":
             return True
         if token != "]":
-            self._fail(f'expected "," or "]" in the list, got {_described(kind, token)}')
+            self._fail(f'expected "," or "]" in the list, got {described(kind, token)}')
         self._accept_separator()
         return False
 
@@ -269,18 +252,18 @@ class _Parser:
     def _open(self, info: FieldInfo, offset: int, bracket: str, list_field: FieldInfo | None = None) -> None:
         if len(self._blocks) >= self._max_depth:
             self._fail(f"blocks nest deeper than {self._max_depth}", offset)
-        if info.message is None and info is not ANYTHING:
-            self._problem(offset, f"{info.name} takes {info.expected}, got a block {bracket} {_CLOSERS[bracket]}")
-            info = ANYTHING
+        if info.message is None and info.kind != "anything":
+            self._problem(offset, f"{info.name} takes {info.expected}, got a block {bracket} {CLOSERS[bracket]}")
+            info = anything(info.name)
         outer, outer_lookup = self._message, self._lookup
         if info.message is None:
             self._message = TextMessage(outer.descriptor, self._source, offset)
-            self._lookup = _know_anything
+            self._lookup = anything
         else:
             self._message = self._inner_message(info, offset)
             self._lookup = table_of(info.message).fields.get
         opened = TextField(info.name, None, self._source, offset)
-        self._blocks.append(_Block(outer, outer_lookup, _CLOSERS[bracket], opened, list_field))
+        self._blocks.append(_Block(outer, outer_lookup, CLOSERS[bracket], opened, list_field))
 
     def _inner_message(self, info: FieldInfo, offset: int) -> TextMessage:
         """The message a block goes into: the one already there when a field that is not repeated comes again."""
@@ -309,14 +292,14 @@ class _Parser:
             self._at = offset + 1
             if self._list_goes_on():
                 kind, token = self._next()
-                if token not in _CLOSERS:
-                    self._fail(f'expected "{{" for the next item of the list, got {_described(kind, token)}')
+                if token not in CLOSERS:
+                    self._fail(f'expected "{{" for the next item of the list, got {described(kind, token)}')
                 self._open(block.list_field, self._token_start, token, list_field=block.list_field)
 
     # ------------------------------------------------------------------ tokens
 
     def _next(self) -> tuple[str, str]:
-        found = _TOKEN.match(self._text, self._at)
+        found = TOKEN.match(self._text, self._at)
         assert found is not None
         assert found.lastgroup is not None
         kind = found.lastgroup
@@ -329,7 +312,7 @@ class _Parser:
         return kind, token
 
     def _accept(self, *tokens: str) -> bool:
-        found = _TOKEN.match(self._text, self._at)
+        found = TOKEN.match(self._text, self._at)
         assert found is not None
         if found.lastgroup == "sign" and found["sign"] in tokens:
             self._at = found.end()
@@ -345,25 +328,18 @@ class _Parser:
         """Report an unknown field; its value is then read as anything, so that later mistakes show too."""
         table = self._message.table
         for block in reversed(self._blocks):
-            if block.outer_lookup(name) not in (None, ANYTHING):
+            if name in block.outer.table.fields:
                 self._fail(
-                    f"{table.name} has no field {shown(name)}, but {block.outer.table.name} has: "
-                    f'is a "{block.closer}" missing before it? The block of {block.field.name} '
-                    f"opened at {block.field.position} is still open",
+                    f"{table.name} has no field {shown(name)}, but {block.outer.table.name} has: is it in the wrong "
+                    f'place, or is a "{self._blocks[-1].closer}" missing before it? The block of '
+                    f"{self._blocks[-1].field.name} opened at {self._blocks[-1].field.position} is still open",
                     offset,
                 )
-        hint = did_you_mean(name, table.fields) if len(name) <= 100 else ""
-        known = hint or f" Known fields: {', '.join(table.fields)}."
-        self._problem(offset, f"{table.name} has no field {shown(name)}.{known}")
-        return ANYTHING
+        self._problem(offset, f"{table.name} has no field {shown(name)}.{_nearest(name, table.fields)}")
+        return anything(name)
 
     def _warn(self, field: TextField, message: str) -> None:
         self._warnings.append(Problem(message, field.position))
-
-    def _problem_at(self, message: TextMessage, text: str) -> None:
-        self._problems.append(Problem(text, message.position))
-        if len(self._problems) >= _MOST_PROBLEMS:
-            raise ParseError.from_problems(self._problems)
 
     def _problem(self, offset: int, text: str) -> None:
         self._problems.append(Problem(text, self._source.position(offset)))
@@ -379,8 +355,16 @@ class _Parser:
         self._fail(f'the file ends before the "{block.closer}" of this block of {block.field.name}', block.field.offset)
 
 
-def _know_anything(name: str) -> FieldInfo:  # noqa: ARG001 - has the shape of a table's lookup
-    return ANYTHING
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like ``name``; a few known names are all listed when none is really like it."""
+    names = list(known)
+    comparable = name[:100]  # comparing costs the square of the length
+    hint = did_you_mean(comparable, names)
+    if hint or not names:
+        return hint
+    if len(names) <= 15:
+        return f" Its fields are {', '.join(names)}."
+    return f" The nearest is {difflib.get_close_matches(comparable, names, n=1, cutoff=0.0)[0]}."
 
 
 def _plain_string(info: FieldInfo, content: str) -> str | bytes:
@@ -389,9 +373,3 @@ def _plain_string(info: FieldInfo, content: str) -> str | bytes:
     if info.kind in ("bytes", "anything"):
         return content.encode("utf-8")
     raise BadValueError(f"takes {info.expected}, got a quoted string")
-
-
-def _described(kind: str, token: str) -> str:
-    if kind == "end":
-        return "the end of the file"
-    return f'"{shown(token)}"' if kind == "sign" else shown(token)

@@ -42,7 +42,7 @@ class TextMessage:
     the last value, the merged block, the last member of a oneof.
     """
 
-    __slots__ = ("__dict__", "_offset", "_source", "descriptor", "effective", "fields", "warnings")
+    __slots__ = ("__dict__", "_source", "descriptor", "effective", "fields", "offset", "warnings")
 
     def __init__(self, descriptor: Descriptor, source: SourceText, offset: int) -> None:
         self.descriptor = descriptor
@@ -52,12 +52,12 @@ class TextMessage:
         self.warnings: Sequence[Problem] = ()
         """Oddities of the whole file, such as a value given twice; kept at the outermost message only."""
         self._source = source
-        self._offset = offset
+        self.offset = offset
 
     @property
     def position(self) -> Position:
         """Where the field that opens this message stands; 1:1 for the outermost."""
-        return self._source.position(self._offset)
+        return self._source.position(self.offset)
 
     @property
     def table(self) -> MessageTable:
