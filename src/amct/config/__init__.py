@@ -4,7 +4,9 @@ The road of a config: a simple config (``.cfg``) is expanded for a model into a 
 becomes a ``Plan`` with one immutable ``LayerPlan`` per layer.
 
 Shared by all kinds of config: ``json_reader`` and ``json_writer``, ``problems`` (all mistakes reported together),
-``checks`` (a block of a file becomes a settings object), ``settings`` and ``registry`` (the algorithms), ``layers`` (what
-is known of a model), ``names`` and ``precedence`` (lists and overrides of a simple config), ``full_config`` (the JSON with
-the origin of every value, and ``explain``), ``plan``.
+``checks`` (a block of a file becomes a settings object), ``settings`` and ``registry`` (the algorithms), ``layers``
+(what is known of a model), ``names``, ``precedence``, ``simple_config`` and ``algorithm_blocks`` (the parts of a simple
+config), ``full_config`` (the JSON with the origin of every value, and ``explain``), ``plan``.
+
+The kinds: ``ptq_pytorch``, ``kv_cache``, ``ptq_caffe``.
 """

@@ -27,12 +27,14 @@ class LayerConfig:
         data: The block as it is written.
         origins: Where each value comes from, by its dotted key (``activation_quant_params.num_bits``); the empty key is
             the origin of the block as a whole.
+        implied: Values that hold although they are not written, by their dotted keys.
     """
 
     name: str
     type: str
     data: Mapping[str, Any]
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
         """Where a value comes from: its own origin, or the built-in default."""
@@ -60,24 +62,37 @@ class FullConfig:
 
 @dataclass(frozen=True)
 class ExplainedSetting:
-    """One effective setting and where it comes from; ``layer`` is empty for global fields."""
+    """One effective setting and where it comes from.
+
+    Attributes:
+        layer: The layer, empty for global fields.
+        type: Its type.
+        key: The dotted key in the JSON.
+        value: The effective value.
+        origin: Where the value comes from.
+        block: Which block applies to the layer as a whole. A value that the block does not set is a built-in default,
+            even if a block of lower precedence sets it.
+    """
 
     layer: str
     type: str
     key: str
     value: Any
     origin: Origin
+    block: Origin
 
 
 def explain(config: FullConfig) -> tuple[ExplainedSetting, ...]:
     """Every effective setting of a config, in file order, with the file and line it comes from."""
     rows = [
-        ExplainedSetting("", "", key, value, config.origins.get(key, DEFAULT)) for key, value in config.fields.items()
+        ExplainedSetting("", "", key, value, config.origins.get(key, DEFAULT), DEFAULT)
+        for key, value in config.fields.items()
     ]
     for layer in config.layers:
+        values = [*_leaves(layer.data), *layer.implied.items()]
         rows += [
-            ExplainedSetting(layer.name, layer.type, key, value, layer.origin(key))
-            for key, value in _leaves(layer.data)
+            ExplainedSetting(layer.name, layer.type, key, value, layer.origin(key), layer.origin(""))
+            for key, value in values
         ]
     return tuple(rows)
 

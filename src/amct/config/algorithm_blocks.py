@@ -1,0 +1,119 @@
+"""The algorithm inside a block of a simple config: which one, what it sets, and where each value stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from amct.config.checks import check_settings
+from amct.config.precedence import DEFAULT, Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from amct.config.precedence import Choice
+    from amct.config.problems import ProblemList
+    from amct.config.registry import Algorithm
+    from amct.errors import Position
+    from amct.schema import TextMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmBlock:
+    """One algorithm with what a file sets of it.
+
+    Attributes:
+        algorithm: The algorithm chosen; the first one of its kind when the block names none.
+        given: The JSON keys the file sets, with their values as JSON has them.
+        positions: Where each of these values stands.
+        origin: Where the block as a whole comes from.
+        position: Where the algorithm is named; None when it is not.
+    """
+
+    algorithm: Algorithm
+    given: Mapping[str, Any]
+    positions: Mapping[str, Position]
+    origin: Origin
+    position: Position | None = None
+
+    def value(self, key: str) -> Any:  # noqa: ANN401  a JSON value
+        """The value of a JSON key: as given, else the built-in default."""
+        return self.given[key] if key in self.given else self.algorithm.default_of(key)
+
+    def origin_of(self, key: str) -> Origin:
+        """Where the value of a JSON key comes from."""
+        return Origin(self.origin.level, self.positions[key]) if key in self.given else DEFAULT
+
+    def origins(self, prefix: str, name_key: str | None) -> dict[str, Origin]:
+        """Where each value comes from, by its dotted key below ``prefix``; ``name_key`` is the algorithm's name."""
+        origins = {f"{prefix}.{key}": self.origin_of(key) for key in self.algorithm.setting_keys(name_key)}
+        if name_key is not None and self.position is not None:
+            origins[f"{prefix}.{name_key}"] = Origin(self.origin.level, self.position)
+        return origins
+
+    def to_json(self, name_key: str | None, **changed: Any) -> dict[str, Any]:  # noqa: ANN401  JSON values
+        """The JSON block in its written order.
+
+        Args:
+            name_key: The key that holds the algorithm's name, or None when the dialect has none.
+            changed: Values that replace what is given, or the default.
+        """
+        block: dict[str, Any] = {}
+        for key in self.algorithm.keys:
+            if key == name_key:
+                block[key] = self.algorithm.name
+            elif key in changed:
+                block[key] = changed[key]
+            elif key not in self.algorithm.optional or key in self.given:
+                block[key] = self.value(key)
+        return block
+
+
+def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
+    """The algorithm a block chooses in one of its oneofs (the last one in the file wins)."""
+    block = choice.block
+    chosen = block.which(oneof) if block is not None else None
+    if block is None or chosen is None:
+        return AlgorithmBlock(algorithm=algorithms[0], given={}, positions={}, origin=choice.origin)
+    algorithm = next(item for item in algorithms if item.message == chosen)
+    message: TextMessage = block.get(chosen)
+    given: dict[str, Any] = {}
+    positions: dict[str, Position] = {}
+    for key in algorithm.keys:
+        fields = [field for field in algorithm.cfg_fields.get(key, (key,)) if _has(message, field)]
+        if fields:
+            given[key] = _value(algorithm, key, message)
+            positions[key] = message.where(fields[0])
+    return AlgorithmBlock(
+        algorithm=algorithm, given=given, positions=positions, origin=choice.origin, position=block.where(chosen)
+    )
+
+
+def _has(message: TextMessage, field: str) -> bool:
+    """Whether the file sets a field; keys of the JSON that the ``.cfg`` has no field for are never set."""
+    return field in message.descriptor.fields_by_name and message.has(field)
+
+
+def _value(algorithm: Algorithm, key: str, message: TextMessage) -> Any:  # noqa: ANN401  a JSON value
+    fields = algorithm.cfg_fields.get(key, (key,))
+    if len(fields) == 1:
+        value = message.get(fields[0])
+        return int(value.removeprefix("INT")) if fields[0] == "dst_type" else value
+    defaults = algorithm.default_of(key)
+    return [message.get(field, default) for field, default in zip(fields, defaults, strict=True)]
+
+
+def check_block(block: AlgorithmBlock, name_key: str | None, problems: ProblemList) -> None:
+    """Report values of a block that are out of range, whatever layer it is for."""
+    algorithm = block.algorithm
+    values = {
+        algorithm.field_of(key): block.value(key) for key in algorithm.setting_keys(name_key) if key in block.given
+    }
+    keys = {algorithm.field_of(key): key for key in block.given}
+    check_settings(
+        algorithm.settings,
+        values,
+        lambda path: block.positions.get(keys.get(str(path[0]), ""), block.position) if path else block.position,
+        problems,
+        block=algorithm.message,
+    )
