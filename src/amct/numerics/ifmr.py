@@ -1,0 +1,203 @@
+"""IFMR: search the upper end of the range that loses least when the values are rounded to the grid.
+
+The search starts from a percentile of the data, widened to contain zero, and tries it times each ratio of
+``search_range``. Asymmetric: the lower end stays, only the upper one moves; symmetric: both move. The loss is the mean
+squared difference between the values and their rounded, clipped selves; as in AMCT, the offset takes no part in it, and
+of equally good candidates the first wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from amct.errors import ArgumentError
+from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
+from amct.numerics.compiled import compiled, compiled_sum
+from amct.numerics.histogram import Bins, Values
+from amct.numerics.samples import Floats, SamplingObserver
+
+_EPSILON = float(np.finfo(np.float32).eps)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Ranges to try and the scale each of them means."""
+
+    lower: Values
+    upper: Values
+    scale: Values
+
+
+@dataclass(kw_only=True, eq=False)
+class IfmrObserver(SamplingObserver):
+    """IFMR as an observer: exact on the first 2^20 values, on a histogram beyond."""
+
+    max_percentile: float = 0.999999
+    min_percentile: float = 0.999999
+    search_range: tuple[float, float] = (0.7, 1.3)
+    search_step: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.search_range = (float(self.search_range[0]), float(self.search_range[1]))
+        for name in ("max_percentile", "min_percentile"):
+            if not 0.5 <= getattr(self, name) <= 1.0:
+                raise ArgumentError(f"{name}: expected 0.5..1, got {getattr(self, name)}")
+        start, end = self.search_range
+        if not 0 < start < end < np.inf:
+            raise ArgumentError(f"search_range: expected 0 < start < end, got [{start}, {end}]")
+        if not 0 < self.search_step <= end - start + _EPSILON:
+            raise ArgumentError(f"search_step: expected a step in (0, {end - start:g}], got {self.search_step}")
+
+    def search(self, channel: int) -> tuple[float, float]:
+        """The best range of a channel."""
+        samples = self._samples
+        data = SortedValues(samples.sorted_values(channel)) if samples.exact else BinnedValues(samples.bins(channel))
+        minimum = min(0.0, data.smallest(rank_of(self.min_percentile, data.count)))
+        maximum = max(0.0, data.largest(rank_of(self.max_percentile, data.count)))
+        candidates = self._candidates(minimum, maximum)
+        best = 0
+        # Outside these limits every candidate is as good as zero, or illegal: no search would change that.
+        if candidates.scale.max() >= SMALLEST_SCALE and candidates.scale.min() <= LARGEST_SCALE:
+            best = int(np.argmin(data.losses(candidates)))
+        lower, upper = float(candidates.lower[best]), float(candidates.upper[best])
+        if self.asymmetric:
+            return lower, upper
+        return (lower, 0.0) if -minimum > maximum else (0.0, upper)
+
+    def _candidates(self, minimum: float, maximum: float) -> Candidates:
+        start, end = self.search_range
+        ratios = np.arange(start, end, self.search_step)
+        ratios = ratios[ratios < end - self.search_step * 1e-6]  # rounding lets arange go one too far
+        lowest, highest = integer_range(self.bits)
+        if self.asymmetric:
+            upper = ratios * maximum
+            return Candidates(np.full_like(upper, minimum), upper, (upper - minimum) / (highest - lowest))
+        upper = ratios * max(maximum, -minimum)
+        negative = -minimum > maximum and self.symmetric_scale is SymmetricScale.NEGATIVE_SIDE
+        return Candidates(-upper, upper, upper / (-lowest if negative else highest))
+
+
+def rank_of(percentile: float, count: int) -> int:
+    """Which value from the outside the percentile means: 1 is the outermost one.
+
+    >>> rank_of(1.0, 100), rank_of(0.95, 100)
+    (1, 5)
+    """
+    if 1 - percentile < _EPSILON:
+        return 1
+    return max(1, count - int(percentile * count))
+
+
+class SortedValues:
+    """Values at hand: everything is exact."""
+
+    def __init__(self, values: Floats) -> None:
+        self._values = values
+        self.count = values.size
+
+    def smallest(self, rank: int) -> float:
+        """The value of this rank from below."""
+        return float(self._values[rank - 1])
+
+    def largest(self, rank: int) -> float:
+        """The value of this rank from above."""
+        return float(self._values[-rank])
+
+    def losses(self, candidates: Candidates) -> Values:
+        """The mean squared error of every candidate; rounded in float32 as AMCT does, summed in float64."""
+        limits = (candidates.lower, candidates.upper, candidates.scale)
+        lower, upper, scale = (limit.astype(np.float32) for limit in limits)
+        return _exact_losses(self._values, lower, upper, scale)
+
+
+class BinnedValues:
+    """Values known by their histogram: each is taken to lie anywhere in its bin."""
+
+    def __init__(self, bins: Bins) -> None:
+        self._bins = bins
+        self.count = int(bins.count.sum())
+
+    def smallest(self, rank: int) -> float:
+        """The value of this rank from below; exact for the outermost one."""
+        return _ranked(self._bins, rank)
+
+    def largest(self, rank: int) -> float:
+        """The value of this rank from above; exact for the outermost one."""
+        bins = self._bins
+        return -_ranked(Bins(-bins.high[::-1], -bins.low[::-1], bins.count[::-1]), rank)
+
+    def losses(self, candidates: Candidates) -> Values:
+        """The expected mean squared error of every candidate, integrated exactly over each bin."""
+        bins = self._bins
+        # Values that every candidate rounds to zero lose the same everywhere: they cannot change the choice,
+        # and are more than half of all bins.
+        matters = np.maximum(-bins.low, bins.high) > 0.5 * candidates.scale.min()
+        low, high, count = bins.low[matters], bins.high[matters], bins.count[matters]
+        return _expected_losses(low, high, count, candidates.lower, candidates.upper, candidates.scale) / self.count
+
+
+def _ranked(bins: Bins, rank: int) -> float:
+    """The value of a rank from below, by its place among the values of its bin."""
+    below = np.cumsum(bins.count)
+    place = int(np.searchsorted(below, rank))
+    if rank == 1:
+        return float(bins.low[place])
+    inside = rank - (below[place] - bins.count[place]) - 0.5
+    return float(bins.low[place] + (bins.high[place] - bins.low[place]) * inside / bins.count[place])
+
+
+@compiled_sum
+def _exact_losses(values: Floats, lower: Floats, upper: Floats, scale: Floats) -> Values:
+    losses = np.empty(scale.size)
+    for candidate in range(scale.size):
+        low, high, step = lower[candidate], upper[candidate], scale[candidate]
+        total = 0.0
+        for position in range(values.size):
+            value = values[position]
+            error = np.float64(np.rint(min(max(value, low), high) / step) * step - value)
+            total += error * error
+        losses[candidate] = total / values.size
+    return losses
+
+
+@compiled
+def _expected_losses(low: Values, high: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
+    losses = np.empty(scale.size)
+    for candidate in range(scale.size):
+        step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
+        kept_bottom, kept_top = np.rint(bottom / step) * step, np.rint(top / step) * step
+        total = 0.0
+        for place in range(low.size):
+            begin, end = low[place], high[place]
+            if begin >= end:  # the bin was cut down to one value
+                error = np.rint(min(max(begin, bottom), top) / step) * step - begin
+                total += count[place] * error * error
+                continue
+            area = 0.0
+            if begin < bottom:
+                area += _cubes(begin - kept_bottom, min(end, bottom) - kept_bottom)
+            if end > top:
+                area += _cubes(max(begin, top) - kept_top, end - kept_top)
+            inner_begin, inner_end = max(begin, bottom), min(end, top)
+            if inner_begin < inner_end:
+                area += step**3 * (_sawtooth(inner_end / step) - _sawtooth(inner_begin / step))
+            total += count[place] * area / (end - begin)
+        losses[candidate] = total
+    return losses
+
+
+@compiled
+def _cubes(begin: float, end: float) -> float:
+    """The integral of x^2."""
+    return (end - begin) * (end * end + end * begin + begin * begin) / 3
+
+
+@compiled
+def _sawtooth(x: float) -> float:
+    """The integral of (round(x) - x)^2 from zero on."""
+    nearest = np.rint(x)
+    rest = x - nearest
+    return float(nearest / 12 + rest * rest * rest / 3)

@@ -1,0 +1,117 @@
+"""The plainest observer: quantize everything between the smallest and the largest value seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable, finite_range
+
+
+class RunningRange:
+    """The exact minimum and maximum of all batches, per tensor (one row) or per channel."""
+
+    def __init__(self, channel_axis: int | None = None) -> None:
+        self.channel_axis = channel_axis
+        self.batches = 0
+        self.count = 0
+        self.minimum = torch.empty(0)
+        self.maximum = torch.empty(0)
+
+    @property
+    def channels(self) -> int:
+        """How many channels there are; 0 as long as no value was seen."""
+        return self.minimum.numel()
+
+    def add(self, x: Tensor) -> Tensor:
+        """Take in one batch and return it as rows; a refused batch leaves everything as it was.
+
+        Raises:
+            ArgumentTypeError: not floating point.
+            ArgumentError: other channels than before.
+            CalibrationError: NaN or infinity.
+        """
+        rows = as_rows(x, self.channel_axis)
+        if rows.numel():
+            minimum, maximum = finite_range(rows)
+            self._extend(minimum.cpu(), maximum.cpu())
+            self.count += rows.numel()
+        self.batches += 1
+        return rows
+
+    def merge(self, other: RunningRange) -> None:
+        """Take in all that ``other`` has seen."""
+        if other.count:
+            self._extend(other.minimum, other.maximum)
+        self.count += other.count
+        self.batches += other.batches
+
+    def require_values(self) -> None:
+        """Raise unless there is something to compute from.
+
+        Raises:
+            CalibrationError: nothing was observed.
+        """
+        if self.count == 0:
+            raise CalibrationError(
+                f"no activation values were observed in {self.batches} batches; "
+                "run the model on calibration data before asking for factors"
+            )
+
+    def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
+        if self.count == 0:
+            self.minimum, self.maximum = minimum, maximum
+            return
+        if minimum.numel() != self.channels:
+            raise ArgumentError(
+                f"the number of channels along axis {self.channel_axis} changed: {self.channels} before, "
+                f"now {minimum.numel()}"
+            )
+        self.minimum = torch.minimum(self.minimum, minimum)
+        self.maximum = torch.maximum(self.maximum, maximum)
+
+
+@dataclass(kw_only=True, eq=False)
+class MinMaxObserver:
+    """Covers the whole range of the data, outliers included."""
+
+    bits: int = 8
+    asymmetric: bool = True
+    channel_axis: int | None = None
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    _range: RunningRange = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        integer_range(self.bits)
+        self._range = RunningRange(self.channel_axis)
+
+    @property
+    def batches(self) -> int:
+        """How many tensors were observed."""
+        return self._range.batches
+
+    def observe(self, x: Tensor) -> None:
+        """Take in one tensor."""
+        self._range.add(x)
+
+    def merge(self, other: Observer) -> None:
+        """Take in everything that ``other`` has seen."""
+        check_mergeable(self, other)
+        assert isinstance(other, MinMaxObserver)
+        self._range.merge(other._range)
+
+    def result(self) -> ActivationFactors:
+        """The factors that cover all values seen."""
+        self._range.require_values()
+        shape = () if self.channel_axis is None else (-1,)
+        return ActivationFactors.from_range(
+            self._range.minimum.reshape(shape),
+            self._range.maximum.reshape(shape),
+            self.bits,
+            asymmetric=self.asymmetric,
+            symmetric_scale=self.symmetric_scale,
+        )

@@ -1,0 +1,142 @@
+"""What an observer remembers of the values it saw: all of them while they are few, then a histogram.
+
+Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own.
+One value more and all of them move into a ``FloatHistogram``, whose size does not grow with the data. Minimum and
+maximum are exact in both cases.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, Bins, FloatHistogram
+from amct.numerics.min_max import RunningRange
+from amct.numerics.observer import ActivationFactors, Observer, check_mergeable
+
+EXACT_LIMIT = 1 << 20
+
+Floats = NDArray[np.float32]
+
+
+class Samples:
+    """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
+
+    def __init__(self, channel_axis: int | None = None) -> None:
+        self.range = RunningRange(channel_axis)
+        self.merged = False
+        """Two collections were joined, so the batches have no order any more."""
+        self._pieces: list[Floats] = []
+        self._histogram: FloatHistogram | None = None
+
+    @property
+    def exact(self) -> bool:
+        """All values are still at hand."""
+        return self._histogram is None
+
+    def add(self, x: Tensor) -> None:
+        """Take in one batch; a refused batch leaves everything as it was."""
+        rows = self.range.add(x)
+        if rows.numel() == 0:
+            return
+        if self.exact and self.range.count <= EXACT_LIMIT:
+            self._pieces.append(rows.cpu().numpy().copy())
+        else:
+            self._histogram_now().add(rows)
+
+    def merge(self, other: Samples) -> None:
+        """Take in all that ``other`` has; ``other`` stays as it is."""
+        self.merged = self.merged or other.merged or (self.range.count > 0 and other.range.count > 0)
+        self.range.merge(other.range)
+        if other._histogram is not None:
+            self._histogram_now().merge(other._histogram)
+        elif self.exact and self.range.count <= EXACT_LIMIT:
+            self._pieces.extend(other._pieces)
+        else:
+            for piece in other._pieces:
+                self._histogram_now().add(torch.from_numpy(piece))
+
+    def batches_of(self, channel: int) -> list[Floats]:
+        """The values of a channel, a batch each, as long as ``exact``."""
+        assert self.exact
+        return [piece[channel] for piece in self._pieces]
+
+    def sorted_values(self, channel: int) -> Floats:
+        """All values of a channel in ascending order, as long as ``exact``: the same whatever order they came in."""
+        return np.sort(np.concatenate(self.batches_of(channel)))
+
+    def bins(self, channel: int) -> Bins:
+        """The histogram of a channel, when no longer ``exact``; it ends at the exact minimum and maximum."""
+        assert self._histogram is not None
+        bins = self._histogram.bins(channel)
+        minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
+        return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
+
+    def _histogram_now(self) -> FloatHistogram:
+        """The histogram; from the first call on, all values live in it."""
+        if self._histogram is None:
+            channels = self.range.channels
+            self._histogram = FloatHistogram(channels, MANTISSA_BITS if channels == 1 else CHANNEL_MANTISSA_BITS)
+            for piece in self._pieces:
+                self._histogram.add(torch.from_numpy(piece))
+            self._pieces = []
+        return self._histogram
+
+
+@dataclass(kw_only=True, eq=False)
+class SamplingObserver(ABC):
+    """An observer that chooses a range from the values themselves; what the searches have in common."""
+
+    bits: int = 8
+    asymmetric: bool = True
+    channel_axis: int | None = None
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    _samples: Samples = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        integer_range(self.bits)
+        self._samples = Samples(self.channel_axis)
+
+    @property
+    def batches(self) -> int:
+        """How many tensors were observed."""
+        return self._samples.range.batches
+
+    @property
+    def exact(self) -> bool:
+        """The search runs on the values themselves, not on their histogram."""
+        return self._samples.exact
+
+    def observe(self, x: Tensor) -> None:
+        """Take in one tensor; it is not kept alive and not changed."""
+        self._samples.add(x)
+
+    def merge(self, other: Observer) -> None:
+        """Take in everything that ``other``, an observer with the same settings, has seen."""
+        check_mergeable(self, other)
+        assert isinstance(other, SamplingObserver)
+        self._samples.merge(other._samples)
+
+    def result(self) -> ActivationFactors:
+        """Scale and offset for all data seen so far."""
+        self._samples.range.require_values()
+        ranges = [self.search(channel) for channel in range(self._samples.range.channels)]
+        minimum, maximum = torch.tensor(ranges, dtype=torch.float64).unbind(1)
+        shape = () if self.channel_axis is None else (-1,)
+        return ActivationFactors.from_range(
+            minimum.reshape(shape),
+            maximum.reshape(shape),
+            self.bits,
+            asymmetric=self.asymmetric,
+            symmetric_scale=self.symmetric_scale,
+        )
+
+    @abstractmethod
+    def search(self, channel: int) -> tuple[float, float]:
+        """The range (minimum, maximum) that quantizes a channel best."""
