@@ -1,0 +1,125 @@
+"""Single steps on the disk, each with an error that names the file and says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from amct.errors import FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FILE_MODE = 0o640
+FOLDER_MODE = 0o750
+
+_ADVICE = {
+    errno.EACCES: "choose another folder or change its permissions",
+    errno.EPERM: "choose another folder or change its permissions",
+    errno.EROFS: "choose a folder on a writable disk",
+    errno.ENOSPC: "free some space and run it again",
+    errno.EDQUOT: "free some space and run it again",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ENOTDIR: "one part of the path is a file; choose another folder",
+}
+
+
+def file_error(action: str, path: Path, error: OSError | ValueError) -> FileError:
+    """The error for a step that failed on a path: what, where, why and, where we know, what to do."""
+    code = getattr(error, "errno", None)
+    reason = (getattr(error, "strerror", None) or str(error)).lower()
+    advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
+    return FileError(f'cannot {action} "{path}": {reason}{advice}')
+
+
+def real_path(path: Path) -> Path:
+    """A path with all its symbolic links followed."""
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:
+        raise file_error("use", path, error) from error
+
+
+def replaceable(path: str | os.PathLike[str]) -> Path:
+    """The file behind a path (links followed: a link stays a link), if it may be written or replaced."""
+    target = real_path(Path(path))
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return target
+    except OSError as error:
+        raise file_error("write", Path(path), error) from error
+    if stat.S_ISLNK(mode):
+        raise FileError(f'cannot write "{path}": its symbolic links lead back to themselves')
+    if stat.S_ISDIR(mode):
+        raise FileError(f'cannot write "{path}": it is a folder; give the name of a file')
+    if not stat.S_ISREG(mode):
+        raise FileError(f'cannot write "{path}": it is a device or a pipe, not a file')
+    if not mode & 0o222 or not os.access(target, os.W_OK):
+        raise FileError(f'cannot write "{path}": it is read-only; remove it or allow writing')
+    return target
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Create a folder and those above it; return the ones that were missing, outermost first."""
+    missing: list[Path] = []
+    place = folder
+    while not place.exists() and place != place.parent:
+        missing.insert(0, place)
+        place = place.parent
+    try:
+        for place in missing:
+            with suppress(FileExistsError):  # another process was quicker
+                place.mkdir()
+                place.chmod(FOLDER_MODE)
+    except OSError as error:
+        raise file_error("create folder", place, error) from error
+    return missing
+
+
+@contextmanager
+def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
+    """Create a file that must not exist, and sync it at the end; errors name the target."""
+    try:
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as stream:
+            os.fchmod(descriptor, FILE_MODE)
+            yield stream
+            stream.flush()
+            os.fsync(descriptor)
+    except OSError as error:
+        # An error with a file name of its own is the caller's, about some other file.
+        if isinstance(error, FileError) or error.filename not in (None, str(temporary), temporary):
+            raise
+        raise file_error("write", target, error) from error
+
+
+def seal(temporary: Path, target: Path) -> None:
+    """Give a finished temporary file its mode and bring it to the disk, whoever wrote it."""
+    try:
+        descriptor = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fchmod(descriptor, FILE_MODE)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as error:
+        raise FileError(f'"{target}" was announced but never written, so none of its group is') from error
+    except OSError as error:
+        raise file_error("write", target, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names of a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # network disks that cannot do it
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,215 @@
+"""What everyone else calls: write one file, a group of files, change a file in place, read a file."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from amct.atomic._disk import (
+    FILE_MODE,
+    FOLDER_MODE,
+    create,
+    file_error,
+    make_folders,
+    real_path,
+    replaceable,
+    seal,
+)
+from amct.atomic._names import TEMPORARY, new_path, temporary_path
+from amct.atomic._recovery import complete, locked, recover, write_journal
+from amct.errors import ArgumentError, FileError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+AnyPath = str | os.PathLike[str]
+
+
+class FileGroup:
+    """Files that appear together when the ``with`` block ends, and not at all when it raises.
+
+    ``open`` and ``write_bytes`` write a file of the group; ``path`` gives a temporary path in the target's folder, with
+    the target's suffix, for a library that insists on writing by itself.
+
+    Raises:
+        FileError: At the end of the block, when a file cannot be put in place or was never written.
+    """
+
+    def __init__(self) -> None:
+        self._temporaries: dict[Path, Path] = {}
+        self._folders: set[Path] = set()
+        self._created_folders: list[Path] = []
+        self._active = False
+        self._failed: Path | None = None
+
+    def __enter__(self) -> FileGroup:
+        self._active = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._active = False
+        decided = False
+        try:
+            if kind is None:
+                self._check_complete()
+                with locked(self._folders):
+                    for target in self._temporaries:
+                        replaceable(target)
+                    journal = write_journal(self._temporaries)
+                    decided = journal is not None
+                    complete(self._temporaries, journal)
+                    decided = True
+        finally:
+            if not decided:
+                self._discard()
+
+    def path(self, path: AnyPath) -> Path:
+        """Add a file to the group and return the path to write it to before the block ends."""
+        if not self._active:
+            raise ArgumentError("a FileGroup takes files inside its with block only")
+        target = replaceable(path)
+        if target in self._temporaries:
+            raise ArgumentError(f'"{target}" is already in this group of files; write each file once')
+        if target.parent not in self._folders:
+            self._created_folders += make_folders(target.parent)
+            recover(target.parent)
+            self._folders.add(target.parent)
+        self._temporaries[target] = temporary_path(target)
+        return self._temporaries[target]
+
+    @contextmanager
+    def open(self, path: AnyPath) -> Iterator[BinaryIO]:
+        """Open a file of the group for writing bytes."""
+        temporary = self.path(path)
+        try:
+            with create(temporary, Path(path)) as stream:
+                yield stream
+        except BaseException:
+            self._failed = Path(path)
+            raise
+
+    def write_bytes(self, path: AnyPath, data: bytes) -> None:
+        """Write a whole file of the group."""
+        with self.open(path) as stream:
+            stream.write(data)
+
+    def write_text(self, path: AnyPath, text: str) -> None:
+        """Write a whole UTF-8 text file of the group; line ends are written as they are."""
+        self.write_bytes(path, text.encode())
+
+    def _check_complete(self) -> None:
+        if self._failed is not None:
+            raise FileError(f'"{self._failed}" was not completely written, so none of its group is')
+        for target, temporary in self._temporaries.items():
+            seal(temporary, target)
+
+    def _discard(self) -> None:
+        for temporary in self._temporaries.values():
+            with suppress(OSError):  # the error that led here is the one to tell
+                temporary.unlink()
+        for folder in reversed(self._created_folders):
+            with suppress(OSError):  # another program put something there: then it stays
+                folder.rmdir()
+
+
+def write_bytes(path: AnyPath, data: bytes) -> None:
+    """Write a whole file; missing folders are created.
+
+    Raises:
+        FileError: It cannot be written; whatever was there before is untouched.
+    """
+    with open_write(path) as stream:
+        stream.write(data)
+
+
+def write_text(path: AnyPath, text: str) -> None:
+    """Write a whole UTF-8 text file; line ends are written as they are."""
+    write_bytes(path, text.encode())
+
+
+@contextmanager
+def open_write(path: AnyPath) -> Iterator[BinaryIO]:
+    """Open a file for streaming bytes: it appears when the block ends, and not at all when the block raises."""
+    with FileGroup() as group, group.open(path) as stream:
+        yield stream
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """Read a whole file, after an interrupted write to its folder was put right.
+
+    Raises:
+        FileError: It does not exist (the nearest name beside it is named) or cannot be read.
+    """
+    file = Path(path)
+    folder = real_path(file).parent
+    try:
+        recover(folder)
+        return file.read_bytes()
+    except FileNotFoundError as error:
+        beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        raise FileError(f'"{file}" does not exist.{did_you_mean(file.name, beside)}') from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise file_error("read", file, error) from error
+
+
+def modify(path: AnyPath, change: Callable[[bytes | None], bytes]) -> None:
+    """Replace a file's content by ``change(content)`` while no other process or thread changes the file.
+
+    ``change`` gets None when the file does not exist, and must not write to the same folder itself. The folder is not
+    synced: after a power cut the file is the old one or the new one.
+
+    Raises:
+        FileError: The file cannot be read or written; it is then as it was.
+    """
+    target = replaceable(path)
+    make_folders(target.parent)
+    with locked([target.parent]):
+        before = _content(target)
+        after = change(before)
+        if after == before:
+            return
+        temporary = temporary_path(target)
+        try:
+            with create(temporary, target) as stream:
+                stream.write(after)
+            complete({target: temporary}, None, durable=False)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise file_error("read", file, error) from error
+
+
+def check_writable(folder: AnyPath) -> None:
+    """Find out before any work whether files can be written to a folder (or the folder be created).
+
+    Raises:
+        FileError: They cannot; the message says why.
+    """
+    wanted = real_path(Path(folder))
+    existing = wanted
+    try:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        probe = new_path(existing, TEMPORARY)
+        if existing == wanted:
+            probe.touch(FILE_MODE, exist_ok=False)
+            probe.unlink()
+        else:
+            probe.mkdir(FOLDER_MODE)
+            probe.rmdir()
+    except OSError as error:
+        raise file_error("write to folder", wanted, error) from error

@@ -1,0 +1,88 @@
+"""Programs that the tests of ``amct.atomic`` start in order to kill them: ``python atomic_writer.py <program> …``.
+
+``group FOLDER COUNT SIZE``   writes generation after generation of COUNT files of SIZE bytes until killed
+``crash FOLDER``              kills itself at every single step of writing a group to two folders, and reports each
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from amct import atomic
+
+
+def generation_bytes(generation: int, size: int) -> bytes:
+    return (b"%08d" % generation) * (size // 8)
+
+
+def write_generation(folder: Path, count: int, size: int, generation: int) -> None:
+    with atomic.FileGroup() as group:
+        for index in range(count):
+            group.write_bytes(folder / f"file{index}.bin", generation_bytes(generation, size))
+
+
+def group(folder: Path, count: int, size: int) -> None:
+    generation = 1
+    while True:
+        os.write(1, b"%d\n" % generation)
+        write_generation(folder, count, size, generation)
+        generation += 1
+
+
+class Countdown:
+    """Wraps functions of the operating system: the process dies right before the step the count says."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, function):
+        def counted(*args, **kwargs):
+            self.steps -= 1
+            if self.steps < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def write_two_folders(folder: Path, word: bytes) -> None:
+    with atomic.FileGroup() as both:
+        both.write_bytes(folder / "one" / "a", word)
+        both.write_bytes(folder / "two" / "b", word)
+        both.path(folder / "one" / "c.h5").write_bytes(word)
+
+
+def crash(folder: Path) -> None:
+    """Print ``step state-before-recover state-after-recover leftovers`` for a kill at every step, then ``done``."""
+    for step in range(10_000):
+        write_two_folders(folder, b"old")
+        sys.stdout.flush()  # or the child would have the same lines to say
+        pid = os.fork()
+        if pid == 0:
+            count = Countdown(step)
+            for name in ("open", "fsync", "fchmod", "close", "replace", "rename", "unlink", "listdir"):
+                setattr(os, name, count(getattr(os, name)))
+            write_two_folders(folder, b"new")
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        before = words(folder)
+        atomic.recover(folder / ("two" if step % 2 else "one"))
+        after = words(folder)
+        atomic.recover(folder / ("one" if step % 2 else "two"))
+        left = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.name.startswith(".")]
+        sys.stdout.write(f"{step} {before} {after} {words(folder)} {','.join(left) or '-'}\n")
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            sys.stdout.write("done\n")
+            return
+
+
+def words(folder: Path) -> str:
+    return "+".join((folder / name).read_text() for name in ("one/a", "two/b", "one/c.h5"))
+
+
+if __name__ == "__main__":
+    program, where, *numbers = sys.argv[1:]
+    {"group": group, "crash": crash}[program](Path(where), *map(int, numbers))
