@@ -84,10 +84,10 @@ class ExplainedSetting:
 
 def explain(config: FullConfig) -> tuple[ExplainedSetting, ...]:
     """Every effective setting of a config, in file order, with the file and line it comes from."""
-    rows = [
-        ExplainedSetting("", "", key, value, config.origins.get(key, DEFAULT), DEFAULT)
-        for key, value in config.fields.items()
-    ]
+    rows = []
+    for key, value in _leaves(config.fields):
+        origin = config.origins.get(key, DEFAULT)
+        rows.append(ExplainedSetting("", "", key, value, origin, origin))
     for layer in config.layers:
         values = [*_leaves(layer.data), *layer.implied.items()]
         rows += [
