@@ -177,7 +177,8 @@ def dequantize(q: Tensor, scale: Tensor, offset: Tensor, *, axis: int | None = N
     if q.dtype.is_floating_point:
         raise ArgumentTypeError(f"q: expected integers, got {q.dtype}")
     _, step, shift = _broadcast(q, scale, offset, axis)
-    return (q.to(torch.int32) - shift.to(torch.int32)).to(step.dtype) * step
+    wide = torch.int32 if q.dtype.itemsize < 4 else torch.int64  # int32 sums minus an offset may leave int32
+    return (q.to(wide) - shift.to(wide)).to(step.dtype) * step
 
 
 def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:

@@ -1,0 +1,249 @@
+"""Convolution and matrix product on integers, exact, and what of it would not fit a chip's int32 accumulator.
+
+torch has no integer convolution, but floating point adds integers exactly as long as no sum leaves the integers that
+the type can hold: up to 2^24 for float32, 2^53 for float64. A sum of products ``x · w`` over one output channel, in any
+order and with any part of it left out, is at most ``max|x| · Σ|w|``; that bound, taken from the actual tensors, chooses
+the type. Every product and every partial sum is then an integer within the bound, so no operation rounds, fused
+multiply-add included.
+
+That holds for kernels that only multiply and add. Kernels that transform first (Winograd, FFT) round; so float32 is
+used on the CPU alone, where convolutions are handed over as 3-d ones: NNPACK and the depthwise Winograd kernel take 2-d
+ones only, oneDNN computes directly, and the fallback is a matrix product. Where the caller allowed torch to lower the
+precision of float32 products, and on other devices, float64 is used (and rounded, which undoes the error of a
+transform: it is far below one half at these sizes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from amct.errors import ArgumentError, ArgumentTypeError
+from amct.numerics.affine import integer_range
+from amct.numerics.arq import WeightKind, channels_first
+
+_EXACT_FLOAT32 = 2**24
+_EXACT_FLOAT64 = 2**53
+_INT32 = torch.iinfo(torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionGeometry:
+    """How a convolution walks: numbers for all dimensions or one each, as in ``torch.nn``."""
+
+    stride: int | tuple[int, ...] = 1
+    padding: int | tuple[int, ...] = 0
+    dilation: int | tuple[int, ...] = 1
+    groups: int = 1
+    transposed: bool = False
+    output_padding: int | tuple[int, ...] = 0
+
+
+_PLAIN = ConvolutionGeometry()
+
+
+def integer_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    geometry: ConvolutionGeometry = _PLAIN,
+    offset: int = 0,
+) -> Tensor:
+    """Convolution (1-d, 2-d, 3-d, grouped, transposed) of ``x - offset`` with integer weights, exact.
+
+    Args:
+        x: integers ``[N, Cin, ...]``; padding stands for the real number zero, which is ``offset`` among them.
+        weight: integers in the layout of Conv or ConvTranspose.
+        bias: integers ``[Cout]``.
+        geometry: stride, padding and so on.
+        offset: the integer that stands for zero.
+
+    Returns:
+        The sums: int32 where every sum provably fits, else int64.
+
+    Raises:
+        ArgumentTypeError: a tensor is not of integers.
+        ArgumentError: shapes do not fit, or the sums could exceed 2^53.
+    """
+    _check_integers(x=x, weight=weight, bias=bias)
+    if x.ndim != weight.ndim or not 3 <= x.ndim <= 5:
+        raise ArgumentError(
+            f"expected x [N, Cin, ...] and a weight with as many dimensions (3..5), got shapes {list(x.shape)} "
+            f"and {list(weight.shape)}"
+        )
+    kind = WeightKind.CONV_TRANSPOSE if geometry.transposed else WeightKind.CONV
+    row_sums = channels_first(weight, kind, geometry.groups).double().abs().sum(dim=1)
+    bound = _largest(x, offset) * int(row_sums.max())
+    dtype = _exact_dtype(bound, x.device)
+    sums = _convolve(x.to(dtype) - offset, weight.to(dtype), geometry)
+    return _with_bias(sums, bias, bound, channel_axis=1)
+
+
+def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, offset: int = 0) -> Tensor:
+    """``(x - offset) @ weight.T + bias`` on integers ``[..., Cin]`` and ``[Cout, Cin]``, exact; types as above.
+
+    Raises:
+        ArgumentTypeError: a tensor is not of integers.
+        ArgumentError: shapes do not fit, or the sums could exceed 2^53.
+    """
+    _check_integers(x=x, weight=weight, bias=bias)
+    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
+        raise ArgumentError(
+            f"expected x [..., Cin] and a weight [Cout, Cin], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    bound = _largest(x, offset) * int(weight.double().abs().sum(dim=1).max())
+    dtype = _exact_dtype(bound, x.device)
+    return _with_bias(functional.linear(x.to(dtype) - offset, weight.to(dtype)), bias, bound, channel_axis=-1)
+
+
+def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0) -> Tensor:
+    """``(a - offset_a) @ (b - offset_b)`` on integers, batched as ``torch.matmul``, exact; types as above.
+
+    Raises:
+        ArgumentTypeError: a tensor is not of integers.
+        ArgumentError: shapes do not fit, or the sums could exceed 2^53.
+    """
+    _check_integers(a=a, b=b)
+    if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+        raise ArgumentError(f"expected a [..., M, K] and b [..., K, N], got {list(a.shape)} and {list(b.shape)}")
+    bound = _largest(a, offset_a) * _largest(b, offset_b) * a.shape[-1]
+    dtype = _exact_dtype(bound, a.device)
+    return _with_bias(torch.matmul(a.to(dtype) - offset_a, b.to(dtype) - offset_b), None, bound, channel_axis=-1)
+
+
+@dataclass(frozen=True)
+class AccumulatorRange:
+    """Smallest and largest sum of each output channel, int64 ``[Cout]``."""
+
+    lowest: Tensor
+    highest: Tensor
+
+    @property
+    def overflowing(self) -> tuple[int, ...]:
+        """The output channels whose sums leave int32."""
+        outside = (self.lowest < _INT32.min) | (self.highest > _INT32.max)
+        return tuple(outside.nonzero().reshape(-1).tolist())
+
+
+def worst_case_accumulator(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: WeightKind,
+    groups: int = 1,
+    bits: int = 8,
+    offset: int = 0,
+) -> AccumulatorRange:
+    """The sums that the worst data of ``bits`` bits could make with these integer weights.
+
+    For a transposed convolution an upper bound: an output position sees a part of its channel's weights.
+
+    Raises:
+        ArgumentTypeError: weight or bias are not integers.
+        ArgumentError: the bias does not fit the weight.
+    """
+    _check_integers(weight=weight, bias=bias)
+    lowest, highest = integer_range(bits)
+    low, high = lowest - offset, highest - offset
+    rows = channels_first(weight, kind, groups).to(torch.int64)
+    _check_bias(bias, len(rows))
+    positive, negative = rows.clamp(min=0).sum(dim=1), rows.clamp(max=0).sum(dim=1)
+    shift = torch.zeros_like(positive) if bias is None else bias.to(torch.int64)
+    return AccumulatorRange(low * positive + high * negative + shift, high * positive + low * negative + shift)
+
+
+def actual_accumulator(sums: Tensor, *, channel_axis: int = 1) -> AccumulatorRange:
+    """The range of sums that were computed, per channel.
+
+    Raises:
+        ArgumentTypeError: the sums are not integers.
+        ArgumentError: there are none.
+    """
+    _check_integers(sums=sums)
+    if sums.numel() == 0:
+        raise ArgumentError(f"sums: expected at least one value, got shape {list(sums.shape)}")
+    rows = sums.movedim(channel_axis, 0).reshape(sums.shape[channel_axis], -1).to(torch.int64)
+    lowest, highest = torch.aminmax(rows, dim=1)
+    return AccumulatorRange(lowest, highest)
+
+
+def _convolve(x: Tensor, weight: Tensor, geometry: ConvolutionGeometry) -> Tensor:
+    dimensions = x.ndim - 2
+    stride, padding, dilation, output_padding = (
+        _per_dimension(value, dimensions)
+        for value in (geometry.stride, geometry.padding, geometry.dilation, geometry.output_padding)
+    )
+    extra = 3 - dimensions if x.dtype is torch.float32 and not geometry.transposed else 0  # see the module's text
+    for _ in range(extra):
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+    sums = torch.convolution(
+        x,
+        weight,
+        None,
+        [1] * extra + stride,
+        [0] * extra + padding,
+        [1] * extra + dilation,
+        geometry.transposed,
+        [0] * extra + output_padding,
+        geometry.groups,
+    )
+    return sums.reshape(*sums.shape[:2], *sums.shape[2 + extra :])
+
+
+def _per_dimension(value: int | tuple[int, ...], dimensions: int) -> list[int]:
+    values = [value] * dimensions if isinstance(value, int) else list(value)
+    if len(values) != dimensions:
+        raise ArgumentError(f"geometry: expected 1 or {dimensions} numbers, got {values}")
+    return values
+
+
+def _largest(x: Tensor, offset: int) -> int:
+    """``max|x - offset|``."""
+    if x.numel() == 0:
+        return 0
+    low, high = torch.aminmax(x)
+    return max(abs(int(low) - offset), abs(int(high) - offset))
+
+
+def _exact_dtype(bound: int, device: torch.device) -> torch.dtype:
+    if bound <= _EXACT_FLOAT32 and device.type == "cpu" and _float32_is_whole():
+        return torch.float32
+    if bound <= _EXACT_FLOAT64:
+        return torch.float64
+    raise ArgumentError(f"sums up to {bound} exceed 2^53 and cannot be added exactly; split the layer's inputs")
+
+
+def _float32_is_whole() -> bool:
+    """Whether torch computes float32 products in float32, as it does unless told otherwise."""
+    onednn = torch.backends.mkldnn
+    settings = [getattr(getattr(onednn, name, None), "fp32_precision", "none") for name in ("conv", "matmul")]
+    return torch.get_float32_matmul_precision() == "highest" and all(each in ("none", "ieee") for each in settings)
+
+
+def _with_bias(sums: Tensor, bias: Tensor | None, bound: int, *, channel_axis: int) -> Tensor:
+    """Exact sums as integers, the bias added as such."""
+    if bias is not None:
+        _check_bias(bias, sums.shape[channel_axis])
+        bound += _largest(bias, 0)
+    dtype = torch.int32 if bound <= _INT32.max else torch.int64
+    integers = sums.round_().to(dtype)
+    if bias is None:
+        return integers
+    shape = [1] * sums.ndim
+    shape[channel_axis] = -1
+    return integers + bias.to(dtype).reshape(shape)
+
+
+def _check_bias(bias: Tensor | None, outputs: int) -> None:
+    if bias is not None and bias.shape != (outputs,):
+        raise ArgumentError(f"bias: expected shape [{outputs}], got {list(bias.shape)}")
+
+
+def _check_integers(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.dtype.is_floating_point or tensor.dtype is torch.bool):
+            raise ArgumentTypeError(f"{name}: expected integers, got {tensor.dtype}")
