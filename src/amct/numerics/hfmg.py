@@ -1,0 +1,183 @@
+"""HFMG: cut thin tails off a linear histogram, and keep the range whose grid loses least.
+
+The histogram has ``num_of_bins`` equal bins over the range of the data. The cut walks inwards from both ends, each time
+on the side where a hundred-thousandth of the data lies spread over more bins, until a quarter of the bins is left. For
+every range on the way the loss is the squared distance of the values, evenly spread in their bins, to the centres of
+2^bits equal cells over that range.
+
+As long as all values are at hand, batches are added up as AMCT does: each new batch over the common range, old bins
+split where they straddle a new border, which depends on the order of the batches. Beyond that, and for merged
+observers, whose batches have no order, the linear histogram is made once, of all data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.errors import ArgumentError
+from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range
+from amct.numerics.compiled import compiled, compiled_sum
+from amct.numerics.samples import SamplingObserver
+
+if TYPE_CHECKING:
+    from amct.numerics.histogram import Bins, Counts, Values
+    from amct.numerics.samples import Floats
+
+_SMALLEST_BINS = 1024
+_LARGEST_BINS = 8192
+_STEPS = 100_000  # the cut takes off this part of the data at a time
+_KEPT = 4  # and stops when one in so many bins is left
+
+
+@dataclass(frozen=True)
+class LinearHistogram:
+    """Counts in equal bins over ``minimum``..``maximum``."""
+
+    count: Values
+    minimum: float
+    maximum: float
+
+    @property
+    def width(self) -> float:
+        """Of one bin."""
+        return (self.maximum - self.minimum) / self.count.size
+
+    @classmethod
+    def of(cls, values: Floats, bins: int, minimum: float, maximum: float) -> LinearHistogram:
+        """Count values that lie inside ``minimum``..``maximum``."""
+        # float32 counts of torch.histc are exact: there are never more than 2^20 values here.
+        count = torch.histc(torch.from_numpy(values), bins, minimum, maximum)
+        return cls(count.numpy().astype(np.float64), minimum, maximum)
+
+    @classmethod
+    def spread(cls, bins: Bins, count: int, minimum: float, maximum: float) -> LinearHistogram:
+        """Spread each of some other bins evenly over the ``count`` equal ones that it covers."""
+        at = np.stack([bins.low, bins.high], axis=1).reshape(-1)
+        after = np.cumsum(bins.count)
+        below = np.stack([after - bins.count, after], axis=1).reshape(-1)
+        cumulative = np.interp(np.linspace(minimum, maximum, count + 1), at, below)
+        cumulative[0], cumulative[-1] = 0.0, after[-1]
+        return cls(np.diff(cumulative), minimum, maximum)
+
+    def plus(self, values: Floats) -> LinearHistogram:
+        """With one more batch, over the common range; this histogram's bins move by AMCT's rule."""
+        minimum, maximum = min(self.minimum, float(values.min())), max(self.maximum, float(values.max()))
+        added = LinearHistogram.of(values, self.count.size, minimum, maximum)
+        if (minimum, maximum) == (self.minimum, self.maximum):
+            moved = self.count
+        else:
+            moved = _moved(self.count, self.minimum, self.width, minimum, added.width)
+        return LinearHistogram(moved + added.count, minimum, maximum)
+
+
+@dataclass(kw_only=True, eq=False)
+class HfmgObserver(SamplingObserver):
+    """HFMG as an observer."""
+
+    num_of_bins: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _SMALLEST_BINS <= self.num_of_bins <= _LARGEST_BINS:
+            raise ArgumentError(f"num_of_bins: expected {_SMALLEST_BINS}..{_LARGEST_BINS}, got {self.num_of_bins}")
+
+    def search(self, channel: int) -> tuple[float, float]:
+        """The best range of a channel."""
+        minimum = float(self._samples.range.minimum[channel])
+        maximum = float(self._samples.range.maximum[channel])
+        lowest, highest = integer_range(self.bits)
+        scale = (maximum - minimum) / (highest - lowest)
+        # Constant and tiny data has nothing to cut; a range that is illegal even when cut is left for the error.
+        if scale < SMALLEST_SCALE or scale / _KEPT > LARGEST_SCALE:
+            return minimum, maximum
+        histogram = self._histogram(channel, minimum, maximum)
+        ranges = _ranges(histogram.count, math.ceil(histogram.count.sum() / _STEPS), self.num_of_bins // _KEPT)
+        losses = _losses(histogram.count, histogram.width, ranges, highest - lowest + 1)
+        left, right = ranges[int(np.argmin(losses))]
+        return minimum + histogram.width * int(left), minimum + histogram.width * (int(right) + 1)
+
+    def _histogram(self, channel: int, minimum: float, maximum: float) -> LinearHistogram:
+        if not self._samples.exact:
+            return LinearHistogram.spread(self._samples.bins(channel), self.num_of_bins, minimum, maximum)
+        if self._samples.merged:
+            return LinearHistogram.of(self._samples.sorted_values(channel), self.num_of_bins, minimum, maximum)
+        first, *others = self._samples.batches_of(channel)
+        histogram = LinearHistogram.of(first, self.num_of_bins, float(first.min()), float(first.max()))
+        for batch in others:
+            histogram = histogram.plus(batch)
+        return histogram
+
+
+@compiled
+def _moved(count: Values, minimum: float, width: float, new_minimum: float, new_width: float) -> Values:
+    """Old bins in new, wider ones: a bin across a border leaves the whole part of its share below, the rest above."""
+    moved = np.zeros(count.size)
+    last = count.size - 1
+    for place in range(count.size):
+        if count[place] == 0:
+            continue
+        begin = minimum + width * place
+        target = min(last, max(0, int((begin - new_minimum) / new_width)))
+        border = new_minimum + new_width * (target + 1)
+        if target == last or begin + width <= border:
+            moved[target] += count[place]
+        else:
+            below = math.floor((border - begin) / width * count[place])
+            moved[target] += below
+            moved[target + 1] += count[place] - below
+    return moved
+
+
+@compiled
+def _ranges(count: Values, step: int, kept: int) -> Counts:
+    """The ranges (first bin, last bin) on the way inwards."""
+    found = np.empty((count.size, 2), np.int64)
+    left, right, number = 0, count.size - 1, 0
+    while right - left > kept:
+        next_left, passed = left, 0.0
+        while passed < step and next_left < right:
+            passed += count[next_left]
+            next_left += 1
+        next_right, passed = right, 0.0
+        while passed < step and next_right > left:
+            passed += count[next_right]
+            next_right -= 1
+        if next_left - left > right - next_right:
+            left = next_left
+        else:
+            right = next_right
+        found[number, 0], found[number, 1] = left, right
+        number += 1
+    return found[:number]
+
+
+@compiled_sum
+def _losses(count: Values, width: float, ranges: Counts, cells: int) -> Values:
+    """The squared distance of all values to the centres of the cells, for every range."""
+    losses = np.zeros(ranges.shape[0])
+    for number in range(ranges.shape[0]):
+        first = ranges[number, 0]
+        cell = width * (ranges[number, 1] - first + 1) / cells
+        if cell < SMALLEST_SCALE:
+            continue
+        half = cell / 2
+        whole = 2 * half * half * half / 3
+        total = 0.0
+        for place in range(count.size):
+            begin = (place - first) * width
+            end = begin + width
+            first_cell = min(max(math.floor(begin / cell), 0.0), cells - 1.0)
+            last_cell = min(max(math.floor(end / cell), 0.0), cells - 1.0)
+            # To the end of the first cell, whole cells between, from the start of the last one; for a bin inside one
+            # cell (or outside the range) the middle term is -1 cells, and the sum is still the one integral.
+            below = begin - (first_cell + 0.5) * cell
+            above = end - (last_cell + 0.5) * cell
+            area = (above * above * above - below * below * below) / 3 + (last_cell - first_cell) * whole
+            total += count[place] * area
+        losses[number] = total / width
+    return losses
