@@ -1,0 +1,166 @@
+"""What an exporter is told: which ONNX node is which layer, and the quantization factors of each layer.
+
+A front door fills these in; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.errors import ExportError, RecordValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+ACTIVATION_BITS = (4, 8, 16)
+WEIGHT_BITS = (4, 6, 7, 8)
+
+
+class LayerKind(str, Enum):
+    """What a layer computes."""
+
+    CONV = "conv"
+    CONV_TRANSPOSE = "conv_transpose"
+    LINEAR = "linear"
+    """A Gemm, or a MatMul with a constant second input, with or without an Add of a constant bias behind it."""
+    AVERAGE_POOL = "average_pool"
+    LSTM = "lstm"
+    GRU = "gru"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer has a hidden state."""
+        return self in (LayerKind.LSTM, LayerKind.GRU)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The ONNX operators that this kind of layer is exported as."""
+        return _OPERATORS[self]
+
+
+_OPERATORS = {
+    LayerKind.CONV: ("Conv",),
+    LayerKind.CONV_TRANSPOSE: ("ConvTranspose",),
+    LayerKind.LINEAR: ("Gemm", "MatMul"),
+    LayerKind.AVERAGE_POOL: ("AveragePool",),
+    LayerKind.LSTM: ("LSTM",),
+    LayerKind.GRU: ("GRU",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBinding:
+    """One layer and the node that computes it; exported files call the node by the layer's name."""
+
+    layer: str
+    kind: LayerKind
+    node: str
+
+
+def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBinding]:
+    """Bindings of a model whose nodes already carry the names of their layers.
+
+    Raises:
+        ExportError: no node has the name, or its operator is not that of a quantizable layer.
+    """
+    operators = {node.name: node.op_type for node in model.graph.node}
+    kinds = {operator: kind for kind, names in _OPERATORS.items() for operator in names}
+    bindings = []
+    for layer in layers:
+        if operators.get(layer) not in kinds:
+            found = f"it is a {operators[layer]}" if layer in operators else "there is no node of this name"
+            raise ExportError(
+                f'layer "{layer}": expected a node of one of the operators {", ".join(sorted(kinds))}, but {found}; '
+                "save the model that the record belongs to"
+            )
+        bindings.append(LayerBinding(layer=layer, kind=kinds[operators[layer]], node=layer))
+    return bindings
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerFactors:
+    """Quantization factors of one layer, as the record has them.
+
+    Attributes:
+        scale_d: step of the layer's input.
+        offset_d: integer that stands for zero, in -2^(b-1)..2^(b-1)-1.
+        act_bits: 4, 8 or 16.
+        scale_w: float32, one or one per output channel. LSTM and GRU: one, one per gate or one per row of W, in ONNX's
+            gate order (the record's). Average pooling: one, usually 1.
+        wts_bits: 4, 6, 7 or 8.
+        scale_h: LSTM, GRU: step of the hidden state; with ``offset_h``.
+        scale_r: LSTM, GRU: as ``scale_w``, for the recurrent matrix R.
+        balance: DMQ factor per input channel: the input is divided by it, the weight multiplied.
+        weight_is_balanced: the weight in the ONNX model already holds w · balance.
+        integer_weight: int8, used as it is instead of rounding the weight (AdaRound); in the layer's own layout,
+            ``[Cout, Cin/groups, ...]``, transposed convolution ``[Cin, Cout/groups, ...]``, linear ``[Cout, Cin]``.
+    """
+
+    scale_d: float
+    offset_d: int
+    scale_w: NDArray[np.float32]
+    act_bits: int = 8
+    wts_bits: int = 8
+    scale_h: float | None = None
+    offset_h: int | None = None
+    scale_r: NDArray[np.float32] | None = None
+    balance: NDArray[np.float32] | None = None
+    weight_is_balanced: bool = False
+    integer_weight: NDArray[np.int8] | None = None
+
+    def __post_init__(self) -> None:
+        if self.act_bits not in ACTIVATION_BITS:
+            raise RecordValueError(f"act_bits: expected one of {_listed(ACTIVATION_BITS)}, got {self.act_bits}")
+        if self.wts_bits not in WEIGHT_BITS:
+            raise RecordValueError(f"wts_bits: expected one of {_listed(WEIGHT_BITS)}, got {self.wts_bits}")
+        for name in ("scale_d", "scale_h"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, float(_positive(name, value)[0]))
+        for name in ("scale_w", "scale_r", "balance"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _positive(name, value))
+        for name in ("offset_d", "offset_h"):
+            _check_offset(name, getattr(self, name), self.act_bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFactors:
+    """Quantization factors of a tensor between layers; ``zero_point`` in -2^(b-1)..2^(b-1)-1, as ``offset_d``."""
+
+    scale: float
+    zero_point: int
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", float(_positive("scale", self.scale)[0]))
+        if self.bits not in ACTIVATION_BITS:
+            raise RecordValueError(f"bits: expected one of {_listed(ACTIVATION_BITS)}, got {self.bits}")
+        _check_offset("zero_point", self.zero_point, self.bits)
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _positive(name: str, value: Any) -> NDArray[np.float32]:  # noqa: ANN401  whatever NumPy can read
+    array = np.asarray(value, dtype=np.float32).reshape(-1)
+    wrong = ~(np.isfinite(array) & (array > 0))
+    if array.size == 0 or wrong.any():
+        got = "none" if array.size == 0 else f"{array[wrong][0]:g} at index {int(np.flatnonzero(wrong)[0])}"
+        raise RecordValueError(f"{name}: expected finite numbers above 0, got {got}")
+    return array
+
+
+def _check_offset(name: str, value: int | None, bits: int) -> None:
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if value is not None and not lowest <= value <= highest:
+        raise RecordValueError(f"{name}: expected {lowest}..{highest} for {bits} bits, got {value}")

@@ -1,0 +1,116 @@
+"""Small readings of ONNX messages: attributes, arrays, what a node reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from amct.errors import ExportError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+
+def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401  attributes have any type
+    """The value of an attribute, decoded; ``default`` when the node has none."""
+    for attribute in node.attribute:
+        if attribute.name == name:
+            value = helper.get_attribute_value(attribute)
+            return value.decode() if isinstance(value, bytes) else value
+    return default
+
+
+def make_attribute(name: str, value: object) -> AttributeProto:
+    """An attribute of the type that its value suggests."""
+    if isinstance(value, list) and not value:
+        # helper cannot guess the type of an empty list; recurrent operators have empty "activations".
+        empty = AttributeProto()
+        empty.name = name
+        empty.type = AttributeProto.STRINGS if name == "activations" else AttributeProto.FLOATS
+        return empty
+    return helper.make_attribute(name, value)
+
+
+def copied_node(node: NodeProto) -> NodeProto:
+    """A node of its own, free of the model it came from."""
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    return copy
+
+
+def any_value(name: str) -> ValueInfoProto:
+    """A declaration that says nothing but the name."""
+    value = ValueInfoProto()
+    value.name = name
+    return value
+
+
+def tensor_array(tensor: TensorProto) -> NDArray[Any]:
+    """The array of a tensor message.
+
+    Raises:
+        ExportError: its data is in a file that was not loaded.
+    """
+    if tensor.data_location == TensorProto.EXTERNAL:
+        raise ExportError(
+            f'the data of initializer "{tensor.name}" is in another file and was not loaded; '
+            "load the model with onnx.load(path), which reads external data"
+        )
+    return numpy_helper.to_array(tensor)
+
+
+def constant_node_value(node: NodeProto) -> NDArray[Any]:
+    """The array of a Constant node.
+
+    Raises:
+        ExportError: it holds text or a sparse tensor.
+    """
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return tensor_array(attribute.t)
+        if attribute.name in ("value_float", "value_floats"):
+            return np.asarray(helper.get_attribute_value(attribute), dtype=np.float32)
+        if attribute.name in ("value_int", "value_ints"):
+            return np.asarray(helper.get_attribute_value(attribute), dtype=np.int64)
+    raise ExportError(f'Constant "{node.name}" holds no number; expected a tensor, a float or an integer')
+
+
+def subgraphs(node: NodeProto) -> Iterable[GraphProto]:
+    """The bodies of an If, Loop or Scan."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def captures(node: NodeProto) -> set[str]:
+    """Tensors of the outer graph that the bodies of a node use."""
+    found: set[str] = set()
+    for graph in subgraphs(node):
+        inner = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        inner |= {name for child in graph.node for name in child.output}
+        found |= {name for child in graph.node for name in reads(child)} - inner
+        found |= {value.name for value in graph.output} - inner
+    return found
+
+
+def reads(node: NodeProto) -> list[str]:
+    """All tensors a node needs: its inputs, and what its bodies use of the outer graph."""
+    return [name for name in node.input if name] + sorted(captures(node))
+
+
+def check_standard(model: ModelProto) -> None:
+    """Let ONNX's own checker read a model of standard operators.
+
+    Raises:
+        ExportError: the checker refuses it.
+    """
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"the exported ONNX model is not valid: {error}") from error
