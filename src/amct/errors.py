@@ -14,7 +14,8 @@ the built-in that AMCT raises in the same place::
     │   └── UnsupportedLayerError                ... because of one layer
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
-    │   └── RecordValueError     (ValueError)    ... a factor is outside its legal range
+    │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
+    │   └── RecordParseError     (ParseError)    ... it is not even a record file
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
     └── ExportError              (RuntimeError)  a file cannot be exported as asked
 
@@ -115,6 +116,10 @@ class RecordError(AmctError, RuntimeError):
 
 class RecordValueError(RecordError, ValueError):
     """A factor of a record is outside its legal range."""
+
+
+class RecordParseError(RecordError, ParseError):
+    """A record file is not what its format says."""
 
 
 class CheckpointError(AmctError, KeyError):
