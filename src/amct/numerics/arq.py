@@ -81,7 +81,7 @@ def channels_first(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
     Raises:
         ArgumentError: the weight is empty, has too few dimensions, or its channels do not divide by ``groups``.
     """
-    _check_layout(list(weight.shape), kind, groups)
+    check_layout(list(weight.shape), kind, groups)
     if kind is not WeightKind.CONV_TRANSPOSE:
         return weight.reshape(weight.shape[0], -1)
     inputs, outputs_per_group = weight.shape[:2]
@@ -95,7 +95,7 @@ def from_channels_first(rows: Tensor, shape: Sequence[int], kind: WeightKind, gr
     Raises:
         ArgumentError: as ``channels_first``, or the rows do not belong to this shape.
     """
-    _check_layout(shape, kind, groups)
+    check_layout(shape, kind, groups)
     outputs = shape[1] * groups if kind is WeightKind.CONV_TRANSPOSE else shape[0]
     if rows.ndim != 2 or rows.shape[0] != outputs or rows.numel() != math.prod(shape):
         raise ArgumentError(
@@ -176,7 +176,12 @@ def _check_bits(bits: int) -> None:
         raise ArgumentError(f"bits: weights have 2..8 bits, got {bits}")
 
 
-def _check_layout(shape: Sequence[int], kind: WeightKind, groups: int) -> None:
+def check_layout(shape: Sequence[int], kind: WeightKind, groups: int) -> None:
+    """Raise unless ``shape`` can be a weight of this kind.
+
+    Raises:
+        ArgumentError: too few dimensions, no values, or groups that do not divide the channels.
+    """
     if len(shape) < 2 or math.prod(shape) == 0:
         raise ArgumentError(f"a {kind.value} weight needs at least 2 dimensions and one value, got shape {list(shape)}")
     if kind is WeightKind.LINEAR and groups != 1:

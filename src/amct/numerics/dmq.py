@@ -1,0 +1,142 @@
+"""DMQ: move difficulty from the activations of a layer to its weights, one factor per input channel.
+
+The activation is divided by the factor and the weight multiplied by it, which leaves the layer's output as it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE
+from amct.numerics.arq import WeightKind, check_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHOWN_CHANNELS = 5
+
+
+def activation_maximum(x: Tensor, channel_axis: int) -> Tensor:
+    """``max|x|`` per channel, float32 ``[C]``; join batches with ``torch.maximum``.
+
+    Raises:
+        CalibrationError: the data is empty.
+    """
+    if x.numel() == 0:
+        raise CalibrationError(f"balancing needs data, got an empty tensor of shape {list(x.shape)}")
+    rows = x.detach().movedim(channel_axis, 0).reshape(x.shape[channel_axis], -1)
+    low, high = torch.aminmax(rows, dim=1)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def input_channel_maximum(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
+    """``max|w|`` over everything that an input channel meets, float32 ``[Cin]``."""
+    by_input = _inputs_first(weight.detach(), kind, groups)
+    low, high = torch.aminmax(by_input.reshape(by_input.shape[0] * by_input.shape[1], -1), dim=1)
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def balance_factors(activation_max: Tensor, weight_max: Tensor, migration_strength: float = 0.5) -> Tensor:
+    """``A^m / W^(1-m)`` per channel, float32 ``[Cin]``, from the largest activation A and weight W of each channel.
+
+    A channel whose maximum is below float epsilon counts as zero. Both zero: 1. Only the activation: the factor that
+    lifts its weight to the largest balanced weight. Only the weight: the factor that lowers its activation to the
+    largest balanced activation. Without any channel to compare with: 1.
+
+    Args:
+        activation_max: ``[Cin]``.
+        weight_max: ``[Cin]``.
+        migration_strength: 0..1, how much of the difficulty the weights take.
+
+    Raises:
+        CalibrationError: a maximum is not finite, or a factor leaves FLT_EPSILON..1/FLT_EPSILON.
+        ArgumentError: the shapes or the strength cannot be used.
+    """
+    if activation_max.ndim != 1 or activation_max.shape != weight_max.shape:
+        raise ArgumentError(
+            "expected the maxima of the same channels [Cin], got activations "
+            f"{list(activation_max.shape)} and weights {list(weight_max.shape)}"
+        )
+    if not 0 <= migration_strength <= 1:
+        raise ArgumentError(f"migration_strength: expected 0..1, got {migration_strength}")
+    activation, weight = activation_max.detach().double(), weight_max.detach().double()
+    _check_channels(torch.isfinite(activation) & torch.isfinite(weight), activation, weight, "are not finite")
+    no_activation, no_weight = activation < SMALLEST_SCALE, weight < SMALLEST_SCALE
+    factors = torch.ones_like(activation)
+    regular = ~(no_activation | no_weight)
+    if bool(regular.any()):
+        balanced = activation[regular] ** migration_strength / weight[regular] ** (1 - migration_strength)
+        factors[regular] = balanced
+        only_activation_zero, only_weight_zero = no_activation & ~no_weight, no_weight & ~no_activation
+        factors[only_activation_zero] = (weight[regular] * balanced).max() / weight[only_activation_zero]
+        factors[only_weight_zero] = activation[only_weight_zero] / (activation[regular] / balanced).max()
+    legal = (factors > SMALLEST_SCALE) & (factors < LARGEST_SCALE)
+    _check_channels(legal, activation, weight, f"give a factor outside {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}")
+    return factors.float()
+
+
+def dmq(
+    activation_max: Tensor, weight: Tensor, kind: WeightKind, groups: int = 1, migration_strength: float = 0.5
+) -> Tensor:
+    """The balance factors of a layer, ``[Cin]``: ``balance_factors`` with the maxima of its own weight."""
+    return balance_factors(activation_max, input_channel_maximum(weight, kind, groups), migration_strength)
+
+
+def balance_weight(weight: Tensor, factors: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
+    """The weight times its input channels' factors, in its own shape and dtype.
+
+    Raises:
+        ArgumentError: the factors are not one per input channel.
+    """
+    check_layout(weight.shape, kind, groups)
+    transposed = kind is WeightKind.CONV_TRANSPOSE
+    inputs = weight.shape[0] if transposed else weight.shape[1] * (groups if kind is WeightKind.CONV else 1)
+    if factors.shape != (inputs,):
+        raise ArgumentError(f"factors: expected one per input channel [{inputs}], got {list(factors.shape)}")
+    wide = factors.double()
+    if transposed:
+        return (weight.double() * wide.reshape(-1, *[1] * (weight.ndim - 1))).to(weight.dtype)
+    per_group = wide.reshape(-1, weight.shape[1])  # the rows of a group share its input channels
+    per_row = per_group.repeat_interleave(weight.shape[0] // per_group.shape[0], dim=0)
+    return (weight.double() * per_row.reshape(*per_row.shape, *[1] * (weight.ndim - 2))).to(weight.dtype)
+
+
+def balance_activation(x: Tensor, factors: Tensor, channel_axis: int) -> Tensor:
+    """``x`` divided by the factors along its channels, as the deployed model does it: times the reciprocal.
+
+    Raises:
+        ArgumentError: the factors are not one per channel.
+    """
+    if not -x.ndim <= channel_axis < x.ndim or factors.shape != (x.shape[channel_axis],):
+        raise ArgumentError(
+            f"factors: {list(factors.shape)} do not fit axis {channel_axis} of an activation {list(x.shape)}"
+        )
+    shape = [1] * x.ndim
+    shape[channel_axis] = -1
+    return x * factors.reciprocal().reshape(shape).to(x.dtype)
+
+
+def _inputs_first(weight: Tensor, kind: WeightKind, groups: int) -> Tensor:
+    """A weight as ``[groups, Cin/groups, -1]``."""
+    check_layout(weight.shape, kind, groups)
+    if kind is WeightKind.CONV_TRANSPOSE:
+        return weight.reshape(groups, weight.shape[0] // groups, -1)
+    count = groups if kind is WeightKind.CONV else 1
+    grouped = weight.reshape(count, weight.shape[0] // count, weight.shape[1], -1)
+    return grouped.transpose(1, 2).reshape(count, weight.shape[1], -1)
+
+
+def _check_channels(good: Tensor, activation: Tensor, weight: Tensor, what: str) -> None:
+    if bool(good.all()):
+        return
+    channels = (~good).nonzero().reshape(-1).tolist()
+    shown = "; ".join(
+        f"channel {channel}: max|x| {activation[channel].item():g}, max|w| {weight[channel].item():g}"
+        for channel in channels[:_SHOWN_CHANNELS]
+    )
+    raise CalibrationError(
+        f"{len(channels)} channels cannot be balanced, their maxima {what}: {shown}; switch dmq_balancer off here"
+    )
