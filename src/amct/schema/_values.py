@@ -101,7 +101,7 @@ def read_float(literal: str) -> float:
 
 
 def shortest_float(value: float) -> float:
-    """The double whose decimal is the shortest that rounds to the same float32 as ``value``.
+    """The double whose decimal, of six to nine digits, is the shortest that rounds to the same float32 as ``value``.
 
     >>> shortest_float(0.30000001192092896)
     0.3

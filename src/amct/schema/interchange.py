@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from amct.errors import ArgumentTypeError, ParseError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.descriptor import FieldDescriptor
     from google.protobuf.message import Message
 
 _MessageT = TypeVar("_MessageT", bound="Message")
@@ -37,7 +40,7 @@ def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _Me
     message = message_class()
     try:
         message.ParseFromString(bytes(data))
-        _read_all_names(message)
+        _refuse_broken_names(message)
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ParseError(f"{source}: not a binary {name}: {error}; is the file cut off, or text?") from error
     if data and not message.ListFields():
@@ -48,18 +51,24 @@ def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _Me
     return message
 
 
-def _read_all_names(message: Message) -> None:
-    """Touch every string: protobuf decodes them on access, and a name that is not UTF-8 must show here."""
+def _refuse_broken_names(message: Message) -> None:
+    """Look at every string: some protobuf runtimes hand out bytes, silently, where a string is not UTF-8."""
     pending: list[Message] = [message]
     while pending:
         for field, value in pending.pop().ListFields():
             if field.message_type is None:
-                if field.type == field.TYPE_STRING and not isinstance(value, str):
-                    list(value)
+                if field.type == field.TYPE_STRING:
+                    for text in [value] if isinstance(value, str | bytes) else value:
+                        if isinstance(text, bytes):
+                            text.decode("utf-8")
             elif hasattr(value, "DESCRIPTOR"):
                 pending.append(value)
-            elif field.message_type.GetOptions().map_entry:
-                if field.message_type.fields_by_name["value"].message_type is not None:
-                    pending.extend(value.values())
             else:
-                pending.extend(value)
+                pending.extend(_inner_messages(field, value))
+
+
+def _inner_messages(field: FieldDescriptor, value: Any) -> Iterable[Message]:  # noqa: ANN401 - a protobuf container
+    if field.message_type is None or not field.message_type.GetOptions().map_entry:
+        messages: Iterable[Message] = value
+        return messages
+    return value.values() if field.message_type.fields_by_name["value"].message_type else ()
