@@ -143,7 +143,7 @@ HOSTILE = """
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of processor time are a Unix thing")
 def test_hostile_texts_cost_little():
-    """Texts that make careless patterns backtrack, 100 000 long each; quadratic work in one of them takes over a minute.
+    """Texts that make careless patterns backtrack, 100 000 long each; quadratic work in one takes over a minute.
 
     All of them take about four seconds of processor time together; the process may have sixty.
     """
