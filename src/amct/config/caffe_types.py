@@ -1,7 +1,7 @@
 """The Caffe layer types that can be quantized, as a table.
 
-Types with weights: data and weights are quantized. All others: data only. Types marked ``_OFF`` get
-``quant_enable: false`` in a generated config and are switched on by hand.
+Types with weights: data and weights are quantized. All others: data only. Types marked ``_OFF`` and
+``_FOLDED`` get ``quant_enable: false`` in a generated config and are switched on by hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CaffeCapability:
         on_by_default: A generated config quantizes the layer.
         channel_wise: Weights can have a scale per output channel (and do so by default).
         snq: Weights can be quantized non-uniformly.
-        fusible: BatchNorm, Scale and Bias that follow can be folded in.
+        fusible: The layer takes part in fusion: others are folded into it, or it into them.
     """
 
     weights: bool = False
@@ -44,6 +44,7 @@ _WITH_WEIGHTS = {
 }
 _ON = CaffeCapability()
 _OFF = CaffeCapability(on_by_default=False)
+_FOLDED = CaffeCapability(on_by_default=False, fusible=True)
 _DATA_ONLY = {
     "PassThrough": _ON,
     "Pooling": _ON,
@@ -74,9 +75,9 @@ _DATA_ONLY = {
     "Sigmoid": _ON,
     "Sort": _ON,
     "Threshold": _ON,
-    "Scale": _OFF,
-    "BatchNorm": _OFF,
-    "Bias": _OFF,
+    "Scale": _FOLDED,
+    "BatchNorm": _FOLDED,
+    "Bias": _FOLDED,
     "Reshape": _ON,
     "Reverse": _ON,
     "ShuffleChannel": _ON,

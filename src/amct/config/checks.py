@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from amct.config.problems import ProblemList, shorten
 from amct.config.settings import SettingsError
-from amct.errors import Position, did_you_mean
+from amct.errors import Position
 
 Settings = TypeVar("Settings")
 Path = tuple[str | int, ...]
@@ -85,7 +85,7 @@ def _report(
         broken: SettingsError = context["error"]
         problems.add(f"{block}: {broken}" if block else str(broken), locate((broken.field,)))
     elif kind == "unexpected_keyword_argument":
-        nearest = did_you_mean(str(path[-1]), _defaults(settings))
+        nearest = problems.nearest(str(path[-1]), _defaults(settings))
         problems.add(f'the key "{shorten(name)}" is unknown.{nearest}', locate(path))
     elif kind == "too_long" or (kind == "missing" and isinstance(path[-1], int)):
         problems.add_wrong_type(f"{name.partition('[')[0]} must be {_WRONG_TYPE['tuple_type']}", locate(path[:1]))

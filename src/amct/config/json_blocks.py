@@ -9,7 +9,6 @@ from amct.config.checks import check_settings, show
 from amct.config.json_reader import JsonNode, read_json
 from amct.config.precedence import Level, Origin
 from amct.config.registry import find_algorithm
-from amct.errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -132,7 +131,7 @@ def _chosen(
         names = [item.name for item in algorithms]
         message = f"{what}.{name_key} must be {' or '.join(names)}, got {show(named.plain())}."
         if isinstance(named.value, str):
-            problems.add(message + did_you_mean(named.value, names), named.position)
+            problems.add(message + problems.nearest(named.value, names), named.position)
         else:
             problems.add_wrong_type(message, named.position)
     return algorithm

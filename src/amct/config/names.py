@@ -58,8 +58,7 @@ def check_layer_names(
             problems.add_unknown(f"{field}: the layer", named.name, layers.names, named.position)
         elif layer.type not in types:
             problems.add(
-                f'{field}: the layer "{layer.name}" is of type {layer.type}, which cannot be {verb}.'
-                f" Types that can: {', '.join(types)}.",
+                f'{field}: the layer "{layer.name}" is of type {layer.type}, which cannot be {verb}.{_listing(types)}',
                 named.position,
             )
 
@@ -70,7 +69,10 @@ def check_type_names(
     """Report layer types that cannot be ``verb``."""
     for named in names:
         if named.name not in types:
-            known = ", ".join(types)
-            problems.add_unknown(
-                f"{field}: among the types that can be {verb} ({known}) the type", named.name, types, named.position
-            )
+            hint = problems.nearest(named.name, types) or _listing(types)
+            problems.add(f'{field}: the layer type "{shorten(named.name)}" cannot be {verb}.{hint}', named.position)
+
+
+def _listing(types: Collection[str]) -> str:
+    """The types a user can choose from, when they are few enough to read."""
+    return f" Types that can: {', '.join(types)}." if len(types) <= 12 else ""

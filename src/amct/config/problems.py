@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+MAX_SUGGESTIONS = 20
+MAX_NAME_LENGTH = 200
+
+
 class ProblemList:
     """The mistakes and the warnings found so far in one file."""
 
     def __init__(self) -> None:
-        self._mistakes: list[Problem] = []
-        self._warnings: list[Problem] = []
+        self._mistakes: dict[Problem, None] = {}  # a dict is a set that keeps its order
+        self._warnings: dict[Problem, None] = {}
         self._wrong_type = False
+        self._suggestions = 0
 
     def add(self, message: str, position: Position | None = None) -> None:
         """Note a mistake; the same mistake at the same place is noted once."""
-        problem = Problem(message, position)
-        if problem not in self._mistakes:
-            self._mistakes.append(problem)
+        self._mistakes[Problem(message, position)] = None
 
     def add_wrong_type(self, message: str, position: Position | None = None) -> None:
         """Note a value of the wrong type; the error raised in the end is then a ``TypeError`` too."""
@@ -35,18 +38,25 @@ class ProblemList:
 
     def add_unknown(self, what: str, name: str, known: Iterable[str], position: Position | None = None) -> None:
         """Note a name nobody knows, with the nearest known one."""
-        self.add(f'{what} "{shorten(name)}" is unknown.{did_you_mean(name, known)}', position)
+        self.add(f'{what} "{shorten(name)}" is unknown.{self.nearest(name, known)}', position)
+
+    def nearest(self, name: str, known: Iterable[str]) -> str:
+        """The sentence that suggests the nearest known name, or nothing.
+
+        Comparing names is slow: a file with many unknown names gets suggestions for the first ones only.
+        """
+        if self._suggestions >= MAX_SUGGESTIONS or len(name) > MAX_NAME_LENGTH:
+            return ""
+        self._suggestions += 1
+        return did_you_mean(name, known)
 
     def extend(self, problems: Iterable[Problem]) -> None:
         """Take over mistakes found elsewhere, such as the repeated keys of ``JsonDocument``."""
-        for problem in problems:
-            self.add(problem.message, problem.position)
+        self._mistakes.update(dict.fromkeys(problems))
 
     def warn(self, message: str, position: Position | None = None) -> None:
         """Note an oddity that is no mistake; the same warning at the same place is noted once."""
-        warning = Problem(message, position)
-        if warning not in self._warnings:
-            self._warnings.append(warning)
+        self._warnings[Problem(message, position)] = None
 
     @property
     def warnings(self) -> tuple[Problem, ...]:

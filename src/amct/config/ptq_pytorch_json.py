@@ -18,8 +18,8 @@ from amct.config.json_blocks import (
     read_bool,
     read_json_object,
 )
+from amct.config.json_layers import check_skip_fusion, find_layer
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.names import Named, check_layer_names, without_repeats
 from amct.config.plan import FORCE_FP16, LayerPlan, Plan
 from amct.config.plan_parts import reasons_not_quantized, settings_of
 from amct.config.precedence import DEFAULT, Level, Origin
@@ -71,11 +71,11 @@ def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> 
     model = LayerList(layers)
     global_nodes = {key: node for key, node in root.value.items() if key in GLOBAL_KEYS}
     fields = check_members(_Globals, global_nodes, problems) or _Globals()
-    _check_skip_fusion(global_nodes.get("skip_fusion_layers"), model, problems)
+    check_skip_fusion(global_nodes.get("skip_fusion_layers"), model, FUSIBLE_TYPES, problems)
     reader = _LayerReader(fields, problems)
     expanded = []
     for name, node in root.value.items():
-        layer = None if name in GLOBAL_KEYS else _find_layer(name, node, model, problems)
+        layer = None if name in GLOBAL_KEYS else find_layer(name, node, model, PTQ_TYPES, GLOBAL_KEYS, problems)
         if layer is not None:
             expanded.append(reader.read(layer, node))
     problems.raise_all()
@@ -95,29 +95,6 @@ def _written(fields: _Globals) -> dict[str, Any]:
     if fields.fakequant_precision_mode == "DEFAULT":
         del values["fakequant_precision_mode"]
     return values
-
-
-def _check_skip_fusion(node: JsonNode | None, model: LayerList, problems: ProblemList) -> None:
-    if node is None or not node.is_list:
-        return
-    names = [Named(item.value, item.position) for item in node.value if isinstance(item.value, str)]
-    unique = without_repeats(names, "skip_fusion_layers", problems)
-    check_layer_names(unique, "skip_fusion_layers", model, FUSIBLE_TYPES, problems, verb="fused with BatchNorm")
-
-
-def _find_layer(name: str, node: JsonNode, model: LayerList, problems: ProblemList) -> LayerInfo | None:
-    """The layer a top-level key names; None, and a report, when it is not one that can be quantized."""
-    layer = model.find(name)
-    if layer is None:
-        problems.add_unknown("the layer or global field", name, (*GLOBAL_KEYS, *model.names), node.key_position)
-        return None
-    if layer.type in PTQ_TYPES and layer.refusal is None:
-        return layer
-    switch = node.value.get("quant_enable") if node.is_object else None
-    if switch is None or switch.value is not False:
-        reason = layer.refusal or f"{layer.type} is not among {', '.join(PTQ_TYPES)}"
-        problems.add(f'the layer "{name}" cannot be quantized: {reason}. Remove it.', node.key_position)
-    return None
 
 
 class _LayerReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from amct.config.names import (
@@ -38,15 +39,18 @@ class SimpleConfig:
     blocks: Blocks = field(default_factory=Blocks)
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
+    @cached_property
+    def _skips(self) -> dict[tuple[str, str], Origin]:
+        """Every name that is switched off, by the kind of name."""
+        named = [("layer", item) for item in self.skip_layers] + [("type", item) for item in self.skip_layer_types]
+        return {
+            (kind, item.name): Origin(Level.GLOBAL if item.position else Level.ARGUMENT, item.position)
+            for kind, item in named
+        }
+
     def skipped(self, layer: LayerInfo) -> Origin | None:
         """Where a layer, or its type, is switched off; None when it is not."""
-        for named in self.skip_layers:
-            if named.name == layer.name:
-                return Origin(Level.GLOBAL if named.position else Level.ARGUMENT, named.position)
-        for named in self.skip_layer_types:
-            if named.name == layer.type:
-                return Origin(Level.GLOBAL, named.position)
-        return None
+        return self._skips.get(("layer", layer.name)) or self._skips.get(("type", layer.type))
 
 
 def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
