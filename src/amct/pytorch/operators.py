@@ -1,0 +1,55 @@
+"""Recognizes a model that compression has already been at work in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+AMCT_OPERATORS = frozenset(
+    {
+        "AscendDeQuant",
+        "AscendQuant",
+        "Conv2dQAT",
+        "ConvTranspose1dQAT",
+        "DMQBalancer",
+        "GRUQAT",
+        "HFMG",
+        "IFMR",
+        "LSTMQAT",
+        "LinearQAT",
+        "MarkedQuantizableModule",
+        "OFMRQuant",
+        "QuantIdentity",
+        "RNNRetrainQuant",
+        "Recorder",
+        "RetrainQuant",
+        "SelectiveMaskGen",
+    }
+)
+"""Class names of the original's operators."""
+
+MARK = "amct_operator"
+"""A module class of ours that must not be compressed again has a class attribute of this name, set to True."""
+
+
+def is_operator(module: nn.Module) -> bool:
+    """Whether the module was put into the model by a compression step."""
+    return type(module).__name__ in AMCT_OPERATORS or getattr(type(module), MARK, False) is True
+
+
+def refuse_operators(model: nn.Module) -> None:
+    """Refuse a model that is already compressed.
+
+    Raises:
+        ModelError: it contains such operators; the message lists them with their types.
+    """
+    found = {name: type(module).__name__ for name, module in model.named_modules() if is_operator(module)}
+    if found:
+        listed = ", ".join(f'"{name}" ({kind})' for name, kind in found.items())
+        raise ModelError(
+            f"the model already contains {len(found)} AMCT operators: {listed}. Start from the original float model"
+        )

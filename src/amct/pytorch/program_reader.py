@@ -1,0 +1,218 @@
+"""Reads a program captured by torch.export as a plain list of operations on named values."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.export import ExportedProgram
+
+Shape = tuple[int | None, ...]
+
+_USERS_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the program. ``parameter`` is the qualified name of a parameter or buffer that is used as it is."""
+
+    name: str
+    constant: bool = False  # made of parameters alone, whatever the inputs
+    parameter: str | None = None
+    shape: Shape | None = None  # None for what is no tensor; a size that may vary is None
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """A module that was being called: its path, and ``key``, which differs from call to call of the same module."""
+
+    path: str
+    key: str
+
+
+@dataclass(eq=False)
+class Operation:
+    """One aten operation; ``arguments`` are its positional ones with tensors as ``Value``."""
+
+    kind: str  # the operation's name without namespace, overload and in-place mark: "conv2d", "relu"
+    name: str
+    arguments: tuple[Any, ...]
+    operands: tuple[Value, ...]
+    results: list[Value]
+    constant: bool
+    callers: tuple[ModuleCall, ...]  # outermost first
+    where: str  # file:line of the innermost code outside torch
+
+    def operand(self, position: int) -> Value | None:
+        """The tensor passed as n-th positional argument, if it is one."""
+        argument = self.arguments[position] if position < len(self.arguments) else None
+        return argument if isinstance(argument, Value) else None
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The positional arguments that are no tensors."""
+        return tuple(argument for argument in self.arguments if not isinstance(argument, Value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Inputs, operations in execution order, outputs."""
+
+    inputs: Sequence[Value]
+    operations: Sequence[Operation]
+    outputs: Sequence[Value]
+
+
+def read_program(program: ExportedProgram) -> Program:
+    """Read every operation that makes a tensor; arithmetic on sizes and assertions are left out."""
+    reader = _Reader(program)
+    outputs = reader.read(program.graph, prefix="")
+    returned = set(program.graph_signature.user_outputs)
+    return Program(
+        inputs=reader.inputs,
+        operations=reader.operations,
+        outputs=[value for value in outputs if value.name in returned],
+    )
+
+
+@dataclass(eq=False)
+class _Several:
+    """What an operation with several results makes, before they are taken apart."""
+
+    operation: Operation | None = None
+    items: Sequence[Value] = ()
+
+
+@dataclass(eq=False)
+class _Reader:
+    program: ExportedProgram
+    inputs: list[Value] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    known: dict[fx.Node, Value | _Several] = field(default_factory=dict)
+
+    def read(self, graph: fx.Graph, prefix: str) -> list[Value]:
+        """Read one graph; returns what it gives back."""
+        for node in graph.nodes:
+            if node.op == "placeholder" and node not in self.known:
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._call(node, prefix)
+            elif node.op == "output":
+                found = (self.known.get(source) for source in node.all_input_nodes)
+                return [value for value in found if isinstance(value, Value) and value.shape is not None]
+        return []
+
+    def _placeholder(self, node: fx.Node) -> None:
+        signature = self.program.graph_signature
+        stored: str | None = None
+        for names in (
+            signature.inputs_to_parameters,
+            signature.inputs_to_buffers,
+            signature.inputs_to_lifted_tensor_constants,
+        ):
+            stored = stored or names.get(node.name)
+        value = Value(node.name, constant=stored is not None, parameter=stored, shape=_shape(node.meta.get("val")))
+        self.known[node] = value
+        if stored is None and value.shape is not None:
+            self.inputs.append(value)
+
+    def _call(self, node: fx.Node, prefix: str) -> None:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            self._region(node, prefix)
+        elif node.target is operator.getitem and isinstance(self.known.get(_node(node.args[0])), _Several):
+            self._item(node, prefix)
+        elif _makes_tensors(node.meta.get("val")):
+            self._operation(node, prefix)
+
+    def _operation(self, node: fx.Node, prefix: str) -> None:
+        arguments: Any = fx.map_arg(node.args, self._resolved)  # type: ignore[arg-type]  # maps to what it is told
+        found = (self.known.get(source) for source in node.all_input_nodes)
+        operands = tuple(value for value in found if isinstance(value, Value) and value.shape is not None)
+        made = Operation(
+            kind=_kind(node),
+            name=prefix + node.name,
+            arguments=tuple(arguments),
+            operands=operands,
+            results=[],
+            constant=all(value.constant for value in operands),
+            callers=_callers(node),
+            where=_where(node),
+        )
+        self.operations.append(made)
+        shape = _shape(node.meta.get("val"))
+        if shape is None:
+            self.known[node] = _Several(operation=made)
+        else:
+            made.results.append(Value(made.name, constant=made.constant, shape=shape))
+            self.known[node] = made.results[0]
+
+    def _resolved(self, node: fx.Node) -> Value | str:
+        value = self.known.get(node)
+        return value if isinstance(value, Value) and value.shape is not None else node.name
+
+    def _item(self, node: fx.Node, prefix: str) -> None:
+        source = self.known[_node(node.args[0])]
+        assert isinstance(source, _Several)
+        if source.operation is None:
+            self.known[node] = source.items[int(node.args[1])]  # type: ignore[arg-type]
+            return
+        value = Value(prefix + node.name, constant=source.operation.constant, shape=_shape(node.meta.get("val")))
+        source.operation.results.append(value)
+        self.known[node] = value
+
+    def _region(self, node: fx.Node, prefix: str) -> None:
+        """A region under autocast is a graph of its own: read it as if it stood here."""
+        body = next((source for source in node.all_input_nodes if source.op == "get_attr"), None)
+        owner = node.graph.owning_module
+        if body is None or owner is None:
+            return
+        inner = owner.get_submodule(str(body.target))
+        assert isinstance(inner, fx.GraphModule)
+        arguments = node.args[node.args.index(body) + 1 :]
+        for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
+            if isinstance(argument, fx.Node) and argument in self.known:
+                self.known[placeholder] = self.known[argument]
+        self.known[node] = _Several(items=self.read(inner.graph, f"{prefix}{node.name}."))
+
+
+def _node(argument: object) -> fx.Node:
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _makes_tensors(value: object) -> bool:
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(item, torch.Tensor) for item in items)
+
+
+def _shape(value: object) -> Shape | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
+
+
+def _kind(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).rpartition("::")[2].removesuffix("_")
+    return getattr(target, "__name__", str(target))
+
+
+def _callers(node: fx.Node) -> tuple[ModuleCall, ...]:
+    stack = node.meta.get("nn_module_stack") or {}
+    return tuple(ModuleCall(path=str(path).partition("@")[0], key=key) for key, (path, _) in stack.items())
+
+
+def _where(node: fx.Node) -> str:
+    library = str(torch.__path__[0])
+    found = list(_USERS_LINE.finditer(node.meta.get("stack_trace") or ""))
+    users = [match for match in found if not match["file"].startswith(library)]
+    return f"{users[-1]['file']}:{users[-1]['line']}" if users else ""
