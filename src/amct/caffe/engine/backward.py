@@ -1,0 +1,78 @@
+"""Gradients: one small autograd graph per layer.
+
+A layer that takes part in backward (Caffe's rule, ``needs_backward.py``) runs its forward on leaf tensors and keeps what came out;
+every other layer runs without any graph. Backward then asks each graph for its gradients, from the last layer to the first, reading
+the tops' ``diff`` and writing the bottoms'. So a range of layers, diffs edited in between, gradients of single blobs and repeated
+backwards (parameter gradients add up) all work as in Caffe, and a deploy net never pays for gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.graph import Node
+    from amct.caffe.engine.layer import Layer
+
+
+@dataclass(eq=False)
+class Record:
+    """The autograd graph of one layer's last forward."""
+
+    bottoms: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    tops: Sequence[torch.Tensor]
+
+
+def _leaf(blob: Blob, needs_gradient: bool) -> torch.Tensor:
+    return blob.tensor.detach().requires_grad_(needs_gradient)
+
+
+def record_forward(node: Node, bottoms: list[Blob]) -> Record:
+    """Run a layer's forward and keep its graph."""
+    layer = node.layer
+    inputs = [_leaf(blob, needs) for blob, needs in zip(bottoms, node.bottom_needs_gradient, strict=True)]
+    parameters = [_leaf(blob, needs) for blob, needs in zip(layer.blobs, layer.parameter_needs_gradient, strict=True)]
+    with torch.enable_grad():
+        tops = layer.forward(inputs, parameters)
+    return Record(inputs, parameters, tops)
+
+
+def run_backward(node: Node, record: Record, bottoms: list[Blob], tops: list[Blob]) -> None:
+    """Bring the tops' gradients down to the bottoms and add to the parameters'."""
+    layer = node.layer
+    wanted = [tensor for tensor in (*record.bottoms, *record.parameters) if tensor.requires_grad]
+    found = _gradients(record, wanted, tops)
+    remaining = iter(found)
+    for tensor, blob in zip(record.bottoms, bottoms, strict=True):
+        if tensor.requires_grad:
+            gradient = next(remaining)
+            blob.set_gradient(torch.zeros_like(tensor) if gradient is None else gradient)
+    _add_parameter_gradients(layer, record, remaining)
+
+
+def _gradients(record: Record, wanted: list[torch.Tensor], tops: list[Blob]) -> Sequence[torch.Tensor | None]:
+    pairs = [(value, blob.gradient) for value, blob in zip(record.tops, tops, strict=True) if value.requires_grad]
+    if not wanted or not pairs:
+        return [None] * len(wanted)
+    return torch.autograd.grad(
+        [value for value, _ in pairs],
+        wanted,
+        [gradient.to(value.device) for value, gradient in pairs],
+        retain_graph=True,
+        allow_unused=True,
+    )
+
+
+def _add_parameter_gradients(layer: Layer, record: Record, gradients: object) -> None:
+    for tensor, blob in zip(record.parameters, layer.blobs, strict=True):
+        if tensor.requires_grad:
+            gradient: torch.Tensor | None = next(gradients)  # type: ignore[call-overload]
+            if gradient is not None:
+                blob.set_gradient(blob.gradient.to(gradient.device) + gradient.reshape(blob.shape))

@@ -1,0 +1,306 @@
+"""A blob: two arrays of one shape, values and gradients, as torch tensors inside and NumPy arrays outside.
+
+pycaffe promises that ``blob.data`` is a writable, C-contiguous float32 array and that an array taken once shows every
+later forward. The engine wants to leave results where and in whatever memory layout a kernel wrote them. Both hold:
+
+* inside, a ``Buffer`` owns one tensor, in any layout (channels_last after a convolution);
+* ``array()`` brings it to C order the first time someone asks, and hands out a view of that very memory;
+* while such a view is alive, ``write`` copies results into it; when none is, ``write`` just keeps the new tensor.
+
+Memory appears on first use: a net of any size costs nothing until data flows.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from amct.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+Shape: TypeAlias = tuple[int, ...]
+MAX_AXES = 32
+MAX_ELEMENTS = 2**31 - 1
+LEGACY_AXES = 4
+
+
+class Buffer:
+    """One array, shared by every blob that uses it (shared parameters, nets that share weights)."""
+
+    __slots__ = ("_initial", "_released", "_tensor", "_views", "epoch")
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._views: list[weakref.ref[FloatArray]] = []
+        self._initial: Callable[[], torch.Tensor] | None = None
+        self._released = False
+        self.epoch = 0
+        """Grows with every write and every array handed out: what is derived from the content may be kept while the epoch
+        stays and the buffer is not exposed."""
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether someone still holds a NumPy view and could read or write it at any time."""
+        if not self._views:
+            return False
+        self._views = [view for view in self._views if view() is not None]
+        return bool(self._views)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory behind it yet."""
+        return self._tensor is not None
+
+    def initialize_by(self, initial: Callable[[], torch.Tensor]) -> None:
+        """Set what the first reader gets; replaces any content. The work is done only if someone reads."""
+        self._tensor, self._initial = None, initial
+        self.epoch += 1
+
+    def read(self, shape: Shape) -> torch.Tensor:
+        """The tensor, in whatever memory layout it is; zeros (or the initial value) when nothing was written yet.
+
+        Raises:
+            ArgumentError: The engine gave the memory back (``keep_blobs=False``).
+        """
+        tensor = self._tensor
+        if tensor is None:
+            if self._released:
+                raise ArgumentError(
+                    "this blob was freed after its last use, because the net was made with keep_blobs=False; name it in "
+                    "keep_blobs, or in forward(blobs=[...]), to keep it"
+                )
+            tensor = self._initial() if self._initial is not None else torch.zeros(shape)
+            self._tensor, self._initial = tensor, None
+        return tensor if tensor.shape == shape else tensor.reshape(shape)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Take ``value`` as the new content, into the memory of living NumPy views if there are any.
+
+        The tensor is kept, not copied: the caller must not change it afterwards.
+        """
+        current = self._tensor
+        if self._views and current is not None and self.is_exposed and _capacity(current) >= value.numel():
+            target = _reuse(current, tuple(value.shape))
+            if target.data_ptr() != value.data_ptr() or target.stride() != value.stride():
+                # .data: gradients recorded from the old content keep using this memory, as Caffe's do.
+                target.data.copy_(value)
+            self._tensor = target
+        else:
+            self._tensor = value
+        self._initial = None
+        self._released = False
+        self.epoch += 1
+
+    def array(self, shape: Shape) -> FloatArray:
+        """A writable C-contiguous float32 view of the content, valid until the buffer grows."""
+        tensor = self.read(shape)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != torch.float32:
+            tensor = tensor.to("cpu", torch.float32).contiguous()
+        self._tensor = tensor
+        self.epoch += 1
+        for reference in self._views:
+            view = reference()
+            if view is not None and view.shape == shape and view.ctypes.data == tensor.data_ptr():
+                return view
+        array: FloatArray = tensor.detach().numpy()
+        self._views.append(weakref.ref(array))
+        return array
+
+    def resize(self, shape: Shape) -> None:
+        """Change the shape, keeping memory and content when they suffice, as Caffe does."""
+        if self._tensor is None:
+            self._initial = None
+            return
+        count = math.prod(shape)
+        if _capacity(self._tensor) >= count:
+            self._tensor = _reuse(self._tensor, shape)
+        else:
+            self._tensor = None
+
+    def release(self) -> None:
+        """Give the memory back; reading is an error until the next write."""
+        if not self.is_exposed:
+            self._tensor = None
+            self._released = True
+
+    def move(self, device: torch.device) -> None:
+        """Bring the content to a device; a buffer someone looks at through NumPy stays where it is."""
+        if self._tensor is not None and self._tensor.device != device and not self.is_exposed:
+            self._tensor = self._tensor.to(device)
+
+
+def _capacity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+
+
+def _reuse(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """The memory of ``tensor`` from its start, seen as a C-contiguous tensor of another shape."""
+    if tensor.shape == shape and tensor.is_contiguous():
+        return tensor
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    contiguous = tensor.contiguous()
+    if _capacity(contiguous) < math.prod(shape):
+        contiguous = torch.zeros(math.prod(shape))
+    return contiguous.detach().as_strided(shape, tuple(reversed(strides)), contiguous.storage_offset())
+
+
+class Blob:
+    """Values (``data``) and gradients (``diff``) of one shape; the Blob of pycaffe."""
+
+    __slots__ = ("_diff", "_shape", "_values")
+
+    def __init__(self, *shape: int) -> None:
+        self._shape: Shape = ()
+        self._values = Buffer()
+        self._diff = Buffer()
+        self.set_shape(shape)
+
+    # ------------------------------------------------------------------ the face of pycaffe
+
+    @property
+    def data(self) -> FloatArray:
+        """The values: a writable float32 view in C order."""
+        return self._values.array(self._shape)
+
+    @property
+    def diff(self) -> FloatArray:
+        """The gradients: a writable float32 view in C order."""
+        return self._diff.array(self._shape)
+
+    @property
+    def shape(self) -> Shape:
+        """The length of each axis."""
+        return self._shape
+
+    @property
+    def count(self) -> int:
+        """How many values it holds."""
+        return math.prod(self._shape)
+
+    @property
+    def num(self) -> int:
+        """Axis 0 of the old four-axis view."""
+        return self._legacy_axis(0)
+
+    @property
+    def channels(self) -> int:
+        """Axis 1 of the old four-axis view."""
+        return self._legacy_axis(1)
+
+    @property
+    def height(self) -> int:
+        """Axis 2 of the old four-axis view."""
+        return self._legacy_axis(2)
+
+    @property
+    def width(self) -> int:
+        """Axis 3 of the old four-axis view."""
+        return self._legacy_axis(3)
+
+    def reshape(self, *shape: int, **unexpected: object) -> None:
+        """Change the shape; layers above follow at the next forward (or ``Net.reshape``)."""
+        if unexpected:
+            raise RuntimeError("Blob.reshape takes no kwargs")
+        for size in shape:
+            if isinstance(size, bool) or not hasattr(size, "__index__"):
+                raise ArgumentTypeError(f"Blob.reshape takes whole numbers, one per axis, got {size!r}")
+        self.set_shape(tuple(int(size) for size in shape))
+
+    # ------------------------------------------------------------------ the face of the engine
+
+    @property
+    def values(self) -> Buffer:
+        """The buffer behind ``data``."""
+        return self._values
+
+    @property
+    def gradients(self) -> Buffer:
+        """The buffer behind ``diff``."""
+        return self._diff
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values as a tensor, in any memory layout."""
+        return self._values.read(self._shape)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradients as a tensor."""
+        return self._diff.read(self._shape)
+
+    def set_tensor(self, value: torch.Tensor) -> None:
+        """Make ``value`` the content; shape follows it."""
+        shape = value.shape
+        if shape != self._shape:
+            self._diff.resize(tuple(shape))
+            self._shape = tuple(shape)
+        self._values.write(value)
+
+    def set_gradient(self, value: torch.Tensor) -> None:
+        """Make ``value`` the gradients."""
+        self._diff.write(value)
+
+    def set_shape(self, shape: Sequence[int]) -> None:
+        """Change the shape, keeping content where the memory suffices."""
+        new = tuple(shape)
+        if new == self._shape:
+            return
+        check_shape(new)
+        self._values.resize(new)
+        self._diff.resize(new)
+        self._shape = new
+
+    def share_values(self, owner: Blob) -> None:
+        """Use the values of ``owner`` from now on."""
+        self._values = owner.values
+
+    def share_gradients(self, owner: Blob) -> None:
+        """Use the gradients of ``owner`` from now on."""
+        self._diff = owner.gradients
+
+    def touch(self) -> None:
+        """Tell those who keep something derived from the values that these changed."""
+        self._values.epoch += 1
+
+    def legacy_shape(self) -> Shape:
+        """The shape as four axes, ones in front: what old files call num, channels, height, width."""
+        return (1,) * (LEGACY_AXES - len(self._shape)) + self._shape
+
+    def _legacy_axis(self, index: int) -> int:
+        if len(self._shape) > LEGACY_AXES:
+            raise ArgumentError(
+                f"num, channels, height and width need a blob of at most 4 axes, this one has {len(self._shape)}"
+                f" {self._shape}: use shape"
+            )
+        return (self._shape + (1,) * LEGACY_AXES)[index]
+
+    def __repr__(self) -> str:
+        return f"Blob{self._shape}"
+
+
+def check_shape(shape: Shape) -> None:
+    """Refuse what Caffe refuses: too many axes, negative sizes, more than 2^31-1 values.
+
+    Raises:
+        ArgumentError: The shape is one of these.
+    """
+    if len(shape) > MAX_AXES:
+        raise ArgumentError(f"a blob has at most {MAX_AXES} axes, got {len(shape)}")
+    if any(size < 0 for size in shape):
+        raise ArgumentError(f"the size of a blob cannot be negative, got {shape}")
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ArgumentError(f"blob size exceeds 2^31-1 values: {shape}")

@@ -1,0 +1,99 @@
+"""Layers merged at run time: BatchNorm, Scale and Bias into the weights of the layer before them.
+
+Only inference is merged, the parameters in the net stay as they are, and a change to any of them is noticed. (Merging for good,
+in the files, is another matter: see the fusion passes of the Caffe front door.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from amct.caffe.engine.graph import Node
+
+
+@dataclass(eq=False)
+class FusedChain:
+    """A first layer with weights and the per-channel layers folded into them."""
+
+    nodes: list[Node]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The first layer's parameters with everything behind it folded in: always a weight and a bias."""
+        head = self.nodes[0].layer
+        sources = [blob for node in self.nodes for blob in node.layer.blobs]
+        weight = head.derived("fused weight", sources, lambda: self._fold()[0])
+        bias = head.derived("fused bias", sources, lambda: self._fold()[1])
+        return [weight, bias]
+
+    def _fold(self) -> tuple[torch.Tensor, torch.Tensor]:
+        head = self.nodes[0].layer
+        tensors = [blob.tensor.detach() for blob in head.blobs]
+        axis = head.fold_axis
+        channels = head.fold_channels()
+        scale, shift = torch.ones(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64)
+        for node in self.nodes[1:]:
+            affine = node.layer.channel_affine()
+            assert affine is not None, "find_chains only takes layers that are affine"
+            factor, offset = affine
+            if factor is not None:
+                scale, shift = scale * factor, shift * factor
+            if offset is not None:
+                shift = shift + offset
+        bias = shift if len(tensors) < 2 else shift + scale * tensors[1].double()
+        return fold_into_weight(tensors[0], scale, axis, head.fold_groups()), bias.float()
+
+
+def fold_into_weight(weight: torch.Tensor, scale: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
+    """Multiply the weights of each output channel; ``axis`` 1 (Deconvolution) holds the outputs of one group only."""
+    if axis == 0:
+        shape = (-1,) + (1,) * (weight.dim() - 1)
+        return (weight.double() * scale.reshape(shape)).float()
+    per_group = weight.double().reshape(groups, -1, *weight.shape[1:])
+    shape = (groups, 1, -1) + (1,) * (weight.dim() - 2)
+    return (per_group * scale.reshape(shape)).float().reshape(weight.shape)
+
+
+def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, FusedChain]:
+    """Chains by the index of their first layer."""
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for bottom in node.bottoms:
+            readers.setdefault(bottom, []).append(node)
+    chains = {}
+    for node in nodes:
+        if not _can_be_head(node):
+            continue
+        chain = [node]
+        while (following := _next(chain[-1], readers, kept)) is not None:
+            if following.needs_backward or following.layer.channel_affine() is None:
+                break
+            chain.append(following)
+        if len(chain) > 1:
+            chains[node.index] = FusedChain(chain)
+    return chains
+
+
+def _can_be_head(node: Node) -> bool:
+    return node.layer.fold_axis >= 0 and not node.needs_backward and len(node.tops) == 1 and len(node.bottoms) == 1
+
+
+def _next(node: Node, readers: dict[int, list[Node]], kept: Collection[int] | None) -> Node | None:
+    """The only layer that sees this layer's result, if merging it away is unobservable."""
+    top = node.tops[0]
+    after = [reader for reader in readers.get(top, []) if reader.index > node.index]
+    if not after:
+        return None
+    following = after[0]
+    if len(following.bottoms) != 1 or len(following.tops) != 1:
+        return None
+    if following.tops == [top]:
+        return following
+    if kept is None or top in kept or len(after) > 1:
+        return None
+    return following

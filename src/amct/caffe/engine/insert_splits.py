@@ -1,0 +1,89 @@
+"""A blob that several layers read gets a Split layer, so that every reader has a gradient of its own; named as Caffe names it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.messages import new_message
+from amct.errors import ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.messages import ProtoMessage
+
+    Top = tuple[int, int]  # layer index, top index
+
+
+def split_layer_name(layer: str, blob: str, top: int) -> str:
+    """The name of the Split layer behind top number ``top`` of a layer."""
+    return f"{blob}_{layer}_{top}_split"
+
+
+def split_blob_name(layer: str, blob: str, top: int, reader: int) -> str:
+    """The name of the copy that reader number ``reader`` gets."""
+    return f"{split_layer_name(layer, blob, top)}_{reader}"
+
+
+class _Readers:
+    """Who reads which top: a top is the version of a blob that one layer wrote (in-place layers write a new one)."""
+
+    def __init__(self, layers: list[ProtoMessage]) -> None:
+        self.count: Counter[Top] = Counter()
+        self.source: dict[tuple[int, int], Top] = {}
+        self.loss_weight: dict[Top, float] = {}
+        last: dict[str, Top] = {}
+        for index, layer in enumerate(layers):
+            for position, blob in enumerate(layer.bottom):
+                if blob not in last:
+                    raise ModelError(
+                        f"Unknown bottom blob '{blob}' (layer '{layer.name}', bottom index {position})."
+                        f"{did_you_mean(blob, last)} No layer before it has such a top in this phase."
+                    )
+                self.source[index, position] = last[blob]
+                self.count[last[blob]] += 1
+            for position, blob in enumerate(layer.top):
+                last[blob] = (index, position)
+            for weight, blob in zip(layer.loss_weight, layer.top, strict=False):
+                self.loss_weight[last[blob]] = weight
+                if weight:
+                    self.count[last[blob]] += 1
+
+
+def insert_splits(net: ProtoMessage) -> ProtoMessage:
+    """A copy of the net in which no blob is read twice.
+
+    Raises:
+        ModelError: A layer reads a blob that no layer before it makes.
+    """
+    layers = list(net.layer)
+    readers = _Readers(layers)
+    served: Counter[Top] = Counter()
+    result = type(net)()
+    result.CopyFrom(net)
+    del result.layer[:]
+    for index, original in enumerate(layers):
+        layer = result.layer.add()
+        layer.CopyFrom(original)
+        for position, blob in enumerate(original.bottom):
+            top = readers.source[index, position]
+            if readers.count[top] > 1:
+                layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], served[top])
+                served[top] += 1
+        for position, blob in enumerate(original.top):
+            top = (index, position)
+            if readers.count[top] <= 1:
+                continue
+            weight = readers.loss_weight.get(top, 0.0)
+            result.layer.append(_split_layer(original.name, blob, position, readers.count[top], weight))
+            if weight:
+                layer.ClearField("loss_weight")
+                served[top] += 1
+    return result
+
+
+def _split_layer(layer: str, blob: str, top: int, count: int, loss_weight: float) -> ProtoMessage:
+    split = new_message("LayerParameter", name=split_layer_name(layer, blob, top), type="Split", bottom=[blob])
+    split.top.extend(split_blob_name(layer, blob, top, reader) for reader in range(count))
+    if loss_weight:
+        split.loss_weight.extend([loss_weight] + [0.0] * (count - 1))
+    return split

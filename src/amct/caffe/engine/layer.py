@@ -1,0 +1,173 @@
+"""The base of all layers, and how to write one.
+
+**Adding a layer type** takes one class in one module of ``layers/`` and, if it has parameters, one message in
+``schema/caffe.proto``; it is found by itself::
+
+    @register("Power")
+    class Power(Layer):
+        '''y = (shift + scale * x) ^ power.'''
+
+        def setup(self, bottoms: list[Shape]) -> None:          # once, shapes known: read parameters, make blobs
+            self.options = self.parameter.power_param
+
+        def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # whenever a bottom changes shape: the tops' shapes
+            return [bottoms[0]]
+
+        def forward(self, bottoms: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+            return [(self.options.shift + self.options.scale * bottoms[0]) ** self.options.power]
+
+* ``bottom_count`` / ``top_count`` are the numbers of blobs allowed, ``(1, 1)`` unless the class says otherwise;
+  ``(2, None)`` means two or more. ``same_count`` demands as many tops as bottoms.
+* ``self.top_blobs`` and ``self.bottom_blobs`` are there from ``setup`` on, for layers whose options depend on how many they have.
+* Parameters are made in ``setup`` by ``self.add_parameter(shape, filler)``; ``forward`` gets them as tensors, in that order.
+* ``forward`` is a function of its arguments. It must not change a bottom, and its results are new tensors, except: results
+  may be views of a bottom when ``returns_views`` is set; when ``self.may_overwrite`` is true the bottom may be reused
+  (``torch.relu_``): the engine sets that for in-place layers nobody else looks at.
+* **Gradients** come from torch's autograd over ``forward``. Where Caffe's backward differs from the derivative (ties,
+  deliberate approximations), use a ``torch.autograd.Function`` inside ``forward``. A layer that works on blobs
+  (Python layers; Input, which has nothing to do) overrides ``run``, and ``run_backward`` if there are gradients.
+* Randomness: use torch's global generator (``caffe.set_random_seed`` seeds it). ``self.is_training`` tells the phase.
+* Errors: ``raise self.error("kernel_size must be > 0, got 0")`` names the layer for you. Check everything in ``setup`` or
+  ``reshape``: building a net finds all mistakes and allocates nothing.
+* ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for layers whose top
+  *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
+* Later, not here: ``to_onnx`` (the layer's ONNX form) and what the layer means in a quantized net are looked up on the class by
+  the exporter and the quantizer; a layer without them still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from amct.caffe.engine.blob import Blob, Shape
+from amct.caffe.engine.fillers import lazy_fill
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amct.caffe.engine.messages import ProtoMessage
+
+TRAIN, TEST = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerContext:
+    """What a layer may know about the net around it."""
+
+    phase: int = TEST
+    net_name: str = ""
+    allow_python: bool = False
+    check_size: Callable[[Shape, str], None] = field(default=lambda shape, what: None)
+
+
+class Layer:
+    """One layer of a net; the module docstring says how to write a new one."""
+
+    bottom_count: ClassVar[tuple[int, int | None]] = (1, 1)
+    top_count: ClassVar[tuple[int, int | None]] = (1, 1)
+    same_count: ClassVar[bool] = False
+    allows_in_place: ClassVar[bool] = True
+    returns_views: ClassVar[bool] = False
+    shares_memory: ClassVar[bool] = False
+    default_loss_weight: ClassVar[float] = 0.0
+    makes_missing_tops: ClassVar[bool] = False
+    """A layer that may be written without its top (losses): the net invents one."""
+    fold_axis: ClassVar[int] = -1
+    """The axis of the first parameter that counts outputs, for layers others can be folded into; -1: none."""
+
+    def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
+        self.parameter = parameter
+        self.context = context
+        self.name: str = parameter.name
+        self.type: str = parameter.type
+        self.blobs: list[Blob] = []
+        self.bottom_blobs: list[Blob] = []
+        self.top_blobs: list[Blob] = []
+        self.parameter_needs_gradient: list[bool] = []
+        self.loss_weights: list[float] = []
+        self.may_overwrite = False
+        self._derived: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
+
+    # ------------------------------------------------------------------ what a layer defines
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read and check the options, make the parameters. Called once, after the bottoms' shapes are known."""
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Return the shapes of the tops for these bottoms; raise ``self.error`` when they do not fit."""
+        raise NotImplementedError
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Compute the tops."""
+        raise NotImplementedError
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """Whether ``force_backward`` reaches this bottom (labels say no)."""
+        return True
+
+    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """Scale and shift per channel when the layer is nothing but that at inference, else None."""
+        return None
+
+    def fold_channels(self) -> int:
+        """How many output channels a foldable layer has."""
+        raise NotImplementedError
+
+    def fold_groups(self) -> int:
+        """In how many groups a foldable layer's outputs come."""
+        return 1
+
+    # ------------------------------------------------------------------ what the engine calls
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Forward on blobs, without gradients."""
+        results = self.forward([blob.tensor for blob in bottoms], [blob.tensor for blob in self.blobs])
+        for blob, value in zip(tops, results, strict=True):
+            blob.set_tensor(value)
+
+    #: A layer that computes its own gradients on blobs sets this to a method
+    #: ``(tops: list[Blob], propagate_down: list[bool], bottoms: list[Blob]) -> None``.
+    run_backward: Callable[[list[Blob], list[bool], list[Blob]], None] | None = None
+
+    @property
+    def uses_autograd(self) -> bool:
+        """Whether gradients come from ``forward``; not so for a layer that works on blobs (overrides ``run``)."""
+        return type(self).run is Layer.run and self.run_backward is None
+
+    # ------------------------------------------------------------------ help for those who write layers
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the layer runs in the TRAIN phase (its own ``phase:`` beats the net's)."""
+        phase: int = self.parameter.phase if self.parameter.HasField("phase") else self.context.phase
+        return phase == TRAIN
+
+    def add_parameter(self, shape: Sequence[int], filler: ProtoMessage | None = None, *, default: float = 0.0) -> Blob:
+        """Append a parameter blob, filled as ``filler`` says (or with ``default``) when first read."""
+        full = tuple(int(size) for size in shape)
+        self.context.check_size(full, f'parameter {len(self.blobs)} of layer "{self.name}"')
+        blob = Blob(*full)
+        lazy_fill(blob, filler, self.name, default)
+        self.blobs.append(blob)
+        return blob
+
+    def derived(self, key: str, sources: Sequence[Blob], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Keep a tensor computed from parameters (a folded or re-laid-out weight) until one of them changes."""
+        epochs = tuple(blob.values.epoch for blob in sources)
+        kept = self._derived.get(key)
+        if kept is not None and kept[0] == epochs and not any(blob.values.is_exposed for blob in sources):
+            return kept[1]
+        made = make()
+        self._derived[key] = (tuple(blob.values.epoch for blob in sources), made)
+        return made
+
+    def error(self, message: str) -> ModelError:
+        """An error that names this layer."""
+        return ModelError(f'layer "{self.name}" ({self.type}): {message}')
+
+    def __repr__(self) -> str:
+        return f"{self.type}({self.name!r})"

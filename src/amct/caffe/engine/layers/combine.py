@@ -1,0 +1,132 @@
+"""Several blobs from one and one from several: Split, Concat, Slice, Tile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import canonical_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+
+@register("Split")
+class Split(Layer):
+    """The same values for several readers; their gradients add up."""
+
+    top_count = (1, None)
+    returns_views = True
+    shares_memory = True
+    allows_in_place = False
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape for every top."""
+        return [bottoms[0]] * len(self.top_blobs)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Views, no copies."""
+        del parameters
+        bottom = bottoms[0]
+        if not bottom.requires_grad:
+            return [bottom] * len(self.top_blobs)
+        return [bottom.view_as(bottom) for _ in self.top_blobs]
+
+
+@register("Concat")
+class Concat(Layer):
+    """The bottoms one after the other along ``axis``."""
+
+    bottom_count = (1, None)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Find the axis, by its new or its old name."""
+        options = self.parameter.concat_param
+        if options.HasField("axis") and options.HasField("concat_dim"):
+            raise self.error("Either axis or concat_dim should be specified; not both")
+        axis = options.concat_dim if options.HasField("concat_dim") else options.axis
+        self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The sum along the axis; all else must agree."""
+        first, axis = bottoms[0], self.axis
+        for index, shape in enumerate(bottoms[1:], 1):
+            if len(shape) != len(first):
+                raise self.error(
+                    f"All inputs must have the same #axes: bottom {index} has shape {shape}, bottom 0 {first}"
+                )
+            if shape[:axis] + shape[axis + 1 :] != first[:axis] + first[axis + 1 :]:
+                raise self.error(
+                    f"All inputs must have the same shape, except at concat_axis {axis}: bottom {index} has {shape}, bottom 0 {first}"
+                )
+        return [(*first[:axis], sum(shape[axis] for shape in bottoms), *first[axis + 1 :])]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        return [torch.cat(bottoms, self.axis)]
+
+
+@register("Slice")
+class Slice(Layer):
+    """Cuts the bottom into tops along ``axis``, at ``slice_point`` or evenly."""
+
+    top_count = (1, None)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Find the axis, by its new or its old name, and the points."""
+        options = self.parameter.slice_param
+        if options.HasField("axis") and options.HasField("slice_dim"):
+            raise self.error("Either axis or slice_dim should be specified; not both")
+        axis = options.slice_dim if options.HasField("slice_dim") else options.axis
+        self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
+        self.points = list(options.slice_point)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The pieces."""
+        shape, tops = bottoms[0], len(self.top_blobs)
+        total = shape[self.axis]
+        if self.points:
+            if len(self.points) != tops - 1:
+                raise self.error(f"{tops} tops need {tops - 1} slice_point, got {len(self.points)}")
+            ends = [0, *self.points, total]
+            self.sizes = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            if any(size <= 0 for size in self.sizes):
+                raise self.error(
+                    f"slice_point {self.points} must rise and stay below the {total} values of axis {self.axis}"
+                )
+        elif total % tops:
+            raise self.error(f"Number of top blobs ({tops}) should evenly divide input slice axis ({total})")
+        else:
+            self.sizes = [total // tops] * tops
+        return [(*shape[: self.axis], size, *shape[self.axis + 1 :]) for size in self.sizes]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Copies, as a later in-place layer must not change the bottom."""
+        del parameters
+        return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
+
+
+@register("Tile")
+class Tile(Layer):
+    """Repeats the bottom along ``axis``."""
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """``tiles`` times as long."""
+        options, shape = self.parameter.tile_param, bottoms[0]
+        if options.tiles <= 0:
+            raise self.error(f"Number of tiles must be positive, got {options.tiles}")
+        self.axis = canonical_axis(options.axis, len(shape), self.name)
+        return [(*shape[: self.axis], shape[self.axis] * options.tiles, *shape[self.axis + 1 :])]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        times = [1] * bottoms[0].dim()
+        times[self.axis] = self.parameter.tile_param.tiles
+        return [bottoms[0].repeat(times)]

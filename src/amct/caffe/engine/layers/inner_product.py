@@ -1,0 +1,95 @@
+"""Fully connected layers: InnerProduct, Embed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import canonical_axis, count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+
+@register("InnerProduct")
+class InnerProduct(Layer):
+    """y = x W^T + b over everything from ``axis`` on; weights (outputs, inputs), or the other way round with ``transpose``."""
+
+    fold_axis = 0
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options and make weight and bias."""
+        options = self.options = self.parameter.inner_product_param
+        self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        self.inputs = count(bottoms[0], self.axis)
+        self.outputs: int = options.num_output
+        shape = (self.inputs, self.outputs) if options.transpose else (self.outputs, self.inputs)
+        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        if options.bias_term:
+            self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
+        if options.transpose or self.axis != 1:
+            self.fold_axis = -1  # type: ignore[misc]  # others fold along axis 1 into rows only
+
+    def fold_channels(self) -> int:
+        """The outputs."""
+        return self.outputs
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Leading axes, then num_output."""
+        inputs = count(bottoms[0], self.axis)
+        if inputs != self.inputs:
+            raise self.error(
+                f"Input size incompatible with inner product parameters: {inputs} values from axis {self.axis} of {bottoms[0]}, "
+                f"the weights want {self.inputs}"
+            )
+        return [(*bottoms[0][: self.axis], self.outputs)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """One matrix product."""
+        bottom = bottoms[0]
+        weight = parameters[0].t() if self.options.transpose else parameters[0]
+        bias = parameters[1] if len(parameters) > 1 else None
+        flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
+        return [functional.linear(flat, weight, bias).reshape(*bottom.shape[: self.axis], self.outputs)]
+
+
+@register("Embed")
+class Embed(Layer):
+    """A row of the weights for each (whole) number of the bottom."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options and make weight and bias."""
+        del bottoms
+        options = self.options = self.parameter.embed_param
+        for name in ("num_output", "input_dim"):
+            if getattr(options, name) <= 0:
+                raise self.error(f"EmbedLayer {name} must be positive, got {getattr(options, name)}")
+        shape = (options.input_dim, options.num_output)
+        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        if options.bias_term:
+            self.add_parameter((options.num_output,), options.bias_filler if options.HasField("bias_filler") else None)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """One more axis."""
+        return [(*bottoms[0], self.options.num_output)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Look up."""
+        index = bottoms[0].detach().to(torch.int64)
+        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.options.input_dim):
+            raise self.error(
+                f"an index is outside 0..{self.options.input_dim - 1}: {int(index.min())}..{int(index.max())}"
+            )
+        rows = functional.embedding(index, parameters[0])
+        return [rows + parameters[1] if len(parameters) > 1 else rows]
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """Indices have no gradient."""
+        del bottom
+        return False

@@ -1,0 +1,57 @@
+"""The protobuf messages of Caffe, read from prototxt text or binary files."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from amct.errors import FileError
+from amct.schema import descriptor, message_class, parse_text
+
+if TYPE_CHECKING:
+    import os
+
+#: A message of caffe.proto. Its class is made at run time from the descriptor set, so static types end here.
+ProtoMessage: TypeAlias = Any
+
+
+@cache
+def _class(name: str) -> Any:
+    return message_class(f"caffe.{name}", schema="caffe")
+
+
+def new_message(message: str, /, **fields: object) -> ProtoMessage:
+    """Make a message of caffe.proto: ``new_message("LayerParameter", name="conv1")``."""
+    return _class(message)(**fields)
+
+
+def parse_message(text: str, name: str, source: str = "prototxt") -> ProtoMessage:
+    """Read a message from prototxt text; ``source`` is what error messages call it.
+
+    Raises:
+        ParseError: The text is not a prototxt of that message, with line and column.
+    """
+    return parse_text(text, descriptor(f"caffe.{name}", schema="caffe"), source).to_message()
+
+
+def read_text_file(path: str | os.PathLike[str]) -> str:
+    """Read a text file as UTF-8 (a few stray bytes in comments do no harm).
+
+    Raises:
+        FileError: There is no such file, or it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
+
+
+def read_message(path: str | os.PathLike[str], name: str) -> ProtoMessage:
+    """Read a prototxt file, for example ``read_message("deploy.prototxt", "NetParameter")``.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: Its text is not such a message.
+    """
+    return parse_message(read_text_file(path), name, str(path))

@@ -1,0 +1,347 @@
+"""A Caffe net that runs: forward and backward over ranges of layers, weights in and out."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine import weights
+from amct.caffe.engine.backward import record_forward, run_backward
+from amct.caffe.engine.device import current_device
+from amct.caffe.engine.filter_rules import filter_net
+from amct.caffe.engine.graph import GraphBuilder
+from amct.caffe.engine.insert_splits import insert_splits
+from amct.caffe.engine.layer import TEST
+from amct.caffe.engine.limits import size_check
+from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.plan import Step, build_plan
+from amct.caffe.engine.upgrade import upgrade_net
+from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Sequence
+
+    from amct.caffe.engine.backward import Record
+    from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.graph import Graph, LearnableParameter, Node
+    from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.messages import ProtoMessage
+
+logger = logging.getLogger(__name__)
+
+Callback = "Callable[[int], object]"
+
+
+class Net:
+    """A net built from a NetParameter.
+
+    Args:
+        parameter: The net, in any of Caffe's forms; it is not changed.
+        phase: TRAIN (0) or TEST (1).
+        level: The level that include/exclude rules see.
+        stages: The stages that include/exclude rules see, besides those of the prototxt's ``state``.
+        keep_blobs: True keeps every blob readable, as Caffe does. False frees each after its last reader and merges layers: less
+            memory, more speed; only inputs and outputs stay. A list of names keeps these too.
+        allow_python: Let Python layers run; they execute code that the prototxt names.
+        with_gradients: False never keeps what backward needs (a net that is only tested).
+
+    Raises:
+        ModelError: The net cannot be built; the message names layer and reason.
+    """
+
+    def __init__(
+        self,
+        parameter: ProtoMessage,
+        *,
+        phase: int = TEST,
+        level: int = 0,
+        stages: Sequence[str] = (),
+        keep_blobs: bool | Iterable[str] = True,
+        allow_python: bool = False,
+        with_gradients: bool = True,
+    ) -> None:
+        self.graph: Graph = build_graph(parameter, phase, level, stages, allow_python=allow_python)
+        self._with_gradients = with_gradients and keep_blobs is True
+        if not self._with_gradients:
+            for node in self.graph.nodes:
+                node.needs_backward = False
+        self._kept = self._kept_blobs(keep_blobs)
+        self._records: dict[int, Record] = {}
+        self._plans: dict[tuple[int, int, frozenset[int], bool], list[Step]] = {}
+        self._check_size = size_check()
+        self._callbacks: dict[str, list[Callable[[int], object]]] = {
+            "before_forward": [], "after_forward": [], "before_backward": [], "after_backward": []
+        }  # fmt: skip
+        self._set_loss_gradients()
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], **options: object) -> Net:
+        """Read a prototxt and build it; ``options`` as for the class.
+
+        Raises:
+            FileError, ParseError, ModelError: The file cannot be read, is no prototxt, or the net cannot be built.
+        """
+        return cls(read_message(path, "NetParameter"), **options)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ what the net is made of
+
+    @property
+    def name(self) -> str:
+        """The net's name."""
+        return self.graph.name
+
+    @property
+    def phase(self) -> int:
+        """TRAIN (0) or TEST (1)."""
+        return self.graph.phase
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers, automatic Splits among them."""
+        return [node.layer for node in self.graph.nodes]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of all layers, in order."""
+        return [node.layer.name for node in self.graph.nodes]
+
+    @property
+    def learnable(self) -> list[LearnableParameter]:
+        """What a solver updates: each parameter once, with its multipliers."""
+        return self.graph.learnable
+
+    def blob(self, name: str) -> Blob:
+        """The blob of that name.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        try:
+            return self.graph.blobs[self.graph.blob_names.index(name)]
+        except ValueError:
+            near = did_you_mean(name, self.graph.blob_names)
+            raise ArgumentError(f'net "{self.name}" has no blob "{name}".{near}') from None
+
+    def named_blobs(self) -> OrderedDict[str, Blob]:
+        """All blobs by name, in net order."""
+        return OrderedDict(zip(self.graph.blob_names, self.graph.blobs, strict=True))
+
+    def layer_index(self, name: str) -> int:
+        """The position of a layer.
+
+        Raises:
+            ArgumentError: There is none of that name.
+        """
+        names = self.layer_names
+        if name not in names:
+            raise ArgumentError(f'net "{self.name}" has no layer "{name}".{did_you_mean(name, names)}')
+        return names.index(name)
+
+    # ------------------------------------------------------------------ running
+
+    def forward(self, start: int = 0, end: int | None = None, *, keep: Iterable[str] = ()) -> float:
+        """Run layers ``start`` to ``end`` (both included) and return the weighted loss; ``keep`` names blobs not to free."""
+        last = len(self.graph.nodes) - 1 if end is None else end
+        watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
+        steps = self._plan(start, last, frozenset(self._index_of(name) for name in keep), literal=bool(watched))
+        device = current_device()
+        loss = 0.0
+        with torch.no_grad():
+            for step in steps:
+                for callback in self._callbacks["before_forward"]:
+                    callback(step.node.index)
+                self._run_step(step, device)
+                loss += _loss_of(step.node)
+                for callback in self._callbacks["after_forward"]:
+                    callback(step.node.index)
+        return loss
+
+    def backward(self, start: int | None = None, end: int = 0) -> None:
+        """Run the gradients of layers ``start`` down to ``end`` (both included); the tops' ``diff`` say where from.
+
+        Raises:
+            ModelError: The net frees its blobs (``keep_blobs=False``), so gradients cannot be computed.
+        """
+        if not self._with_gradients:
+            raise ModelError(f'net "{self.name}" was made without gradients (keep_blobs=False or with_gradients=False)')
+        first = len(self.graph.nodes) - 1 if start is None else start
+        for index in range(first, end - 1, -1):
+            node = self.graph.nodes[index]
+            for callback in self._callbacks["before_backward"]:
+                callback(index)
+            if node.needs_backward:
+                self._backward_node(node)
+            for callback in self._callbacks["after_backward"]:
+                callback(index)
+
+    def reshape(self) -> None:
+        """Bring the shapes of all blobs in line with the inputs', without computing anything."""
+        for node in self.graph.nodes:
+            self._reshape_node(node, self._blobs(node.bottoms))
+
+    def clear_parameter_gradients(self) -> None:
+        """Set the gradients of all parameters to zero."""
+        for parameter in self.graph.learnable:
+            parameter.blob.set_gradient(torch.zeros(parameter.blob.shape))
+
+    def on(self, event: str, callback: Callable[[int], object]) -> None:
+        """Call ``callback(layer index)`` at before_forward, after_forward, before_backward or after_backward."""
+        self._callbacks[event].append(callback)
+
+    # ------------------------------------------------------------------ weights
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Copy weights from a caffemodel or HDF5 file by layer name."""
+        weights.load(self.graph, path)
+
+    def save_weights(self, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+        """Write all layers and weights as a binary caffemodel."""
+        weights.save(self.graph, path, with_diff=with_diff)
+
+    def save_weights_hdf5(self, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+        """Write the weights as HDF5."""
+        weights.save_hdf5(self.graph, path, with_diff=with_diff)
+
+    def share_weights(self, other: Net) -> None:
+        """Use the parameter values (not the gradients) of the layers of the same name in ``other``.
+
+        Raises:
+            ModelError: A layer has another number of blobs or other shapes.
+        """
+        targets = {node.layer.name: node.layer for node in reversed(self.graph.nodes)}
+        for node in other.graph.nodes:
+            layer = targets.get(node.layer.name)
+            if layer is None:
+                continue
+            if len(layer.blobs) != len(node.layer.blobs):
+                raise ModelError(f"Incompatible number of blobs for layer {layer.name}")
+            for index, (ours, theirs) in enumerate(zip(layer.blobs, node.layer.blobs, strict=True)):
+                if ours.shape != theirs.shape:
+                    raise ModelError(
+                        f"Cannot share param {index} weights from layer '{layer.name}'; shape mismatch.  Source param shape is "
+                        f"{weights.shape_text(theirs.shape)}; target param shape is {weights.shape_text(ours.shape)}"
+                    )
+                ours.share_values(theirs)
+
+    # ------------------------------------------------------------------ inside
+
+    def _kept_blobs(self, keep_blobs: bool | Iterable[str]) -> frozenset[int] | None:
+        if keep_blobs is True:
+            return None
+        names = [] if keep_blobs is False else list(keep_blobs)
+        return frozenset([*self.graph.inputs, *self.graph.outputs, *(self._index_of(name) for name in names)])
+
+    def _index_of(self, name: str) -> int:
+        self.blob(name)
+        return self.graph.blob_names.index(name)
+
+    def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> list[Step]:
+        key = (start, end, keep, literal)
+        steps = self._plans.get(key)
+        if steps is None:
+            kept = None if self._kept is None else self._kept | keep
+            steps = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
+        return steps
+
+    def _blobs(self, indices: list[int]) -> list[Blob]:
+        return [self.graph.blobs[index] for index in indices]
+
+    def _run_step(self, step: Step, device: torch.device) -> None:
+        node, layer = step.node, step.node.layer
+        shapes = [blob.shape for blob in step.bottoms]
+        if shapes != step.shapes:
+            self._reshape_step(step)
+            step.shapes = shapes
+        if device.type != "cpu":
+            _move(step, device)
+        if step.chain is not None:
+            result = layer.forward([step.bottoms[0].tensor], step.chain.parameters())
+            step.tops[0].set_tensor(result[0])
+        elif node.needs_backward and layer.uses_autograd:
+            record = record_forward(node, step.bottoms)
+            self._records[node.index] = record
+            for blob, value in zip(step.tops, record.tops, strict=True):
+                blob.set_tensor(value.detach())
+        else:
+            layer.may_overwrite = step.overwrite
+            layer.run(step.bottoms, step.tops)
+        for blob in step.release:
+            blob.values.release()
+
+    def _reshape_step(self, step: Step) -> None:
+        if step.chain is None:
+            self._reshape_node(step.node, step.bottoms)
+            return
+        for node in step.chain.nodes:
+            self._reshape_node(node, self._blobs(node.bottoms))
+
+    def _reshape_node(self, node: Node, bottoms: list[Blob]) -> None:
+        layer = node.layer
+        shapes = [blob.shape for blob in bottoms]
+        try:
+            tops = layer.reshape(shapes)
+        except AmctError:
+            raise
+        except (ValueError, IndexError, ArithmeticError) as error:
+            raise layer.error(f"does not fit its bottoms {shapes}: {error}") from error
+        for index, shape in zip(node.tops, tops, strict=True):
+            self._check_size(shape, f'blob "{self.graph.blob_names[index]}" of layer "{layer.name}"')
+            if self.graph.blobs[index].shape != shape:
+                self.graph.blobs[index].set_shape(shape)
+                self._set_loss_gradient(index)
+
+    def _backward_node(self, node: Node) -> None:
+        bottoms, tops = self._blobs(node.bottoms), self._blobs(node.tops)
+        if node.layer.run_backward is not None:
+            node.layer.run_backward(tops, node.bottom_needs_gradient, bottoms)
+            return
+        if not node.layer.uses_autograd:
+            return
+        record = self._records.get(node.index)
+        if record is None:
+            record = self._records[node.index] = record_forward(node, bottoms)
+        run_backward(node, record, bottoms, tops)
+
+    def _set_loss_gradients(self) -> None:
+        for index in range(len(self.graph.blobs)):
+            self._set_loss_gradient(index)
+
+    def _set_loss_gradient(self, index: int) -> None:
+        weight = self.graph.loss_weights[index]
+        if weight:
+            blob = self.graph.blobs[index]
+            blob.set_gradient(torch.full(blob.shape, weight))
+
+
+def build_graph(
+    parameter: ProtoMessage, phase: int, level: int, stages: Sequence[str], *, allow_python: bool = False
+) -> Graph:
+    """Upgrade, filter, split and build a net.
+
+    Raises:
+        ModelError: The net cannot be built.
+    """
+    net = type(parameter)()
+    net.CopyFrom(parameter)
+    upgrade_net(net, net.name or "net")
+    net.state.phase = TEST if phase else 0
+    net.state.level = level
+    net.state.stage.extend(stages)
+    return GraphBuilder(insert_splits(filter_net(net)), allow_python=allow_python).build()
+
+
+def _loss_of(node: Node) -> float:
+    total = 0.0
+    for weight, blob in zip(node.layer.loss_weights, node.layer.top_blobs, strict=True):
+        if weight:
+            total += weight * float(blob.tensor.sum())
+    return total
+
+
+def _move(step: Step, device: torch.device) -> None:
+    for blob in (*step.bottoms, *step.node.layer.blobs):
+        blob.values.move(device)

@@ -1,0 +1,72 @@
+"""Layer types by name. A class in ``layers/`` or ``data_layers/`` registers itself; those folders are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+from amct.errors import UnsupportedLayerError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amct.caffe.engine.layer import Layer
+
+    LayerClass = TypeVar("LayerClass", bound=type[Layer])
+
+#: Sub-packages whose modules hold layers.
+LAYER_FOLDERS = ("layers", "data_layers")
+
+_registered: dict[str, type[Layer]] = {}
+
+
+def register(*types: str) -> Callable[[LayerClass], LayerClass]:
+    """Make a class known as a layer type (or several names of one): ``@register("ReLU")``.
+
+    Put the class in a module of ``amct/caffe/engine/layers`` and it is found; no list needs editing. A program of its own may
+    call it too, before building nets. ``amct.caffe.engine.layer.Layer`` says what the class must define.
+    """
+
+    def decorate(layer_class: LayerClass) -> LayerClass:
+        for name in types:
+            known = _registered.get(name)
+            if known is not None and known is not layer_class:
+                raise TypeError(f"layer type {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+            _registered[name] = layer_class
+        return layer_class
+
+    return decorate
+
+
+@cache
+def _load_all() -> None:
+    for folder in LAYER_FOLDERS:
+        package = importlib.import_module(f"{__package__}.{folder}")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
+    """The class registered for a layer type.
+
+    Raises:
+        UnsupportedLayerError: Nobody registered the type; the message names the nearest one and how to add it.
+    """
+    _load_all()
+    found = _registered.get(type_name)
+    if found is None:
+        where = f'layer "{layer_name}": ' if layer_name else ""
+        raise UnsupportedLayerError(
+            f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, _registered)} Known types: '
+            f"{', '.join(sorted(_registered))}. To add one, write a class with @register({type_name!r}) in "
+            "amct/caffe/engine/layers (docs/caffe-layers.md shows how), or make it a Python layer."
+        )
+    return found
+
+
+def layer_types() -> list[str]:
+    """Every known layer type, sorted."""
+    _load_all()
+    return sorted(_registered)

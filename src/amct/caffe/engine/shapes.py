@@ -1,0 +1,49 @@
+"""Small rules about shapes that many layers share."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+
+def canonical_axis(axis: int, axes: int, layer: str) -> int:
+    """Turn an axis that may count from the end into one from the front.
+
+    Raises:
+        ModelError: There is no such axis.
+    """
+    if not -axes <= axis < axes:
+        raise ModelError(f'layer "{layer}": axis {axis} is out of range for a blob of {axes} axes')
+    return axis % axes if axes else 0
+
+
+def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:
+    """How many values the axes from ``start`` up to (not including) ``end`` span."""
+    return math.prod(shape[start:end])
+
+
+def require_axes(shape: Shape, axes: int, layer: str) -> None:
+    """Refuse a bottom that has another number of axes.
+
+    Raises:
+        ModelError: It has.
+    """
+    if len(shape) != axes:
+        raise ModelError(f'layer "{layer}": expected a blob of {axes} axes, got shape {shape}')
+
+
+def require_same_shape(first: Shape, other: Shape, layer: str, index: int) -> None:
+    """Refuse bottoms of different shape.
+
+    Raises:
+        ModelError: ``other`` (bottom ``index``) differs from bottom 0.
+    """
+    if first != other:
+        raise ModelError(f'layer "{layer}": bottom {index} has shape {other}, bottom 0 has {first}: they must agree')

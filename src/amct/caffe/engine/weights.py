@@ -1,0 +1,206 @@
+"""Weights in and out of a net: caffemodel (binary, any age) and HDF5."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.atomic import FileGroup, open_write
+from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_weights
+from amct.errors import FileError, ModelError, ParseError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+    from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.graph import Graph, Node
+
+logger = logging.getLogger(__name__)
+
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        FileError: It cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
+
+
+def is_hdf5(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is HDF5, by its first bytes.
+
+    Raises:
+        FileError: It cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
+    except OSError as error:
+        raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
+
+
+def load(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Copy the weights of a file into the layers of the same name; layers the net does not have are passed over.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It is neither a caffemodel nor HDF5.
+        ModelError: A layer has another number of blobs or other shapes than the file.
+    """
+    if is_hdf5(path):
+        load_hdf5(graph, path)
+    else:
+        copy_layers(graph, read_weights(read_file(path), str(path)), str(path))
+
+
+def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> None:
+    """Copy stored layers into the layers of the same name.
+
+    Raises:
+        ModelError: A layer has another number of blobs or other shapes.
+    """
+    targets: dict[str, Node] = {}
+    for node in graph.nodes:
+        targets.setdefault(node.layer.name, node)
+    ignored = []
+    for stored in layers:
+        node = targets.get(stored.name)
+        if node is None:
+            ignored.append(stored.name)
+            continue
+        _check_blob_count(node, len(stored.blobs), source)
+        for index, (blob, content) in enumerate(zip(node.layer.blobs, stored.blobs, strict=True)):
+            _copy_blob(blob, content, stored.name, index, source)
+    if ignored:
+        logger.info("%s: ignoring source layer(s) %s: the net has none of that name", source, ", ".join(ignored))
+
+
+def _check_blob_count(node: Node, stored: int, source: str) -> None:
+    if len(node.layer.blobs) != stored:
+        raise ModelError(
+            f"{source}: Incompatible number of blobs for layer {node.layer.name}: the net has {len(node.layer.blobs)}, "
+            f"the file {stored}. Is bias_term the same in both?"
+        )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as Caffe prints it: ``4 3 3 3 (108)``."""
+    return f"{' '.join(map(str, shape))} ({math.prod(shape)})"
+
+
+def _copy_blob(blob: Blob, stored: StoredBlob, layer: str, index: int, source: str) -> None:
+    fits = stored.shape == (blob.legacy_shape() if stored.is_legacy else blob.shape)
+    if not fits:
+        raise ModelError(
+            f"{source}: Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source param shape is "
+            f"{shape_text(stored.shape)}; target param shape is {shape_text(blob.shape)}. To learn this layer's parameters from "
+            "scratch rather than copying from a saved net, rename the layer."
+        )
+    if stored.values.size != blob.count:
+        raise ParseError(
+            f"{source}: layer '{layer}', blob {index}: shape {shape_text(stored.shape)} but {stored.values.size} values stored"
+        )
+    set_values(blob, stored.values)
+
+
+def set_values(blob: Blob, values: np.ndarray) -> None:  # type: ignore[type-arg]
+    """Fill a blob from an array of as many numbers."""
+    blob.set_tensor(torch.from_numpy(np.array(values, np.float32)).reshape(blob.shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | memoryview]:
+    """The net as a serialized NetParameter, in pieces: every layer, automatic Splits too, with its blobs."""
+    from amct.caffe.engine.messages import new_message
+
+    parts: list[bytes | memoryview] = [new_message("NetParameter", name=graph.name).SerializeToString()]
+    for node in graph.nodes:
+        blobs = [
+            blob_parts(blob.shape, _plain(blob.tensor), _plain(blob.gradient) if with_diff else None)
+            for blob in node.layer.blobs
+        ]
+        parts += layer_parts(node.layer.parameter.SerializeToString(), blobs)
+    return parts
+
+
+def _plain(tensor: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
+    return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
+
+
+def save(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+    """Write a binary caffemodel.
+
+    Raises:
+        FileError: The file cannot be written.
+    """
+    with open_write(path) as file:
+        for part in caffemodel_parts(graph, with_diff=with_diff):
+            file.write(part)
+
+
+def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = False) -> None:
+    """Write an HDF5 caffemodel: ``/data/<layer>/<index>``, shared parameters only under their owner.
+
+    Raises:
+        FileError: The file cannot be written.
+    """
+    import h5py
+
+    with FileGroup() as files, h5py.File(files.path(path), "w") as file:
+        groups = [("data", False), *([("diff", True)] if with_diff else [])]
+        for group_name, is_diff in groups:
+            group = file.create_group(group_name)
+            for node in graph.nodes:
+                layer_group = group.require_group(node.layer.name)
+                for index, blob in enumerate(node.layer.blobs):
+                    if graph.owner_of[node.index, index].blob is blob:
+                        layer_group.create_dataset(str(index), data=_plain(blob.gradient if is_diff else blob.tensor))
+
+
+def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Copy the weights of an HDF5 caffemodel into the layers of the same name.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It is not an HDF5 caffemodel.
+        ModelError: Number of blobs or shapes differ.
+    """
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            if "data" not in file:
+                raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "data"')
+            for node in graph.nodes:
+                if node.layer.name in file["data"]:
+                    _load_group(graph, node, file["data"][node.layer.name], str(path))
+    except OSError as error:
+        raise FileError(f"Couldn't open {path}: {error}") from error
+
+
+def _load_group(graph: Graph, node: Node, group: object, source: str) -> None:
+    stored: dict[str, np.ndarray] = {name: item[()] for name, item in group.items() if name.isdigit()}  # type: ignore[attr-defined, type-arg]
+    if len(stored) > len(node.layer.blobs):
+        _check_blob_count(node, len(stored), source)
+    for index, blob in enumerate(node.layer.blobs):
+        values = stored.get(str(index))
+        if values is not None:
+            _copy_blob(blob, StoredBlob(values.shape, values.reshape(-1)), node.layer.name, index, source)
+        elif graph.owner_of[node.index, index].blob is blob:
+            raise ModelError(
+                f"{source}: Incompatible number of blobs for layer {node.layer.name}: blob {index} is missing"
+            )

@@ -1,0 +1,282 @@
+"""Reads weights out of a binary caffemodel without building protobuf messages.
+
+A caffemodel may hold hundreds of megabytes of floats; protobuf's Python objects would copy them one number at a time, and a fork
+of Caffe may use our field numbers for other layer parameters. Only names and blobs are looked at here, and the numbers stay where
+they lie in the file. Every length is checked: a truncated or damaged file is a ParseError with the byte offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from amct.errors import ParseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[np.generic]
+
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+
+# Field numbers: NetParameter, LayerParameter, V1LayerParameter, V0LayerParameter, BlobProto (see caffe.proto).
+_NET_LAYER, _NET_LAYERS_V1 = 100, 2
+_LAYER_NAME, _LAYER_TYPE, _LAYER_BLOBS = 1, 2, 7
+_V1_NAME, _V1_BLOBS, _V1_V0_LAYER = 4, 6, 1
+_V0_NAME, _V0_BLOBS = 1, 50
+_BLOB_SHAPE, _BLOB_DATA, _BLOB_DIFF, _BLOB_DOUBLE, _BLOB_INT8, _BLOB_INT32 = 7, 5, 6, 8, 10, 11
+_LEGACY_FIELDS = (1, 2, 3, 4)
+
+
+@dataclass
+class StoredBlob:
+    """One blob of a file: its shape, its numbers (float32, float64, int8 or int32, flat), and whether the shape is the old 4-D one."""
+
+    shape: tuple[int, ...]
+    values: Array
+    is_legacy: bool = False
+
+
+@dataclass
+class StoredLayer:
+    """The name, type (empty for V1 files) and blobs of one layer of a file."""
+
+    name: str
+    type: str = ""
+    blobs: list[StoredBlob] = field(default_factory=list)
+
+
+class _Reader:
+    """Walks over one message; knows where it stands in the file."""
+
+    def __init__(self, data: memoryview, source: str, start: int, end: int) -> None:
+        self.data, self.source, self.position, self.end = data, source, start, end
+
+    def fail(self, why: str) -> ParseError:
+        return ParseError(
+            f"{self.source}: not a caffemodel, or damaged: {why} at byte {self.position}. Download or copy the file again."
+        )
+
+    def varint(self) -> int:
+        result = shift = 0
+        for _ in range(_MAX_VARINT_BYTES):
+            if self.position >= self.end:
+                raise self.fail("it ends inside a number")
+            byte = self.data[self.position]
+            self.position += 1
+            result |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return result
+            shift += 7
+        raise self.fail("a number is too long")
+
+    def fields(self) -> Iterator[tuple[int, int, int | _Reader]]:
+        """Each field as (number, wire type, value); a length-delimited value is a reader of its own."""
+        while self.position < self.end:
+            key = self.varint()
+            number, kind = key >> 3, key & 7
+            if number == 0:
+                raise self.fail("field number 0")
+            if kind == VARINT:
+                yield number, kind, self.varint()
+            elif kind == LENGTH:
+                yield number, kind, self._sub()
+            elif kind in (FIXED32, FIXED64):
+                yield number, kind, self._fixed(4 if kind == FIXED32 else 8)
+            else:
+                raise self.fail(f"unknown wire type {kind}")
+
+    def _sub(self) -> _Reader:
+        length = self.varint()
+        if length > self.end - self.position:
+            raise self.fail(
+                f"a field of {length} bytes where only {self.end - self.position} are left: is it truncated?"
+            )
+        start = self.position
+        self.position += length
+        return _Reader(self.data, self.source, start, self.position)
+
+    def _fixed(self, size: int) -> _Reader:
+        if size > self.end - self.position:
+            raise self.fail("it ends inside a number")
+        start = self.position
+        self.position += size
+        return _Reader(self.data, self.source, start, self.position)
+
+    def bytes(self) -> memoryview:
+        return self.data[self.position : self.end]
+
+    def text(self) -> str:
+        return bytes(self.bytes()).decode("utf-8", errors="replace")
+
+
+def read_weights(data: bytes | memoryview, source: str) -> list[StoredLayer]:
+    """Every layer of a serialized NetParameter, with its blobs; arrays are views of ``data``.
+
+    Raises:
+        ParseError: The bytes are not a caffemodel.
+    """
+    view = memoryview(data)
+    layers = []
+    for number, _, value in _Reader(view, source, 0, len(view)).fields():
+        if isinstance(value, _Reader):
+            if number == _NET_LAYER:
+                layers.append(_layer(value, _LAYER_NAME, _LAYER_BLOBS))
+            elif number == _NET_LAYERS_V1:
+                layers.append(_v1_layer(value))
+    return layers
+
+
+def read_blob(data: bytes | memoryview, source: str) -> StoredBlob:
+    """A serialized BlobProto (a mean file).
+
+    Raises:
+        ParseError: The bytes are not a BlobProto.
+    """
+    view = memoryview(data)
+    return _blob(_Reader(view, source, 0, len(view)))
+
+
+def _layer(reader: _Reader, name_field: int, blobs_field: int) -> StoredLayer:
+    layer = StoredLayer("")
+    for number, _, value in reader.fields():
+        if not isinstance(value, _Reader):
+            continue
+        if number == name_field:
+            layer.name = value.text()
+        elif number == blobs_field:
+            layer.blobs.append(_blob(value))
+        elif number == _LAYER_TYPE and name_field == _LAYER_NAME and blobs_field == _LAYER_BLOBS:
+            layer.type = value.text()
+    return layer
+
+
+def _v1_layer(reader: _Reader) -> StoredLayer:
+    start = reader.position
+    layer = _layer(reader, _V1_NAME, _V1_BLOBS)
+    if layer.blobs or layer.name:
+        return layer
+    for number, _, value in _Reader(reader.data, reader.source, start, reader.end).fields():
+        if number == _V1_V0_LAYER and isinstance(value, _Reader):
+            return _layer(value, _V0_NAME, _V0_BLOBS)
+    return layer
+
+
+class _BlobParts:
+    """What was found in a BlobProto so far; numbers may come packed or one by one."""
+
+    def __init__(self) -> None:
+        self.dims: list[int] | None = None
+        self.legacy: dict[int, int] = {}
+        self.pieces: dict[int, list[Array]] = {}
+        self.loose: dict[int, bytearray] = {}
+
+
+_DTYPES: dict[int, npt.DTypeLike] = {_BLOB_DATA: "<f4", _BLOB_DOUBLE: "<f8", _BLOB_INT8: np.int8}
+
+
+def _blob(reader: _Reader) -> StoredBlob:
+    parts = _BlobParts()
+    for number, kind, value in reader.fields():
+        if isinstance(value, int):
+            if number in _LEGACY_FIELDS:
+                parts.legacy[number] = _signed(value)
+            elif number == _BLOB_INT32:
+                parts.pieces.setdefault(number, []).append(np.array([_signed(value)], np.int32))
+        elif number == _BLOB_SHAPE:
+            parts.dims = (parts.dims or []) + _dims(value)
+        elif number == _BLOB_INT32:
+            parts.pieces.setdefault(number, []).append(np.array(_varints(value), np.int64).astype(np.int32))
+        elif number in _DTYPES:
+            _take_numbers(parts, number, kind, value)
+    return _finish_blob(parts, reader)
+
+
+def _take_numbers(parts: _BlobParts, number: int, kind: int, value: _Reader) -> None:
+    if kind == LENGTH:
+        size = np.dtype(_DTYPES[number]).itemsize
+        content = value.bytes()
+        if len(content) % size:
+            raise value.fail(f"{len(content)} bytes are not a whole number of {size}-byte values")
+        parts.pieces.setdefault(number, []).append(np.frombuffer(content, _DTYPES[number]))
+    else:
+        parts.loose.setdefault(number, bytearray()).extend(value.bytes())
+
+
+def _finish_blob(parts: _BlobParts, reader: _Reader) -> StoredBlob:
+    for number, content in parts.loose.items():
+        parts.pieces.setdefault(number, []).append(np.frombuffer(bytes(content), _DTYPES[number]))
+    order = (_BLOB_INT8, _BLOB_INT32, _BLOB_DOUBLE, _BLOB_DATA)
+    found = next((parts.pieces[number] for number in order if number in parts.pieces), [np.zeros(0, np.float32)])
+    values = found[0] if len(found) == 1 else np.concatenate(found)
+    legacy = parts.dims is None and bool(parts.legacy)
+    shape = tuple(parts.legacy.get(number, 0) for number in _LEGACY_FIELDS) if legacy else tuple(parts.dims or ())
+    if any(size < 0 for size in shape):
+        raise reader.fail(f"a blob of negative size {shape}")
+    return StoredBlob(shape, values, legacy)
+
+
+def _dims(reader: _Reader) -> list[int]:
+    dims: list[int] = []
+    for number, _, value in reader.fields():
+        if number == 1:
+            dims += [_signed(value)] if isinstance(value, int) else _varints(value)
+    return dims
+
+
+def _varints(reader: _Reader) -> list[int]:
+    values = []
+    while reader.position < reader.end:
+        values.append(_signed(reader.varint()))
+    return values
+
+
+def _signed(value: int) -> int:
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    value &= 2**64 - 1
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def length_delimited(number: int, size: int) -> bytes:
+    """The head of a length-delimited field; ``size`` bytes must follow."""
+    return varint(number << 3 | LENGTH) + varint(size)
+
+
+def blob_parts(shape: tuple[int, ...], values: Array, diff: Array | None = None) -> list[bytes | memoryview]:
+    """A BlobProto of float32 values as a list of byte pieces, so that large arrays are written without copying."""
+    data = np.ascontiguousarray(values, np.dtype("<f4"))
+    pieces: list[bytes | memoryview] = [
+        length_delimited(_BLOB_DATA, data.nbytes),
+        memoryview(data.reshape(-1)).cast("B"),
+    ]
+    if diff is not None:
+        gradients = np.ascontiguousarray(diff, np.dtype("<f4"))
+        pieces += [length_delimited(_BLOB_DIFF, gradients.nbytes), memoryview(gradients.reshape(-1)).cast("B")]
+    dims = b"".join(varint(size) for size in shape)
+    packed = length_delimited(1, len(dims)) + dims if dims else b""
+    pieces += [length_delimited(_BLOB_SHAPE, len(packed)), packed]
+    return pieces
+
+
+def layer_parts(parameter: bytes, blobs: list[list[bytes | memoryview]]) -> list[bytes | memoryview]:
+    """A LayerParameter (serialized without blobs) and its blobs, as the ``layer`` field of a NetParameter, in pieces."""
+    body: list[bytes | memoryview] = [parameter]
+    for blob in blobs:
+        body.append(length_delimited(_LAYER_BLOBS, sum(map(len, blob))))
+        body += blob
+    return [length_delimited(_NET_LAYER, sum(map(len, body))), *body]

@@ -1,0 +1,34 @@
+"""The face of pycaffe: what scripts get from ``import caffe``.
+
+Same names, same arguments, same results. Where Caffe's C++ would abort the process, an ``AmctError`` is raised with the same
+information. ``amct_caffe.caffe`` re-exports this package; ``amct_caffe.install_as_caffe()`` makes it answer to ``import caffe``.
+"""
+
+from __future__ import annotations
+
+from amct.caffe.engine.blob import Blob
+from amct.caffe.engine.device import set_device, set_mode_cpu, set_mode_gpu
+from amct.caffe.engine.registry import layer_types as layer_type_list
+from amct.caffe.pycaffe import proto
+from amct.caffe.pycaffe.net import Net
+from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
+
+__version__ = "1.0.0"
+
+__all__ = [
+    "TEST",
+    "TRAIN",
+    "Blob",
+    "Net",
+    "has_nccl",
+    "init_log",
+    "layer_type_list",
+    "log",
+    "proto",
+    "set_device",
+    "set_mode_cpu",
+    "set_mode_gpu",
+    "set_random_seed",
+    "solver_count",
+    "solver_rank",
+]

@@ -1,0 +1,43 @@
+"""Make ``import caffe`` mean this package, for scripts written for a real Caffe."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from typing import TYPE_CHECKING
+
+from amct.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_PACKAGE = "amct.caffe.pycaffe"
+
+
+def install_as_caffe(*, force: bool = False) -> ModuleType:
+    """Put this package into ``sys.modules`` as ``caffe`` and return it; every sub-module comes along (``caffe.io``, ...).
+
+    Args:
+        force: Do so although a real Caffe is installed or imported.
+
+    Raises:
+        ArgumentError: There is a real Caffe, and ``force`` is not set.
+    """
+    package = importlib.import_module(_PACKAGE)
+    present = sys.modules.get("caffe")
+    if present is not package and not force:
+        found = present is not None or importlib.util.find_spec("caffe") is not None
+        if found:
+            raise ArgumentError(
+                "install_as_caffe: a package called caffe is already installed here, and would be hidden. Uninstall it, or call "
+                "install_as_caffe(force=True) to hide it in this process"
+            )
+    if present is not None and present is not package:
+        for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
+            del sys.modules[name]
+    sys.modules["caffe"] = package
+    for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+        sys.modules["caffe" + module.name.removeprefix(_PACKAGE)] = importlib.import_module(module.name)
+    return package

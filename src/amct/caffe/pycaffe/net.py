@@ -1,0 +1,371 @@
+"""``caffe.Net``: the engine's net with pycaffe's arguments, dictionaries and return values."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.caffe.engine import weights as weight_files
+from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.net import Net as EngineNet
+from amct.errors import ArgumentError, ArgumentTypeError, FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from amct.caffe.engine.blob import Blob, FloatArray
+    from amct.caffe.engine.layer import Layer
+
+    Arrays = dict[str, FloatArray]
+
+_SIGNATURE = (
+    "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); besides Caffe's: "
+    "keep_blobs=True, allow_python=False"
+)
+_POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
+_EXTRA = ("keep_blobs", "allow_python")
+
+
+class NetFileError(FileError, RuntimeError):
+    """A prototxt or caffemodel cannot be opened; pycaffe raises RuntimeError here."""
+
+
+class Net(EngineNet):
+    """A net as pycaffe has it.
+
+    Forms: ``Net(network_file, phase, level=0, stages=None, weights=None)`` and the older ``Net(network_file, weights, phase)``.
+    ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` lets Python layers run (they execute code).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        options = _read_arguments(args, kwargs)
+        path, weights = options["network_file"], options["weights"]
+        for file in (path, weights):
+            if file is not None and not Path(file).is_file():
+                raise NetFileError(f"Could not open file {file}")
+        super().__init__(
+            read_message(path, "NetParameter"),
+            phase=options["phase"],
+            level=options["level"],
+            stages=list(options["stages"] or ()),
+            keep_blobs=options.get("keep_blobs", True),
+            allow_python=options.get("allow_python", False),
+        )
+        self._caches: dict[str, Any] = {}
+        if weights is not None:
+            self.copy_from(weights)
+
+    # ------------------------------------------------------------------ dictionaries, in net order, made once
+
+    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._caches:
+            self._caches[name] = make()
+        return self._caches[name]
+
+    @property
+    def blobs(self) -> OrderedDict[str, Blob]:
+        """All blobs by name."""
+        found: OrderedDict[str, Blob] = self._cached("blobs", self.named_blobs)
+        return found
+
+    @property
+    def params(self) -> OrderedDict[str, BlobVec]:
+        """The parameter blobs of every layer that has any."""
+
+        def make() -> OrderedDict[str, BlobVec]:
+            return OrderedDict((layer.name, BlobVec(layer.blobs)) for layer in self.layers if layer.blobs)
+
+        found: OrderedDict[str, BlobVec] = self._cached("params", make)
+        return found
+
+    @property
+    def layer_dict(self) -> OrderedDict[str, Layer]:
+        """All layers by name (the last one where a name occurs twice)."""
+        found: OrderedDict[str, Layer] = self._cached(
+            "layer_dict", lambda: OrderedDict((layer.name, layer) for layer in self.layers)
+        )
+        return found
+
+    @property
+    def top_names(self) -> OrderedDict[str, list[str]]:
+        """The tops of each layer."""
+        names = self.graph.blob_names
+        found: OrderedDict[str, list[str]] = self._cached(
+            "tops",
+            lambda: OrderedDict((node.layer.name, [names[top] for top in node.tops]) for node in self.graph.nodes),
+        )
+        return found
+
+    @property
+    def bottom_names(self) -> OrderedDict[str, list[str]]:
+        """The bottoms of each layer."""
+        names = self.graph.blob_names
+        found: OrderedDict[str, list[str]] = self._cached(
+            "bottoms",
+            lambda: OrderedDict(
+                (node.layer.name, [names[bottom] for bottom in node.bottoms]) for node in self.graph.nodes
+            ),
+        )
+        return found
+
+    @property
+    def blob_loss_weights(self) -> OrderedDict[str, float]:
+        """How much each blob counts in the loss."""
+        found: OrderedDict[str, float] = self._cached(
+            "loss_weights", lambda: OrderedDict(zip(self.graph.blob_names, self.graph.loss_weights, strict=True))
+        )
+        return found
+
+    @property
+    def inputs(self) -> list[str]:
+        """The tops of Input layers."""
+        return [self.graph.blob_names[index] for index in self.graph.inputs]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Every blob nobody reads, in alphabetical order."""
+        return [self.graph.blob_names[index] for index in self.graph.outputs]
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return self.layer_names
+
+    @property
+    def _blob_names(self) -> list[str]:
+        return self.graph.blob_names
+
+    @property
+    def _blobs_list(self) -> list[Blob]:
+        return self.graph.blobs
+
+    @property
+    def _inputs(self) -> list[int]:
+        return self.graph.inputs
+
+    @property
+    def _outputs(self) -> list[int]:
+        return self.graph.outputs
+
+    def _top_ids(self, index: int) -> list[int]:
+        return self.graph.nodes[index].tops
+
+    def _bottom_ids(self, index: int) -> list[int]:
+        return self.graph.nodes[index].bottoms
+
+    # ------------------------------------------------------------------ running
+
+    def _forward(self, start: int, end: int) -> float:
+        return EngineNet.forward(self, start, end)
+
+    def _backward(self, start: int, end: int) -> None:
+        EngineNet.backward(self, start, end)
+
+    def forward(  # type: ignore[override]  # pycaffe's arguments, not the engine's
+        self,
+        blobs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **inputs: Any,
+    ) -> Arrays:
+        """Run the net and return its outputs (with ``end``: that layer's tops) and the ``blobs`` asked for, as views.
+
+        Raises:
+            ArgumentError: A layer or input is unknown, inputs are missing, or the first axis does not fit.
+        """
+        names = self._layer_names
+        first = _index(names, start) if start is not None else 0
+        last = _index(names, end) if end is not None else len(names) - 1
+        wanted = list(dict.fromkeys([*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]))
+        if inputs:
+            self._set_inputs(inputs)
+        known = self.blobs
+        EngineNet.forward(self, first, last, keep=[name for name in wanted if name in known])
+        return {name: known[name].data for name in wanted}
+
+    def _set_inputs(self, inputs: dict[str, Any]) -> None:
+        if set(inputs) != set(self.inputs):
+            raise ArgumentError(
+                f"Input blob arguments do not match net inputs. Got {sorted(inputs)}, the net has {self.inputs}"
+            )
+        for name, value in inputs.items():
+            blob = self.blobs[name]
+            if value.shape[0] != blob.shape[0]:
+                raise ArgumentError(
+                    f'Input is not batch sized: "{name}" has {value.shape[0]} along axis 0, its blob {blob.shape[0]}'
+                )
+            blob.data[...] = value
+
+    def backward(  # type: ignore[override]  # pycaffe's arguments, not the engine's
+        self,
+        diffs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **top_diffs: Any,
+    ) -> Arrays:
+        """Run gradients from layer ``start`` down to ``end`` and return those of the inputs and of ``diffs``, as views.
+
+        Raises:
+            ArgumentError: A layer or output is unknown, or the first axis does not fit.
+        """
+        names = self._layer_names
+        first = _index(names, start) if start is not None else len(names) - 1
+        last = _index(names, end) if end is not None else 0
+        wanted = dict.fromkeys([*(self.bottom_names[end] if end is not None else self.inputs), *(diffs or [])])
+        if top_diffs:
+            self._set_diffs(top_diffs)
+        EngineNet.backward(self, first, last)
+        return {name: self.blobs[name].diff for name in wanted}
+
+    def _set_diffs(self, top_diffs: dict[str, Any]) -> None:
+        if set(top_diffs) != set(self.outputs):
+            raise ArgumentError(
+                f"Top diff arguments do not match net outputs. Got {sorted(top_diffs)}, the net has {self.outputs}"
+            )
+        for name, value in top_diffs.items():
+            blob = self.blobs[name]
+            if value.shape[0] != blob.shape[0]:
+                raise ArgumentError(
+                    f'Diff is not batch sized: "{name}" has {value.shape[0]} along axis 0, its blob {blob.shape[0]}'
+                )
+            blob.diff[...] = value
+
+    def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> Arrays:
+        """Run any number of inputs in batches of the net's size; the last batch is filled up and cut again."""
+        collected: dict[str, list[FloatArray]] = {name: [] for name in {*self.outputs, *(blobs or [])}}
+        for batch in self._batch(inputs):
+            for name, value in self.forward(blobs=blobs, **batch).items():
+                collected[name].extend(value.copy())
+        return _without_padding(collected, inputs)
+
+    def forward_backward_all(
+        self,
+        blobs: Sequence[str] | None = None,
+        diffs: Sequence[str] | None = None,
+        **inputs: Any,
+    ) -> tuple[Arrays, Arrays]:
+        """Run forward and backward in batches; outputs and gradients of all inputs.
+
+        The keyword arguments hold the inputs and, under the outputs' names, the top diffs.
+        """
+        values = {name: inputs[name] for name in self.inputs if name in inputs}
+        top_diffs = {name: inputs[name] for name in self.outputs if name in inputs}
+        outputs: dict[str, list[FloatArray]] = {name: [] for name in {*self.outputs, *(blobs or [])}}
+        gradients: dict[str, list[FloatArray]] = {name: [] for name in {*self.inputs, *(diffs or [])}}
+        for forward_batch, backward_batch in zip_longest(self._batch(values), self._batch(top_diffs), fillvalue={}):
+            for name, value in self.forward(blobs=blobs, **forward_batch).items():
+                outputs[name].extend(value.copy())
+            for name, value in self.backward(diffs=diffs, **backward_batch).items():
+                gradients[name].extend(value.copy())
+        return _without_padding(outputs, inputs), _without_padding(gradients, inputs)
+
+    def _batch(self, arrays: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Cut arrays into batches of the net's size, the last one filled up with zeros."""
+        if not arrays:
+            return
+        total = len(next(iter(arrays.values())))
+        size = next(iter(self.blobs.values())).shape[0]
+        whole = total - total % size
+        for start in range(0, whole, size):
+            yield {name: value[start : start + size] for name, value in arrays.items()}
+        if whole < total:
+            last = {}
+            for name, value in arrays.items():
+                rest = np.asarray(value[whole:])
+                last[name] = np.concatenate([rest, np.zeros((size - len(rest), *rest.shape[1:]), rest.dtype)])
+            yield last
+
+    # ------------------------------------------------------------------ weights and callbacks
+
+    def copy_from(self, path: str) -> None:
+        """Copy weights by layer name from a caffemodel or HDF5 file."""
+        self.load_weights(path)
+
+    def load_hdf5(self, path: str) -> None:
+        """Copy weights by layer name from an HDF5 file."""
+        weight_files.load_hdf5(self.graph, path)
+
+    def share_with(self, other: EngineNet) -> None:
+        """Share the parameter values of the layers of the same name."""
+        self.share_weights(other)
+
+    def save(self, path: str) -> None:
+        """Write a binary caffemodel."""
+        self.save_weights(path)
+
+    def save_hdf5(self, path: str, write_diff: bool = False) -> None:
+        """Write an HDF5 caffemodel."""
+        self.save_weights_hdf5(path, with_diff=write_diff)
+
+    def clear_param_diffs(self) -> None:
+        """Set the gradients of all parameters to zero."""
+        self.clear_parameter_gradients()
+
+    def before_forward(self, callback: Callable[[int], object]) -> None:
+        """Call ``callback(layer index)`` before each layer's forward."""
+        self.on("before_forward", callback)
+
+    def after_forward(self, callback: Callable[[int], object]) -> None:
+        """Call ``callback(layer index)`` after each layer's forward."""
+        self.on("after_forward", callback)
+
+    def before_backward(self, callback: Callable[[int], object]) -> None:
+        """Call ``callback(layer index)`` before each layer's backward."""
+        self.on("before_backward", callback)
+
+    def after_backward(self, callback: Callable[[int], object]) -> None:
+        """Call ``callback(layer index)`` after each layer's backward."""
+        self.on("after_backward", callback)
+
+
+class BlobVec(list["Blob"]):
+    """The parameter blobs of one layer."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            raise IndexError("Index out of range")
+        return super().__getitem__(index)
+
+    def add_blob(self, *shape: int) -> None:
+        """Append a new blob (for Python layers)."""
+        from amct.caffe.engine.blob import Blob
+
+        self.append(Blob(*shape))
+
+
+def _index(names: list[str], name: str) -> int:
+    if name not in names:
+        raise ArgumentError(f"'{name}' is not in list of layers: {', '.join(names)}")
+    return names.index(name)
+
+
+def _without_padding(collected: dict[str, list[FloatArray]], inputs: dict[str, Any]) -> Arrays:
+    if not inputs:
+        raise RuntimeError("forward_all needs at least one input array, to know how many batches to run")
+    total = len(next(iter(inputs.values())))
+    return {name: np.asarray(values[:total] if len(values) > total else values) for name, values in collected.items()}
+
+
+def _read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Tell the two forms apart: the second argument is a phase (a number) or a weights file."""
+    options: dict[str, Any] = {"level": 0, "stages": None, "weights": None}
+    old_form = len(args) == 3 and not isinstance(args[1], int)
+    names: Iterable[str] = ("network_file", "weights", "phase") if old_form else _POSITIONAL
+    given = dict(zip(names, args, strict=False))
+    unknown = set(kwargs) - set(_POSITIONAL) - set(_EXTRA)
+    if len(args) > len(_POSITIONAL) or unknown or set(given) & set(kwargs):
+        raise ArgumentTypeError(f"Net: unexpected arguments {args[1:]} {sorted(kwargs)}: expected {_SIGNATURE}")
+    options.update(given, **kwargs)
+    if "network_file" not in options or not isinstance(options.get("phase"), (int, np.integer)):
+        raise ArgumentTypeError(
+            f"Net: arguments do not match: expected {_SIGNATURE}; phase is caffe.TRAIN or caffe.TEST"
+        )
+    for name in ("network_file", "weights"):
+        if options[name] is not None and not isinstance(options[name], (str, Path)):
+            raise ArgumentTypeError(
+                f"Net: {name} must be a path, got {type(options[name]).__name__}: expected {_SIGNATURE}"
+            )
+    return options

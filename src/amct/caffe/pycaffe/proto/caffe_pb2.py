@@ -1,0 +1,37 @@
+"""The messages and enum values of our caffe.proto, under the name that scripts import them by.
+
+Nothing is generated: attributes are looked up in the descriptor set when first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor import FileDescriptor
+
+from amct.schema import descriptor, message_class
+
+_file: FileDescriptor = descriptor("caffe.NetParameter", schema="caffe").file
+DESCRIPTOR = _file
+
+
+def __getattr__(name: str) -> Any:
+    if name in _file.message_types_by_name:
+        found: object = message_class(f"caffe.{name}", schema="caffe")
+    else:
+        found = _enum_value(name)
+    globals()[name] = found
+    return found
+
+
+def _enum_value(name: str) -> int:
+    for enum in _file.enum_types_by_name.values():
+        if name in enum.values_by_name:
+            number: int = enum.values_by_name[name].number
+            return number
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    values = [name for enum in _file.enum_types_by_name.values() for name in enum.values_by_name]
+    return sorted([*globals(), *_file.message_types_by_name, *values])
