@@ -1,0 +1,107 @@
+"""Progress bars on the terminal: for whoever watches, and for nobody else.
+
+A bar is drawn on standard error, and only if that is a terminal and ``AMCT_LOG_LEVEL`` lets informative lines through.
+There is no background thread (data loaders fork); a bar is redrawn when it advances, at most ten times a second.
+A bar inside a bar is one more line of the same display.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from amct.verbosity import screen_level
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_T = TypeVar("_T")
+
+_REDRAW_SECONDS = 0.1
+
+_display: ContextVar[Progress | None] = ContextVar("amct_progress_display", default=None)
+"""The display that is being drawn, so that an inner bar joins it instead of drawing over it."""
+
+
+class Advance(Protocol):
+    """Tells a bar that some steps are done, and optionally what comes next."""
+
+    def __call__(self, steps: float = 1, description: str | None = None) -> None:
+        """Move the bar by ``steps``."""
+
+
+def track(iterable: Iterable[_T], description: str, total: float | None = None) -> Iterator[_T]:
+    """Go through ``iterable`` and show how far it is; ``total`` is its length if that can be known."""
+    if total is None and isinstance(iterable, Sized):
+        with suppress(TypeError):  # a data loader over a stream has a length in name only
+            total = len(iterable)
+    with bar(description, total) as advance:
+        for item in iterable:
+            yield item
+            advance()
+
+
+@contextmanager
+def bar(description: str, total: float | None = None) -> Iterator[Advance]:
+    """Show a line that the caller moves by hand.
+
+    >>> with bar("Calibrating", total=2) as advance:
+    ...     advance()
+    """
+    if not _is_watched():
+        yield _stand_still
+        return
+    outer = _display.get()
+    display = outer or _new_display()
+    if outer is None:
+        _display.set(display)
+        display.start()
+    task = display.add_task(description, total=total)
+    drawn = 0.0
+
+    def advance(steps: float = 1, description: str | None = None) -> None:
+        nonlocal drawn
+        display.update(task, advance=steps, description=description)
+        if time.monotonic() - drawn >= _REDRAW_SECONDS:
+            display.refresh()
+            drawn = time.monotonic()
+
+    try:
+        display.refresh()
+        yield advance
+    finally:
+        display.refresh()
+        if outer is None:
+            _display.set(None)
+            display.stop()
+        else:
+            display.remove_task(task)
+
+
+def _is_watched() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty() and screen_level() <= logging.INFO
+
+
+def _stand_still(steps: float = 1, description: str | None = None) -> None:
+    """The advance of a bar that nobody sees."""
+
+
+def _new_display() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),  # layer names may hold brackets
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        auto_refresh=False,
+        # Lines printed meanwhile go above the bar; what is piped away must not come back to the terminal.
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+    )
