@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.model_copy import copy_model
@@ -112,7 +113,10 @@ def quiet_exporters() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> CaptureFailure:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, GuardOnDataDependentSymNode):
+        reason = "what is executed depends on values of tensors, which a captured program cannot follow"
+    else:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frame = _users_frame(error)
     if frame is None:
         return CaptureFailure(reason=reason)

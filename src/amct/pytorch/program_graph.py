@@ -143,7 +143,7 @@ class _Builder:
                 "module": call.path,
                 "class": type(module).__name__,
                 "calls": calls,
-                "exact": call.exact,
+                "exact": call.exact and call.problem is None,
                 "shapes": tuple(value.shape for value in call.outputs),
             },
         )

@@ -102,7 +102,7 @@ def trace(
     found = program_graph(read_program(program), model)
     calls = {path: [_as_call(call) for call in calls] for path, calls in found.calls.items()}
     layers, skips = _sorted_out(model, calls)
-    skips = (*skips, *_functional_skips(found), *_other_skips(model, found))
+    skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
     return Traced(
         model=model,
         inputs=inputs,
@@ -137,7 +137,7 @@ def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure
         inputs=inputs,
         names=names,
         layers=layers,
-        skips=(*skips, *_other_skips(model, None)),
+        skips=(*skips, *_other_skips(model)),
         module_types=_module_types(model),
         failure=failure,
     )
@@ -202,27 +202,32 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _functional_skips(found: ProgramGraph) -> Iterator[Skip]:
+def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
+    """Weighted operations in the user's own forward; those inside a torch.nn module are told by its name."""
     for operation in found.functional:
         owner = operation.callers[-1].path if operation.callers else ""
+        if _is_torchs(model.get_submodule(owner)):
+            continue
         place = f" at {operation.where}" if operation.where else ""
         weights = ", ".join(value.parameter for value in operation.operands if value.parameter) or "a computed weight"
         yield Skip(
             f"{owner}.{operation.name}" if owner else operation.name,
             f"functional call of {operation.kind}{place} with {weights}; only modules can be quantized, "
-            f"use the torch.nn module in its place",
+            "use the torch.nn module in its place",
         )
 
 
-def _other_skips(model: nn.Module, found: ProgramGraph | None) -> Iterator[Skip]:
-    """Modules of torch.nn with parameters that have no quantized form."""
-    told = {operation.callers[-1].path for operation in found.functional if operation.callers} if found else set()
+def _other_skips(model: nn.Module) -> Iterator[Skip]:
+    """Modules of torch.nn with parameters that have no quantized form; batch norms are told by folding."""
     for name, module in model.named_modules():
-        is_torchs = type(module).__module__.startswith("torch.nn.modules")
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # folding reports these
         has_parameters = next(module.parameters(recurse=False), None) is not None
-        if is_torchs and has_parameters and not is_norm and not quantizable_type(module) and name not in told:
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if _is_torchs(module) and has_parameters and not is_norm and not quantizable_type(module):
             yield Skip(name, f"{type_name(module)} is not quantizable")
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules")
 
 
 def _module_types(model: nn.Module) -> dict[str, str]:

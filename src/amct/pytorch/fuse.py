@@ -1,0 +1,180 @@
+"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay what they were."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from amct.errors import ModelError
+from amct.numerics.arq import WeightKind
+from amct.numerics.fold import fold_batch_norm
+from amct.pytorch.layer_types import BATCH_NORMS, EXTRA_HEADS, LAYER_TYPES
+from amct.pytorch.model_copy import copy_model
+from amct.topology import Fusion, FusionPattern, Node, Skip, find_fusions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from amct.pytorch.trace import Traced
+
+logger = logging.getLogger(__name__)
+
+_KINDS: Mapping[str, WeightKind] = MappingProxyType(
+    {
+        "Conv1d": WeightKind.CONV,
+        "Conv2d": WeightKind.CONV,
+        "Conv3d": WeightKind.CONV,
+        "ConvTranspose1d": WeightKind.CONV_TRANSPOSE,
+        "ConvTranspose2d": WeightKind.CONV_TRANSPOSE,
+        "ConvTranspose3d": WeightKind.CONV_TRANSPOSE,
+        "Linear": WeightKind.LINEAR,
+    }
+)
+PATTERN = FusionPattern(heads=frozenset(_KINDS), stages=(frozenset(BATCH_NORMS),))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fused:
+    """A copy of the model in eval mode. ``fusions`` maps a layer to the batch norm folded into it, by module path."""
+
+    model: nn.Module
+    fusions: Mapping[str, str]
+    skips: tuple[Skip, ...]
+
+
+def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Fused:
+    """Copy the model and fold every batch norm that alone reads a convolution's or linear layer's output.
+
+    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that stay are told with the
+    reason. The model may be in train mode: the copy is in eval mode and so is what it computes.
+
+    Args:
+        traced: the model.
+        do_fusion: False only copies.
+        skip: layers (or batch norms) to leave alone, AMCT's ``skip_fusion_layers``.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+    model = copy_model(traced.model)
+    if not do_fusion:
+        return Fused(model=model, fusions={}, skips=_all_norms(model, "not folded: do_fusion is false"))
+    if traced.graph is None:
+        reason = (
+            f"not folded: what reads which tensor is unknown, because the model cannot be captured ({traced.failure})"
+        )
+        return Fused(model=model, fusions={}, skips=_all_norms(model, reason))
+    shared = _shared_parameters(model)
+
+    def refuse(head: Node, norm: Node) -> str | None:
+        return _refusal(model, head, norm, shared)
+
+    found, skips = find_fusions(traced.graph, PATTERN, skip=skip, refuse=refuse)
+    fusions: dict[str, str] = {}
+    refused: list[Skip] = []
+    for fusion in found:
+        problem = _fold(model, fusion)
+        if problem:
+            logger.warning("%s", problem)
+            refused.append(problem)
+        else:
+            fusions[_path(fusion.head)] = _path(fusion.folded[0])
+    return Fused(model=model, fusions=fusions, skips=(*skips, *refused))
+
+
+def _refusal(model: nn.Module, head: Node, norm_node: Node, shared: Collection[int]) -> str | None:
+    layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    for node in (head, norm_node):
+        if node.attributes["calls"] != 1:
+            return f'"{_path(node)}" is called {node.attributes["calls"]} times'
+    return _norm_problem(norm, norm_node) or _layer_problem(layer, head, shared) or _shape_problem(layer, norm, head)
+
+
+def _norm_problem(norm: nn.modules.batchnorm._BatchNorm, node: Node) -> str | None:
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics (track_running_stats=False)"
+    if not norm.affine:
+        return "it has no weight and bias (affine=False)"
+    return None if node.attributes["exact"] else f"{node.attributes['class']} does more than normalize"
+
+
+def _layer_problem(layer: nn.Module, node: Node, shared: Collection[int]) -> str | None:
+    padding_mode = getattr(layer, "padding_mode", "zeros")
+    if padding_mode != "zeros":
+        return f'padding_mode of "{node.name}" is "{padding_mode}"'
+    if not node.attributes["exact"]:
+        return f'"{node.name}" ({node.attributes["class"]}) computes its weight or changes its output'
+    if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
+        return f'"{node.name}" shares its weight with another module'
+    return None
+
+
+def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head: Node) -> str | None:
+    """A batch norm works along axis 1; only there are the layer's output channels."""
+    shapes = head.attributes["shapes"]
+    assert isinstance(shapes, tuple)
+    rank = len(shapes[0])
+    expected = LAYER_TYPES[head.op].input_rank if head.op in LAYER_TYPES else EXTRA_HEADS[head.op].input_rank
+    if rank != (expected or 2):
+        return f'"{head.name}" makes {rank} dimensions; its channels are not where the batch norm looks for them'
+    channels = getattr(layer, "out_channels", getattr(layer, "out_features", None))
+    if channels != norm.num_features:
+        return f'"{head.name}" has {channels} outputs, the batch norm {norm.num_features}'
+    return None
+
+
+def _fold(model: nn.Module, fusion: Fusion) -> Skip | None:
+    """Fold one pair in place; a result that is not finite leaves both as they are."""
+    head, norm_node = fusion.head, fusion.folded[0]
+    layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, torch.Tensor)
+    assert bias is None or isinstance(bias, torch.Tensor)
+    groups = getattr(layer, "groups", 1)
+    try:
+        folded = fold_batch_norm(
+            weight, bias, _KINDS[head.op], groups, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        )
+    except ModelError as error:
+        return Skip(norm_node.name, f'not folded into "{head.name}": {error}')
+    for name, value in zip(("weight", "bias"), folded, strict=True):
+        layer.register_parameter(name, nn.Parameter(value, requires_grad=weight.requires_grad))
+    _replace(model, _path(norm_node), nn.Identity())
+    return None
+
+
+def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
+    """Put ``replacement`` wherever the module of that path is registered."""
+    old = model.get_submodule(path)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children would leave out a second name
+            if child is old:
+                setattr(parent, name, replacement.eval())
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """Identities of parameters that more than one module holds."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared
+
+
+def _all_norms(model: nn.Module, reason: str) -> tuple[Skip, ...]:
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return tuple(Skip(name, reason) for name in norms)
+
+
+def _path(node: Node) -> str:
+    return str(node.attributes["module"])
