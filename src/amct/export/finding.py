@@ -178,14 +178,12 @@ def _gemm_bias(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, channel
 
 
 def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArray[Any] | None, NodeProto | None]:
-    """The constant that an Add behind a MatMul adds as its second input.
-
-    A constant as the first input is left alone: there AMCT dequantizes before the Add.
-    """
+    """The constant that an Add behind a MatMul adds, one value per output channel, and the Add."""
     add = graph.only_consumer(node.output[0])
-    if add is None or add.op_type != "Add" or add.input[0] != node.output[0]:
+    if add is None or add.op_type != "Add":
         return None, None
-    bias = graph.constant(add.input[1]) if graph.is_constant(add.input[1]) else None
+    other = add.input[1] if add.input[0] == node.output[0] else add.input[0]
+    bias = graph.constant(other) if graph.is_constant(other) else None
     if bias is None or bias.shape != (channels,):
         return None, None
     return bias, add

@@ -193,13 +193,13 @@ class OnnxGraph:
 
     def set_initializer(self, name: str, value: NDArray[Any]) -> str:
         """Store an array under a name, replacing what was there; returns the name."""
-        self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
         self._value_info.pop(name, None)
         return name
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         """A Constant node; returns the name of its output, ``<name>.output0``."""
-        return self.add_node("Constant", name, [], value=numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return self.add_node("Constant", name, [], value=numpy_helper.from_array(np.asarray(value, order="C"), name))
 
     def add_node(
         self, op_type: str, name: str, inputs: Sequence[str], outputs: Sequence[str] | None = None, **attributes: object

@@ -70,9 +70,26 @@ class Layer:
         return int(self.weight.shape[0])
 
     @property
+    def bias_place(self) -> tuple[NodeProto, int]:
+        """The node and input that read the bias."""
+        if self.bias_node is None:
+            return self.node, 2
+        return self.bias_node, 0 if self.node.output[0] == self.bias_node.input[1] else 1
+
+    @property
+    def adds_integers(self) -> bool:
+        """Whether the bias is added to the integer accumulator.
+
+        An Add that has the bias in front (``bias + x @ w``) is not: there AMCT dequantizes first and adds in float.
+        """
+        return self.bias is not None and (self.bias_node is None or self.bias_place[1] == 1)
+
+    @property
     def output(self) -> str:
-        """The tensor that holds the layer's result, bias included."""
-        return (self.bias_node or self.node).output[0]
+        """The tensor that is dequantized: the layer's result, with the bias where integers are added."""
+        if self.bias_node is None or not self.adds_integers:
+            return self.node.output[0]
+        return self.bias_node.output[0]
 
     @property
     def transposed_gemm(self) -> bool:
@@ -123,8 +140,10 @@ class Layer:
         rows = self.channels_out
         return np.concatenate([np.broadcast_to(own, rows), np.broadcast_to(recurrent, rows)]).astype(np.float32)
 
-    def integer_bias(self, scale_w: NDArray[np.float32] | None = None) -> NDArray[np.int32]:
-        """The bias in steps of the accumulator; ``scale_w`` replaces the record's weight scales.
+    def integer_bias(
+        self, scale_w: NDArray[np.float32] | None = None, scale_d: float | None = None
+    ) -> NDArray[np.int32]:
+        """The bias in steps of the accumulator; ``scale_w`` and ``scale_d`` replace the record's scales.
 
         Raises:
             ExportError: it does not fit int32.
@@ -132,7 +151,7 @@ class Layer:
         assert self.bias is not None
         if not self.kind.is_recurrent:
             scales = self.row_scales() if scale_w is None else scale_w
-            return self._integers_of_bias(self.bias, scales, self.factors.scale_d)
+            return self._integers_of_bias(self.bias, scales, scale_d or self.factors.scale_d)
         half = len(self.bias) // 2
         assert self.factors.scale_h is not None
         own = self._integers_of_bias(self.bias[:half], self.row_scales(), self.factors.scale_d)

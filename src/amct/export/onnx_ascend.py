@@ -85,7 +85,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
         name = replace_weight(graph, layer, layer.integer_weight())
         if layer.factors.wts_bits == 4:
             graph.set_initializer(name, _packed(layer))
-        if layer.bias is not None:
+        if layer.adds_integers:
             _replace_bias(graph, layer)
     _insert_dequant(graph, layer)
 
@@ -126,10 +126,7 @@ def _replace_bias(graph: OnnxGraph, layer: Layer) -> None:
         return
     # Ascend's 4-bit kernels add the bias in float.
     as_float = graph.add_node("Cast", f"{layer.name}.bias_quant", [name], to=TensorProto.FLOAT)
-    if layer.bias_node is not None:
-        graph.set_input(layer.bias_node, 1, as_float)
-    else:
-        graph.set_input(layer.node, 2, as_float)
+    graph.set_input(*layer.bias_place, as_float)
 
 
 def dequant_param(scale: NDArray[np.float32]) -> NDArray[np.uint64]:

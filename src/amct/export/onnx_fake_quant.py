@@ -69,7 +69,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
     if layer.weight is not None:
         straighten_gemm(graph, layer)
         replace_weight(graph, layer, layer.integer_weight().astype(np.float32))
-        if layer.bias is not None:
+        if layer.adds_integers:
             replace_bias(graph, layer, layer.integer_bias().astype(np.float32))
     _insert_dequantizer(graph, layer)
 

@@ -39,7 +39,7 @@ def replace_weight(graph: OnnxGraph, layer: Layer, weight: NDArray[Any], index: 
 
 def replace_bias(graph: OnnxGraph, layer: Layer, bias: NDArray[Any]) -> str:
     """Store a bias ``[Cout]`` as an initializer of the layer's node, or of the Add behind it; returns its name."""
-    node, index = (layer.bias_node, 1) if layer.bias_node is not None else (layer.node, 2)
+    node, index = layer.bias_place
     name = owned_name(graph, node, index, f"{layer.name}.bias")
     graph.set_initializer(name, bias)
     graph.set_input(node, index, name)

@@ -1,0 +1,213 @@
+"""The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) turn into integer kernels.
+
+Placement ``exact`` quantizes what the record says: the layers' inputs and weights. ``fast`` (default) also quantizes
+the tensors between, see ``qdq_placement``; it needs factors of those tensors. Types are chosen by target, see
+``qdq_nodes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from onnx import TensorProto
+
+from amct.errors import ExportError
+from amct.export.balance import insert_balance
+from amct.export.binding import LayerFactors, TensorFactors
+from amct.export.finding import find_layers
+from amct.export.layer import layer_report
+from amct.export.qdq_nodes import SIXTEEN_BIT_OPSET, QdqNodes, Target, layer_input_factors
+from amct.export.qdq_placement import FastPlacement, FastPlanner
+from amct.export.result import ExportedModel, Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from onnx import ModelProto
+
+    from amct.export.binding import LayerBinding
+    from amct.export.graph import OnnxGraph
+    from amct.export.layer import Layer
+
+OLDEST_OPSET = 13
+
+
+class Placement(str, Enum):
+    """Which tensors are quantized."""
+
+    FAST = "fast"
+    EXACT = "exact"
+
+
+def qdq_model(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    factors: Mapping[str, LayerFactors],
+    *,
+    tensors: Mapping[str, TensorFactors] | None = None,
+    placement: Placement = Placement.FAST,
+    target: Target = Target.PORTABLE,
+) -> ExportedModel:
+    """Turn a float ONNX model into its QDQ form.
+
+    Args:
+        model: float model, BatchNorm folded, opset 13 or later; it is not changed.
+        bindings: which node is which layer.
+        factors: by layer name; a bound layer without factors stays float.
+        tensors: factors of the tensors between, by ONNX name; None (nothing was observed) means placement ``exact``.
+        placement: which tensors are quantized.
+        target: which integer types.
+
+    Raises:
+        ExportError: the graph does not look as bound, or its opset is too old.
+    """
+    graph, layers, skipped = find_layers(model, bindings, factors)
+    if graph.opset < OLDEST_OPSET:
+        raise ExportError(
+            f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
+            "export it with a newer one"
+        )
+    nodes = QdqNodes(graph, Target(target))
+    placed = FastPlacement()
+    if Placement(placement) is Placement.FAST:
+        placed = _fast_placement(graph, layers, tensors, nodes.notes)
+    scales = {layer.name: _input_factors(layer, placed).scale for layer in layers}
+    _apply(nodes, placed)
+    reports = []
+    for layer in layers:
+        before = len(graph.nodes)
+        skipped += _quantize_inputs(nodes, layer, served=layer.name in placed.served)
+        nodes.weights(layer, scales[layer.name])
+        if not layer.is_wide_float and not layer.kind.is_recurrent:
+            _narrow_output(graph, layer)
+        report = layer_report(layer, [node.name for node in graph.nodes[before:]])
+        reports.append(replace(report, weight_bits=nodes.weight_bits(layer)))
+    return ExportedModel(
+        model=graph.build(),
+        layers=tuple(reports),
+        skipped=(*skipped, *dict.fromkeys(placed.skipped)),
+        notes=tuple(nodes.notes),
+    )
+
+
+def observed_tensors(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    *,
+    balanced: Collection[str] = (),
+    other_bits: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The tensors between layers whose factors placement ``fast`` would use, by ONNX name.
+
+    Args:
+        model: the float model that will be exported.
+        bindings: which node is which layer.
+        balanced: layers with DMQ factors: the record holds the factors of their balanced input only.
+        other_bits: layers whose activation does not have 8 bits.
+
+    Raises:
+        ExportError: the graph does not look as bound.
+    """
+    asked: dict[str, None] = {}
+
+    def observed(tensor: str) -> TensorFactors:
+        asked[tensor] = None
+        return TensorFactors(scale=1.0, zero_point=-128)
+
+    one = np.ones(1, dtype=np.float32)
+    usual = LayerFactors(scale_d=1.0, offset_d=-128, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
+    graph, found, _ = find_layers(model, bindings, {binding.layer: usual for binding in bindings})
+    layers = []
+    for layer in found:
+        factors = replace(usual, balance=one) if layer.name in balanced else usual
+        factors = replace(factors, act_bits=16) if layer.name in other_bits else factors
+        layers.append(replace(layer, factors=factors))
+    placed = FastPlanner(graph, layers, observed).run()
+    return tuple(name for name in asked if placed.factors(name) is not None)
+
+
+def _fast_placement(
+    graph: OnnxGraph, layers: Sequence[Layer], tensors: Mapping[str, TensorFactors] | None, notes: list[str]
+) -> FastPlacement:
+    if tensors is None:
+        notes.append('no factors of the tensors between layers were given: placement "exact" instead of "fast"')
+        return FastPlacement()
+    if not all(layer.is_wide_float for layer in layers):
+        notes.append('the model is not float32 throughout: placement "exact" instead of "fast"')
+        return FastPlacement()
+    return FastPlanner(graph, layers, tensors.get).run()
+
+
+def _input_factors(layer: Layer, placed: FastPlacement) -> TensorFactors:
+    """How the input of a layer is quantized in this file."""
+    served = placed.factors(layer.reader.input[0]) if layer.name in placed.served else None
+    return served or layer_input_factors(layer.factors)
+
+
+def _apply(nodes: QdqNodes, placed: FastPlacement) -> None:
+    """Write the quantizers of placement ``fast``."""
+    graph = nodes.graph
+    integers: dict[str, str] = {}
+    sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
+    for tensor, factors in placed.some.items():
+        integers[tensor], result = nodes.activation(tensor, factors)
+        for reader in placed.readers[tensor]:
+            for index, name in enumerate(reader.input):
+                if name == tensor:
+                    graph.set_input(reader, index, result)
+    for tensor, factors in placed.everyone.items():
+        if tensor not in placed.pads:
+            integers[tensor] = nodes.behind(tensor, factors)
+    for tensor, pad in placed.pads.items():
+        integers[tensor] = nodes.padded(pad, integers[sources[tensor]], placed.everyone[tensor])
+    for node, index in placed.constants:
+        nodes.constant(node, index)
+
+
+def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, served: bool) -> list[Skip]:
+    """Quantize what a layer reads beside its weights, unless the placement did; returns what could not be."""
+    factors = layer.factors
+    if factors.act_bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
+        return [
+            Skip(
+                layer.name,
+                f"16-bit activations need opset {SIXTEEN_BIT_OPSET}, the model has {nodes.graph.opset}: in the QDQ "
+                "file its input stays float, its weights are integer",
+            )
+        ]
+    if not served:
+        tensor = _quantized_for(nodes, layer, layer.reader.input[0], layer_input_factors(factors), layer.name)
+        nodes.graph.set_input(layer.reader, 0, tensor)
+    if layer.kind.is_recurrent and len(layer.node.input) > 5 and layer.node.input[5]:
+        assert factors.scale_h is not None
+        assert factors.offset_h is not None
+        hidden = TensorFactors(scale=factors.scale_h, zero_point=factors.offset_h, bits=factors.act_bits)
+        state = _quantized_for(nodes, layer, layer.node.input[5], hidden, f"{layer.name}.state")
+        nodes.graph.set_input(layer.node, 5, state)
+    return []
+
+
+def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFactors, name: str) -> str:
+    """A tensor quantized for one layer: balanced before, and in float32 whatever the model computes in."""
+    graph = nodes.graph
+    is_input = name == layer.name
+    if not layer.is_wide_float:
+        tensor = graph.add_node("Cast", f"{name}.widen", [tensor], to=TensorProto.FLOAT)
+    if is_input and layer.factors.balance is not None:
+        tensor = insert_balance(graph, layer, tensor)
+    _, result = nodes.activation(tensor, factors, None if layer.is_wide_float else name)
+    if layer.kind.is_recurrent and not layer.is_wide_float:
+        return graph.add_node("Cast", f"{name}.narrow", [result], to=layer.element_type)
+    return result
+
+
+def _narrow_output(graph: OnnxGraph, layer: Layer) -> None:
+    """Cast the result of a layer that reads float32 back to what the model computes in."""
+    name = f"{layer.name}.narrow"
+    read, write = graph.tap((layer.bias_node or layer.node).output[0], f"{name}.output0")
+    for tensor in (layer.node.output[0], read):
+        graph.forget_type(tensor)
+    graph.add_node("Cast", name, [read], [write], to=layer.element_type)
