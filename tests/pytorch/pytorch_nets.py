@@ -12,7 +12,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# -- the nets behind the reference results, their layer names and sizes are those of the stored weights -----------------
+# -- the nets behind the reference results, their layer names and sizes are those of the stored weights ---------
 
 
 class Mix(nn.Module):
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         return self.o(self.ln(attention @ v))
 
 
-# -- ResNet for CIFAR-10 ------------------------------------------------------------------------------------------------
+# -- ResNet for CIFAR-10 ----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -175,7 +175,7 @@ class ResNet(nn.Module):
         return self.linear(x.view(x.size(0), -1))
 
 
-# -- more shapes of networks --------------------------------------------------------------------------------------------
+# -- more shapes of networks ------------------------------------------------------------------------------------
 
 
 class SameConv(nn.Conv2d):
@@ -307,7 +307,7 @@ class DataDependent(nn.Module):
         return self.small(x)
 
 
-# -- each with an example input -----------------------------------------------------------------------------------------
+# -- each with an example input ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
