@@ -47,10 +47,21 @@ RNN = layers("rnn:RNN", "fc:Linear")
 BIDIRECTIONAL = layers("rnn:LSTM", "fc:Linear", rnn={"refusal": "it is bidirectional"})
 _TWICE, _TIED = {"refusal": "it is called twice"}, {"refusal": "its weight is shared"}
 SHARED = layers(
-    "a:Conv2d", "b:Conv2d", "alias:Conv2d", "c:Conv2d", "t1:Linear", "t2:Linear", a=_TWICE, alias=_TWICE, t1=_TIED, t2=_TIED
+    "a:Conv2d",
+    "b:Conv2d",
+    "alias:Conv2d",
+    "c:Conv2d",
+    "t1:Linear",
+    "t2:Linear",
+    a=_TWICE,
+    alias=_TWICE,
+    t1=_TIED,
+    t2=_TIED,
 )
 ATTENTION = layers("q:Linear", "k:Linear", "v:Linear", "o:Linear", "e:Embedding", "ln:LayerNorm")
-POOLS = layers("c1:Conv2d", "c2:Conv2d", "ap1:AvgPool2d", "ap2:AvgPool2d", "big:AvgPool2d", "gap:AdaptiveAvgPool2d", "fc:Linear")
+POOLS = layers(
+    "c1:Conv2d", "c2:Conv2d", "ap1:AvgPool2d", "ap2:AvgPool2d", "big:AvgPool2d", "gap:AdaptiveAvgPool2d", "fc:Linear"
+)
 
 CAFFE_RESNET = layers(
     "data:Input", "conv1:Convolution", "bn_conv1:BatchNorm", "scale_conv1:Scale", "conv1_relu:ReLU", "pool1:Pooling",
@@ -80,3 +91,22 @@ _NETWORKS = {
     "kv_": ATTENTION,
     "small_": POOLS,
 }
+
+
+def marked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without its ``@`` marks, and the line and column of each: where mistakes are to be reported."""
+    places: list[tuple[int, int]] = []
+    clean: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        pieces = line.split("@")
+        column = 1
+        for piece in pieces[:-1]:
+            column += len(piece)
+            places.append((number, column))
+        clean.append("".join(pieces))
+    return "\n".join(clean), places
+
+
+def places_of(error: Exception) -> list[tuple[int, int]]:
+    """The line and column of each mistake an error lists."""
+    return [(problem.position.line, problem.position.column) for problem in error.problems]
