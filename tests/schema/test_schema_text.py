@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 
 from amct.errors import ArgumentError, Position
-from amct.schema import TextField, TextMessage, descriptor, parse_text
+from amct.schema import TextField, TextMessage, descriptor, format_text, parse_text, read_binary
 
 CONFIG = descriptor("AMCTPytorchProto.AMCTConfig", schema="pytorch")
 ATTRIBUTE = descriptor("AMCTProto.AttrProto", schema="pytorch")
@@ -283,7 +284,6 @@ def test_required_fields_may_come_in_a_second_block():
 
 
 def test_map_fields_of_a_users_own_proto():
-    from google.protobuf import descriptor_pb2, descriptor_pool
 
     file = descriptor_pb2.FileDescriptorProto(name="custom.proto", package="custom", syntax="proto2")
     outer = file.message_type.add(name="Outer")
@@ -303,3 +303,5 @@ def test_map_fields_of_a_users_own_proto():
     ).to_message()
     assert dict(message.numbers) == {"a": 1, "b": 2}
     assert message.blocks["c"].x == 3
+    assert format_text(message) == text_format.MessageToString(message)
+    assert read_binary(message.SerializeToString(), type(message), "custom.bin") == message

@@ -1,4 +1,4 @@
-"""From messages to text, and from binary files to messages, without protobuf's own exceptions."""
+"""Binary files to messages, with our errors instead of protobuf's."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 _MessageT = TypeVar("_MessageT", bound="Message")
-
-
-def format_text(message: Message) -> str:
-    """The message in the layout of AMCT's documents: two spaces a level, ``key: "x"``, ``value {``.
-
-    A float is written with the fewest digits that give the same float32 back; names stay readable UTF-8.
-    """
-    from google.protobuf import text_format
-
-    return text_format.MessageToString(message, as_utf8=True)
 
 
 def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _MessageT:
