@@ -19,6 +19,7 @@ from amct.export.messages import (
     captures,
     constant_node_value,
     copied_node,
+    copy_fields,
     make_attribute,
     reads,
     tensor_array,
@@ -308,19 +309,10 @@ class OnnxGraph:
     def build(self) -> ModelProto:
         """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
         model = ModelProto()
-        source = self._source
-        model.ir_version = source.ir_version
-        model.producer_name, model.producer_version = source.producer_name, source.producer_version
-        model.domain, model.model_version, model.doc_string = source.domain, source.model_version, source.doc_string
-        model.opset_import.extend(source.opset_import)
-        model.metadata_props.extend(source.metadata_props)
-        model.functions.extend(source.functions)
         graph = model.graph
-        graph.name, graph.doc_string = source.graph.name, source.graph.doc_string
+        copy_fields(self._source, model, skip={"graph"})
+        copy_fields(self._source.graph, graph, skip={"node", "initializer", "input", "value_info"})
         graph.input.extend(self.inputs)
-        graph.output.extend(source.graph.output)
-        graph.metadata_props.extend(source.graph.metadata_props)
-        graph.sparse_initializer.extend(source.graph.sparse_initializer)
         nodes = self._live_nodes()
         graph.node.extend(nodes)
         used = {name for node in nodes for name in reads(node)} | self._outputs

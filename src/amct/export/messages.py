@@ -11,8 +11,9 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
+    from google.protobuf.message import Message
     from numpy.typing import NDArray
 
 
@@ -102,6 +103,19 @@ def captures(node: NodeProto) -> set[str]:
 def reads(node: NodeProto) -> list[str]:
     """All tensors a node needs: its inputs, and what its bodies use of the outer graph."""
     return [name for name in node.input if name] + sorted(captures(node))
+
+
+def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None:
+    """Copy one message into another field by field, so that large fields can be left out."""
+    for field, value in source.ListFields():
+        if field.name in skip:
+            continue
+        if hasattr(value, "extend"):  # a repeated field; descriptors say so differently in each protobuf release
+            getattr(target, field.name).extend(value)
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def check_standard(model: ModelProto) -> None:

@@ -1,0 +1,264 @@
+"""Write exported models: names from a save path, large tensors beside the model, all files or none.
+
+=====================================  =================================================================================
+``save_path`` "out/net"                out/net_deploy_model.onnx, out/net_fake_quant_model.onnx,
+                                       out/net_qdq_model.onnx, out/net_quant.json
+"out/" or ""                           out/deploy_model.onnx, …; deploy_model.onnx, … in the current folder
+a model of 2 000 000 000 bytes or      its largest tensors in files of their own, ``<tensor>_deploy.external``,
+more                                   ``<tensor>_fakequant.external``, ``<tensor>_qdq.external``
+=====================================  =================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnx import ModelProto, TensorProto
+
+from amct.atomic import FileGroup
+from amct.errors import ArgumentError, ArgumentTypeError, ExportError
+from amct.export.messages import copy_fields, tensor_array
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+logger = logging.getLogger(__name__)
+
+EXTERNAL_THRESHOLD = 2_000_000_000
+"""A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
+LONGEST_PREFIX = 241
+LONGEST_NAME = 254
+OPSETS = range(16, 22)
+"""Opsets that can be asked for."""
+
+
+class OutputFile(str, Enum):
+    """The models that belong to one save path, by name without prefix and suffix."""
+
+    DEPLOY = "deploy_model"
+    FAKE_QUANT = "fake_quant_model"
+    QDQ = "qdq_model"
+
+    @property
+    def external_suffix(self) -> str:
+        """What the files of its large tensors end with."""
+        return {"deploy_model": "_deploy", "fake_quant_model": "_fakequant", "qdq_model": "_qdq"}[
+            self.value
+        ] + ".external"
+
+
+@dataclass(frozen=True)
+class SavePath:
+    """A folder and a prefix, from ``dir/prefix``."""
+
+    folder: Path
+    prefix: str
+
+    @classmethod
+    def parse(cls, save_path: str | os.PathLike[str]) -> SavePath:
+        """Read ``dir/prefix``; a trailing "/" or "" means no prefix.
+
+        Raises:
+            ArgumentTypeError: it is not text or a path.
+            ArgumentError: the prefix is too long or no file name.
+        """
+        if not isinstance(save_path, str | os.PathLike):
+            raise ArgumentTypeError(f"save_path: expected text or a path, got {type(save_path).__name__}")
+        text = os.fspath(save_path)
+        folder, prefix = os.path.split(text)
+        if prefix in (".", "..") or "\0" in text:
+            raise ArgumentError(
+                f'save_path: expected "folder/prefix", got "{text}"; end it with "/" to mean the folder'
+            )
+        if len(prefix) > LONGEST_PREFIX:
+            raise ArgumentError(
+                f"save_path: the prefix may have {LONGEST_PREFIX} characters, got {len(prefix)}: choose a shorter one"
+            )
+        return cls(Path(folder), prefix)
+
+    def file(self, name: str) -> Path:
+        """``<prefix>_<name>`` in the folder, or just ``<name>``."""
+        return self.folder / (f"{self.prefix}_{name}" if self.prefix else name)
+
+    def model(self, output: OutputFile) -> Path:
+        """The path of one of the models."""
+        return self.file(f"{output.value}.onnx")
+
+    @property
+    def quant_json(self) -> Path:
+        """The path of the report on layers and nodes."""
+        return self.file("quant.json")
+
+
+def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
+    """Check the name of a file that is to be written.
+
+    Raises:
+        ArgumentTypeError: it is not text or a path.
+        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
+    text = os.fspath(path)
+    name = text.rpartition("/")[2]
+    if name in ("", ".", "..") or "\0" in text:
+        raise ArgumentError(f'{argument}: expected the name of a file, got "{text}"')
+    if len(name) > LONGEST_NAME:
+        raise ArgumentError(f"{argument}: a file name may have {LONGEST_NAME} characters, got {len(name)}")
+
+
+def check_opset(opset: int) -> None:
+    """Check an opset that a user asks for.
+
+    Raises:
+        ArgumentError: it is not one of 16..21.
+    """
+    if opset not in OPSETS:
+        raise ArgumentError(f"opset: expected {OPSETS[0]}..{OPSETS[-1]}, got {opset}")
+
+
+def model_opset(model: ModelProto) -> int:
+    """The version of the standard operators that a model uses."""
+    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
+
+
+def save_models(
+    save_path: SavePath,
+    models: Mapping[OutputFile, ModelProto],
+    *,
+    quant_json: str | None = None,
+    opset: int | None = None,
+    external_threshold: int = EXTERNAL_THRESHOLD,
+) -> list[Path]:
+    """Write models and report as one group: after a kill or an error, all files are the old ones or all are new.
+
+    Args:
+        save_path: where to.
+        models: what; they are not changed.
+        quant_json: the text of ``<prefix>_quant.json``.
+        opset: the opset that the models must have, when one was asked for.
+        external_threshold: serialized size from which on tensors get files of their own.
+
+    Returns:
+        The files, in the order of writing.
+
+    Raises:
+        ExportError: a model has another opset, or cannot be made small enough.
+        FileError: a file cannot be written; nothing was.
+    """
+    for output, model in models.items():
+        if opset is not None and model_opset(model) != opset:
+            raise ExportError(
+                f'opset {opset} was asked for, but the exporter made "{save_path.model(output).name}" with opset '
+                f"{model_opset(model)}; ask for that one, or for another in {OPSETS[0]}..{OPSETS[-1]}"
+            )
+    written: list[Path] = []
+    with FileGroup() as group:
+        for output, model in models.items():
+            path = save_path.model(output)
+            written += _write_model(group, path, model, output.external_suffix, external_threshold)
+        if quant_json is not None:
+            _warn_of_overwrite(save_path.quant_json)
+            group.write_text(save_path.quant_json, quant_json)
+            written.append(save_path.quant_json)
+    return written
+
+
+def save_model(
+    path: Path, model: ModelProto, *, external_suffix: str = ".external", external_threshold: int = EXTERNAL_THRESHOLD
+) -> list[Path]:
+    """Write one model and, when it is large, the files of its tensors; returns them.
+
+    Raises:
+        ExportError: it cannot be made small enough.
+        FileError: a file cannot be written; nothing was.
+    """
+    with FileGroup() as group:
+        return _write_model(group, path, model, external_suffix, external_threshold)
+
+
+def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
+    _warn_of_overwrite(path)
+    sizes = [(_data_size(tensor), index) for index, tensor in enumerate(model.graph.initializer)]
+    rest = _bare_size(model) + sum(_message_size(tensor) for tensor in model.graph.initializer)
+    moved: dict[int, str] = {}
+    for size, index in sorted(sizes, reverse=True):
+        if rest < threshold:
+            break
+        tensor = model.graph.initializer[index]
+        moved[index] = _external_name(tensor.name, suffix, moved.values())
+        rest -= size
+    if rest >= threshold:
+        raise ExportError(
+            f'"{path}": {rest} bytes remain besides the tensors that can be stored apart; the limit is {threshold}'
+        )
+    written = [path]
+    for index, name in moved.items():
+        with group.open(path.parent / name) as stream:
+            stream.write(_raw_bytes(model.graph.initializer[index]))
+        written.append(path.parent / name)
+    group.write_bytes(path, _with_external(model, moved).SerializeToString())
+    return written
+
+
+def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
+    """The model with some tensors replaced by references to files; the model itself when there are none."""
+    if not moved:
+        return model
+    slim = ModelProto()
+    copy_fields(model, slim, skip={"graph"})
+    copy_fields(model.graph, slim.graph, skip={"initializer"})
+    for index, tensor in enumerate(model.graph.initializer):
+        kept = slim.graph.initializer.add()
+        if index not in moved:
+            kept.CopyFrom(tensor)
+            continue
+        kept.name, kept.data_type = tensor.name, tensor.data_type
+        kept.dims.extend(tensor.dims)
+        kept.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", moved[index]), ("offset", "0"), ("length", str(_data_size(tensor)))):
+            kept.external_data.add(key=key, value=value)
+    return slim
+
+
+def _bare_size(model: ModelProto) -> int:
+    """Serialized size of everything but the initializers, without ever serializing those."""
+    bare = ModelProto()
+    copy_fields(model, bare, skip={"graph"})
+    copy_fields(model.graph, bare.graph, skip={"initializer"})
+    return bare.ByteSize()
+
+
+_TENSOR_OVERHEAD = 64
+
+
+def _message_size(tensor: TensorProto) -> int:
+    return _data_size(tensor) + len(tensor.name.encode()) + 10 * len(tensor.dims) + _TENSOR_OVERHEAD
+
+
+def _data_size(tensor: TensorProto) -> int:
+    return len(tensor.raw_data) if tensor.HasField("raw_data") else int(tensor_array(tensor).nbytes)
+
+
+def _raw_bytes(tensor: TensorProto) -> bytes:
+    return tensor.raw_data if tensor.HasField("raw_data") else tensor_array(tensor).tobytes()
+
+
+def _external_name(tensor: str, suffix: str, taken: Collection[str]) -> str:
+    """A file name for a tensor: characters that file systems dislike become "_", and names stay different."""
+    base = re.sub(r"[^\w.\-]", "_", tensor).lstrip(".")[: LONGEST_NAME - len(suffix) - 8] or "tensor"
+    name, number = f"{base}{suffix}", 1
+    while name in taken:
+        name, number = f"{base}_{number}{suffix}", number + 1
+    return name
+
+
+def _warn_of_overwrite(path: Path) -> None:
+    if path.exists():
+        logger.warning("%s exists and is replaced", path)
