@@ -1,0 +1,237 @@
+"""SNQ: weights as 16 values per layer or per channel, each of them on the layer's int8 grid.
+
+A weight becomes an index 0..15 into a table of 16 int8 values; ``scale · table[index]`` is its real number. The
+clustering itself is in ``grid_clusters``. ``SnqInit.OPTIMAL`` finds the best table there is, so fast that the iteration
+from a start point (what AMCT's ``init_algo`` chooses) is only kept for those who ask for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.errors import ArgumentError, ArgumentTypeError
+from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale
+from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first
+from amct.numerics.grid_clusters import d2_sampling, half_step_moments, lloyd, nearest, optimal_centres, snap
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+CLUSTERS = 16
+_SORTED_POINTS = 2**22
+"""More values than these are summed up in bins of 1/256 step before the iteration, to bound its memory."""
+_BINS_PER_STEP = 256
+
+
+class SnqInit(Enum):
+    """Where the iteration starts; the names are AMCT's, but the last."""
+
+    UNIFORM = "uniform"
+    """Evenly between the smallest and the largest value."""
+    GAUSSIAN = "gaussian"
+    """At the quantiles of the normal distribution with the values' mean and deviation."""
+    D2SAMPLING = "d2sampling"
+    """At drawn values, far from each other (k-means++)."""
+    OPTIMAL = "optimal"
+    """No iteration: the optimum itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnqSettings:
+    """How to cluster; named as in the config."""
+
+    init_algo: SnqInit = SnqInit.UNIFORM
+    max_iteration: int = 1000
+    min_distance: float = 1e-10
+    """The iteration ends when no centre moves farther, in steps of the int8 grid."""
+    seed: int = 0
+    """For D2SAMPLING: the same seed gives the same tables."""
+
+    def __post_init__(self) -> None:
+        if self.max_iteration < 1:
+            raise ArgumentError(f"max_iteration: expected at least 1, got {self.max_iteration}")
+        if not self.min_distance >= 0:
+            raise ArgumentError(f"min_distance: expected 0 or more, got {self.min_distance}")
+
+
+@dataclass(frozen=True)
+class ClusteredWeight:
+    """A weight of 16 values: ``scale · table[index]``."""
+
+    factors: WeightFactors
+    """The int8 factors, ``[1]`` or ``[Cout]``."""
+    table: Tensor
+    """int8 ``[1, 16]`` or ``[Cout, 16]``, ascending."""
+    indices: Tensor
+    """uint8, 0..15, in the shape of the weight."""
+
+
+_DEFAULT = SnqSettings()
+
+
+def snq(
+    weight: Tensor,
+    *,
+    kind: WeightKind,
+    channel_wise: bool = True,
+    groups: int = 1,
+    settings: SnqSettings = _DEFAULT,
+    symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE,
+) -> ClusteredWeight:
+    """Cluster a weight to 16 values on its int8 grid. Float64 weights are clustered as float32.
+
+    Args:
+        weight: floating point, in the layout of ``kind``.
+        kind: where the output channels are.
+        channel_wise: a scale and a table per output channel, else one for all.
+        groups: groups of a transposed convolution.
+        settings: start and end of the clustering.
+        symmetric_scale: what the int8 scale divides by.
+
+    Raises:
+        CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
+        ArgumentError: shape or groups cannot be used.
+    """
+    if kind is WeightKind.RNN:
+        raise ArgumentError("a recurrent layer's weights cannot be clustered; quantize them with arq")
+    factors = arq(weight, kind=kind, bits=8, channel_wise=channel_wise, groups=groups, symmetric_scale=symmetric_scale)
+    rows = channels_first(weight.detach(), kind, groups).float()
+    values = rows.reshape(factors.scale.numel(), -1).contiguous().cpu().numpy()
+    table = np.empty((len(values), CLUSTERS), np.int8)
+    indices = np.empty(values.shape, np.uint8)
+    for row, scale in enumerate(factors.scale.tolist()):
+        centres = _centres(values[row], scale, settings, row)
+        nearest(values[row], scale, centres, indices[row])
+        table[row] = centres
+    by_channel = torch.from_numpy(indices).to(weight.device).reshape(rows.shape)
+    return ClusteredWeight(
+        factors,
+        torch.from_numpy(table).to(weight.device),
+        from_channels_first(by_channel, weight.shape, kind, groups),
+    )
+
+
+def _centres(values: NDArray[np.float32], scale: float, settings: SnqSettings, row: int) -> NDArray[np.int64]:
+    moments = half_step_moments(values, scale)
+    if settings.init_algo is SnqInit.OPTIMAL:
+        return optimal_centres(moments, CLUSTERS)
+    points, weights = _points(values, scale)
+    counts, sums = (np.concatenate(([0.0], np.cumsum(part))) for part in (weights, weights * points))
+    if settings.init_algo is SnqInit.UNIFORM:
+        start = np.linspace(points[0], points[-1], CLUSTERS)
+    elif settings.init_algo is SnqInit.GAUSSIAN:
+        start = _normal_quantiles(moments, points)
+    else:
+        generator = np.random.Generator(np.random.PCG64([settings.seed, row]))
+        start = d2_sampling(points, counts, generator.random(CLUSTERS))
+    found = lloyd(points, counts, sums, start, settings.max_iteration, settings.min_distance)
+    return snap(moments, found, CLUSTERS)
+
+
+def _points(values: NDArray[np.float32], scale: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sorted values in grid steps, and how many there are of each (more than 2^22 are averaged in narrow bins)."""
+    steps = values / np.float64(scale)
+    if values.size <= _SORTED_POINTS:
+        return np.sort(steps), np.ones(values.size)
+    bins = np.rint(steps * _BINS_PER_STEP).astype(np.int64)
+    bins -= bins.min()
+    counts = np.bincount(bins)
+    sums = np.bincount(bins, weights=steps)
+    return sums[counts > 0] / counts[counts > 0], counts[counts > 0].astype(np.float64)
+
+
+def _normal_quantiles(moments: NDArray[np.float64], points: NDArray[np.float64]) -> NDArray[np.float64]:
+    count, total, squares = moments[:, -1]
+    mean = total / count
+    deviation = np.sqrt(max(squares / count - mean * mean, 0.0))
+    quantiles = [NormalDist().inv_cdf((index + 0.5) / CLUSTERS) for index in range(CLUSTERS)]
+    start: NDArray[np.float64] = np.clip(mean + deviation * np.array(quantiles), points[0], points[-1])
+    return start
+
+
+def decode(indices: Tensor, table: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
+    """The int8 weight that the indices stand for, in their shape.
+
+    Raises:
+        ArgumentError: the table has not 1 or Cout rows of 16 values.
+    """
+    rows = channels_first(indices, kind, groups)
+    if table.ndim != 2 or table.shape[0] not in (1, rows.shape[0]) or table.shape[1] != CLUSTERS:
+        raise ArgumentError(
+            f"table: expected [1, {CLUSTERS}] or [{rows.shape[0]}, {CLUSTERS}], got {list(table.shape)}"
+        )
+    values = table.expand(rows.shape[0], CLUSTERS).gather(1, rows.to(torch.int64))
+    return from_channels_first(values, indices.shape, kind, groups)
+
+
+def dequantize_clusters(clustered: ClusteredWeight, kind: WeightKind, groups: int = 1) -> Tensor:
+    """The float32 weight of 16 values per table."""
+    integers = decode(clustered.indices, clustered.table, kind, groups)
+    rows = channels_first(integers, kind, groups).float() * clustered.factors.scale.reshape(-1, 1)
+    return from_channels_first(rows, integers.shape, kind, groups)
+
+
+def absorb_multiplier(clustered: ClusteredWeight, multiplier: Tensor) -> ClusteredWeight:
+    """Multiply each output channel (a batch norm folded afterwards): scale and table change, the indices stay.
+
+    The scale takes the size and the table the sign, so one table for all channels becomes one per channel where a
+    multiplier is negative. A channel whose scale would fall below float epsilon becomes zero with scale 1.
+
+    Args:
+        clustered: the weight.
+        multiplier: ``[Cout]``.
+    """
+    multiplier = multiplier.detach().to(clustered.factors.scale.device, torch.float64)
+    scale = clustered.factors.scale.double() * multiplier.abs()
+    vanished = scale < SMALLEST_SCALE
+    table = clustered.table
+    if bool(vanished.any() | (multiplier < 0).any()):
+        table = (table * torch.sign(multiplier).to(torch.int8).reshape(-1, 1)).masked_fill(vanished.reshape(-1, 1), 0)
+    scale = torch.where(vanished, torch.ones_like(scale), scale).float()
+    return ClusteredWeight(WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32)), table, clustered.indices)
+
+
+def pack_nibbles(indices: Tensor) -> Tensor:
+    """Indices 0..15, two to a byte, low nibble first; each row (all but the first axis) is padded to a byte.
+
+    Args:
+        indices: uint8 ``[R, ...]``.
+
+    Returns:
+        uint8 ``[R, ceil(n / 2)]`` for rows of n indices.
+
+    Raises:
+        ArgumentTypeError: not uint8.
+        ArgumentError: an index above 15.
+    """
+    if indices.dtype is not torch.uint8:
+        raise ArgumentTypeError(f"indices: expected torch.uint8, got {indices.dtype}")
+    if indices.numel() and int(indices.max()) >= CLUSTERS:
+        raise ArgumentError(f"indices: expected 0..{CLUSTERS - 1}, got {int(indices.max())}")
+    rows = indices.reshape(indices.shape[0], -1)
+    if rows.shape[1] % 2:
+        rows = torch.nn.functional.pad(rows, (0, 1))
+    return rows[:, 0::2] | (rows[:, 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor, length: int) -> Tensor:
+    """The inverse of ``pack_nibbles``: uint8 ``[R, length]``.
+
+    Raises:
+        ArgumentTypeError: not uint8.
+        ArgumentError: the bytes do not hold rows of this length.
+    """
+    if packed.dtype is not torch.uint8:
+        raise ArgumentTypeError(f"packed: expected torch.uint8, got {packed.dtype}")
+    if packed.ndim != 2 or packed.shape[1] != (length + 1) // 2:
+        raise ArgumentError(
+            f"packed: expected [R, {(length + 1) // 2}] for rows of {length} indices, got {list(packed.shape)}"
+        )
+    return torch.stack([packed & 15, packed >> 4], dim=2).reshape(packed.shape[0], -1)[:, :length]
