@@ -87,7 +87,9 @@ def test_links_and_paths_in_documents_exist(document):
 
 
 def test_nothing_names_this_machine():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     forbidden = re.compile("/" + r"(?:work|root|farm)/\w")
     suffixes = {".py", ".md", ".toml", ".cfg", ".txt", ".sh", ".yaml", ".yml", ""}
     named = []

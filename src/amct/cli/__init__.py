@@ -6,9 +6,12 @@ Nothing here imports torch, so that ``amct --help`` answers at once; a command i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from amct.errors import AmctError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 USAGE_OR_INPUT_ERROR = 2
 INTERRUPTED = 130
