@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 _LOCK_PATIENCE_SECONDS = 120.0
-_LOCK_POLL_SECONDS = 0.002
+_LOCK_POLL_SECONDS = 0.01
 
 
 class Journal(NamedTuple):

@@ -1,0 +1,91 @@
+"""Between protobuf messages and records, Caffe dialect.
+
+An older dialect has the factors of the only input directly in ``value``: they are read as those of input 0, and written
+as the guide writes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from amct.errors import Problem, RecordParseError
+from amct.record.layers import CaffeLayerRecord, DataFactors
+from amct.record.messages import Places, duplicate, fill, given, message_error
+from amct.record.records import CaffeRecord
+from amct.schema import message_class
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from amct.errors import Position
+
+MESSAGE = "AMCTCaffeProto.ScaleOffsetRecord"
+
+_LAYER_FIELDS = ("scale_w", "offset_w", "shift_bit", "skip_fusion", "object_layer", "num_bits_w")
+_OLD_FIELDS = {
+    "scale_d": "scale",
+    "offset_d": "offset",
+    "channels": "channels",
+    "height": "height",
+    "width": "width",
+}
+_INPUT_FIELDS = {**_OLD_FIELDS, "index": "index", "num_bits_d": "num_bits"}
+
+
+def record_from_message(message: Any, source: str, places: Places) -> CaffeRecord:  # noqa: ANN401 - generated class
+    """The record a message holds.
+
+    Raises:
+        RecordParseError: An entry has no name or no content, or two entries for one input.
+    """
+    layers: dict[str, CaffeLayerRecord] = {}
+    warnings = list(places.warnings)
+    problems: list[Problem] = []
+    for index, entry in enumerate(message.record):
+        where = places.entry(index)
+        if not entry.key or not entry.HasField("value"):
+            problems.append(Problem(f"record number {index + 1} has no {'value' if entry.key else 'key'}", where))
+            continue
+        if entry.key in layers:
+            warnings.append(duplicate(entry.key, where))
+        try:
+            layers[entry.key] = _layer(entry.key, entry.value, where, warnings)
+        except RecordParseError as error:
+            problems.append(Problem(str(error), where))
+    if problems:
+        raise RecordParseError.from_problems(problems)
+    return CaffeRecord(layers, source=source, warnings=tuple(warnings), positions=places.fields)
+
+
+def record_to_message(record: CaffeRecord) -> Message:
+    """The message of a record.
+
+    Raises:
+        RecordValueError: A number does not fit its field.
+    """
+    message: Any = message_class(MESSAGE, schema="caffe_config")()
+    for name, layer in record.items():
+        with message_error(f'layer "{name}"'):
+            entry = message.record.add(key=name)
+            entry.value.SetInParent()
+            fill(entry.value, layer, _LAYER_FIELDS)
+            for factors in layer.record_d:
+                fill(entry.value.record_d.add(), factors, _INPUT_FIELDS)
+    return message  # type: ignore[no-any-return]  # generated class
+
+
+def _layer(name: str, value: Any, where: Position | None, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
+    inputs = [DataFactors(**given(factors, _INPUT_FIELDS)) for factors in value.record_d]
+    indices = [factors.index for factors in inputs]
+    if len(set(indices)) != len(indices):
+        raise RecordParseError(f'layer "{name}" has two record_d for one input; the indices are {indices}')
+    old = given(value, _OLD_FIELDS)
+    if old and 0 in indices:
+        warnings.append(
+            Problem(f'layer "{name}": {", ".join(old)} outside record_d are ignored: record_d has input 0', where)
+        )
+    elif old:
+        inputs.insert(0, DataFactors(index=0, **old))
+    if value.shift_bit:
+        warnings.append(Problem(f'layer "{name}": shift_bit is not used and has no effect', where))
+    return CaffeLayerRecord(record_d=tuple(inputs), **given(value, _LAYER_FIELDS))

@@ -1,0 +1,166 @@
+"""Record files: text in the layout of AMCT's documents, and protobuf's binary form.
+
+``.txt`` is text and ``.bin`` is binary; of another name the content tells. The text of a record that was read and not
+changed is the text that was read, if AMCT or we wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from amct import atomic
+from amct.errors import ParseError, RecordParseError
+from amct.record import caffe_dialect, pytorch_dialect
+from amct.record.messages import Places, places_of
+from amct.record.records import AnyRecord, CaffeRecord, Dialect, Record
+from amct.schema import descriptor, format_text, message_class, parse_text, read_binary
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from amct.schema import Schema
+
+Form = Literal["text", "binary"]
+AnyPath = str | os.PathLike[str]
+
+_MESSAGES: dict[Dialect, tuple[str, Schema]] = {
+    "pytorch": (pytorch_dialect.MESSAGE, "pytorch"),
+    "caffe": (caffe_dialect.MESSAGE, "caffe_config"),
+}
+_BINARY_SUFFIXES = frozenset({".bin", ".pb", ".binpb"})
+#: Control characters that no text has and every binary record has: the tags of its entries are among them.
+_NOT_TEXT = bytes(code for code in range(32) if chr(code) not in "\t\n\v\f\r")
+
+
+def read_record(path: AnyPath, *, form: Form | None = None) -> Record:
+    """Read a record file in the PyTorch dialect, text or binary.
+
+    Raises:
+        FileError: It does not exist or cannot be read.
+        RecordParseError: It is not such a file; the message has line and column.
+    """
+    return _read_pytorch(atomic.read_bytes(path), str(path), form or form_of(path))
+
+
+def read_caffe_record(path: AnyPath, *, form: Form | None = None) -> CaffeRecord:
+    """Read a record file in the Caffe dialect, text or binary; errors as in ``read_record``."""
+    return _read_caffe(atomic.read_bytes(path), str(path), form or form_of(path))
+
+
+def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None) -> AnyRecord:
+    """Read a record file; without a dialect its content tells which it is.
+
+    Raises:
+        RecordParseError: It is no record, or a binary one that could be both dialects' and ``dialect`` is not given.
+    """
+    data = atomic.read_bytes(path)
+    form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
+    dialect = dialect or _dialect_of(data, str(path), form)
+    return _read_caffe(data, str(path), form) if dialect == "caffe" else _read_pytorch(data, str(path), form)
+
+
+def parse_record(content: str | bytes, source: str = "<record>") -> Record:
+    """Read a record in the PyTorch dialect from text, or from bytes of either form."""
+    return _read_pytorch(content, source, None)
+
+
+def parse_caffe_record(content: str | bytes, source: str = "<record>") -> CaffeRecord:
+    """Read a record in the Caffe dialect from text, or from bytes of either form."""
+    return _read_caffe(content, source, None)
+
+
+def format_record(record: AnyRecord) -> str:
+    """The text of a record, in the layout of the documents."""
+    return format_text(_message(record))
+
+
+def serialize_record(record: AnyRecord) -> bytes:
+    """The binary form of a record."""
+    return _message(record).SerializeToString()
+
+
+def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) -> None:
+    """Write a record file, atomically; text unless the name ends in ``.bin`` or ``form`` says otherwise.
+
+    Raises:
+        FileError: It cannot be written.
+        RecordValueError: A number does not fit its field.
+    """
+    atomic.write_bytes(path, encode_record(record, form or form_of(path) or "text"))
+
+
+def encode_record(record: AnyRecord, form: Form) -> bytes:
+    """The bytes of a record file."""
+    return serialize_record(record) if form == "binary" else format_record(record).encode()
+
+
+def form_of(path: AnyPath) -> Form | None:
+    """What a file name says about its form; None when it says nothing."""
+    suffix = Path(path).suffix.lower()
+    if suffix in _BINARY_SUFFIXES:
+        return "binary"
+    return "text" if suffix == ".txt" else None
+
+
+def _read_pytorch(content: str | bytes, source: str, form: Form | None) -> Record:
+    message, places = _read_message(content, source, "pytorch", form)
+    return pytorch_dialect.record_from_message(message, source, places)
+
+
+def _read_caffe(content: str | bytes, source: str, form: Form | None) -> CaffeRecord:
+    message, places = _read_message(content, source, "caffe", form)
+    return caffe_dialect.record_from_message(message, source, places)
+
+
+def _read_message(content: str | bytes, source: str, dialect: Dialect, form: Form | None) -> tuple[Message, Places]:
+    name, schema = _MESSAGES[dialect]
+    try:
+        if isinstance(content, bytes) and (form == "binary" or (form is None and _looks_binary(content))):
+            message = read_binary(content, message_class(name, schema=schema), source)
+            if _has_unknown_fields(message):
+                raise ParseError(f"{source}: parts of it are not of the {dialect} dialect; is it another dialect's?")
+            return message, Places()
+        text = parse_text(content, descriptor(name, schema=schema), source)
+        return text.to_message(), places_of(text)
+    except ParseError as error:
+        raise RecordParseError.from_problems(error.problems) from error
+
+
+def _message(record: AnyRecord) -> Message:
+    if isinstance(record, Record):
+        return pytorch_dialect.record_to_message(record)
+    return caffe_dialect.record_to_message(record)
+
+
+def _looks_binary(data: bytes) -> bool:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return False  # UTF-16: the text reader says so
+    return len(data.translate(None, _NOT_TEXT)) != len(data)
+
+
+def _dialect_of(data: bytes, source: str, form: Form) -> Dialect:
+    if form == "text":
+        only_caffe = (b"record_d", b"num_bits_w", b"object_layer")
+        return "caffe" if any(word in data for word in only_caffe) else "pytorch"
+    possible = [dialect for dialect in _MESSAGES if _could_be(data, dialect)]
+    if len(possible) > 1:
+        raise RecordParseError(f"{source}: could be a pytorch or a caffe record; say which with dialect")
+    return possible[0] if possible else "pytorch"
+
+
+def _could_be(data: bytes, dialect: Dialect) -> bool:
+    name, schema = _MESSAGES[dialect]
+    try:
+        return not _has_unknown_fields(read_binary(data, message_class(name, schema=schema), ""))
+    except ParseError:
+        return False
+
+
+def _has_unknown_fields(message: Any) -> bool:  # noqa: ANN401 - generated class
+    """Whether a binary message has parts that its type does not know."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    return bool(known.ByteSize() != message.ByteSize())

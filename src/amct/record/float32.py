@@ -1,0 +1,57 @@
+"""Factors are float32: what a record holds is exactly what its file can hold."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING
+
+from amct.errors import RecordValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def float32(value: float) -> float:
+    """The float32 nearest to a number, as a Python float.
+
+    >>> float32(0.1)
+    0.10000000149011612
+    """
+    return float32s((value,))[0]
+
+
+def float32s(values: Iterable[float]) -> tuple[float, ...]:
+    """The float32 nearest to each number; infinity and NaN stay what they are.
+
+    Raises:
+        RecordValueError: A finite number is too large for float32, or is not a number.
+    """
+    numbers = tuple(values)
+    layout = f"<{len(numbers)}f"
+    try:
+        return struct.unpack(layout, struct.pack(layout, *numbers))
+    except OverflowError as error:
+        largest = max((number for number in numbers if math.isfinite(number)), key=abs)
+        raise RecordValueError(f"a factor is too large for float32: {largest:g}") from error
+    except struct.error as error:
+        raise RecordValueError(f"a factor must be a number, got {numbers!r}") from error
+
+
+def shortest(value: float) -> float:
+    """The number with the fewest digits that is the same float32; for showing.
+
+    >>> shortest(0.10000000149011612)
+    0.1
+    """
+    if not math.isfinite(value):
+        return value
+    candidates = (float(f"{value:.{digits}g}") for digits in range(6, 9))
+    return next((short for short in candidates if _same(short, value)), float(f"{value:.9g}"))
+
+
+def _same(short: float, value: float) -> bool:
+    try:
+        return float32(short) == value
+    except RecordValueError:  # rounding up the largest float32 leaves its range
+        return False

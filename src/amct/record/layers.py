@@ -1,0 +1,159 @@
+"""The factors of one layer, in the PyTorch dialect and in the Caffe dialect.
+
+Everything is optional, because a record fills up in the course of a flow: weights first, activations when calibration
+ends. ``None`` or an empty tuple means that the file says nothing about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from amct.errors import RecordError
+from amct.record.float32 import float32, float32s
+
+DEFAULT_TYPE = "INT8"
+DEFAULT_BITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRecord:
+    """One layer in the PyTorch dialect; the names are the file's.
+
+    ``dst_type`` is the older way to give both types at once. It is kept where a file has it and written for retraining
+    only, and never says something else than ``act_type`` and ``wts_type``.
+
+    Raises:
+        RecordError: ``dst_type`` contradicts ``act_type`` or ``wts_type``.
+        RecordValueError: A factor is too large for float32.
+    """
+
+    scale_d: float | None = None
+    offset_d: int | None = None
+    scale_w: tuple[float, ...] = ()
+    offset_w: tuple[int, ...] = ()
+    shift_bit: tuple[int, ...] = ()
+    tensor_balance_factor: tuple[float, ...] = ()
+    skip_fusion: bool = False
+    dst_type: str | None = None
+    act_type: str | None = None
+    wts_type: str | None = None
+    fakequant_precision_mode: str | None = None
+    scale_h: float | None = None
+    offset_h: int | None = None
+    scale_r: tuple[float, ...] = ()
+    offset_r: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _store_float32(self, "scale_d", "scale_h")
+        _store_float32s(self, "scale_w", "tensor_balance_factor", "scale_r")
+        _store_tuples(self, "offset_w", "shift_bit", "offset_r")
+        for name in ("act_type", "wts_type"):
+            given = getattr(self, name)
+            if self.dst_type is not None and given not in (None, self.dst_type):
+                raise RecordError(
+                    f"dst_type {self.dst_type} means that activations and weights are {self.dst_type}, but {name} is "
+                    f"{given}; leave dst_type out"
+                )
+
+    @property
+    def activation_type(self) -> str:
+        """The type of the quantized activations, whichever generation of the record gave it."""
+        return self.dst_type or self.act_type or DEFAULT_TYPE
+
+    @property
+    def weight_type(self) -> str:
+        """The type of the quantized weights, whichever generation of the record gave it."""
+        return self.dst_type or self.wts_type or DEFAULT_TYPE
+
+    def for_retraining(self) -> LayerRecord:
+        """This entry as retraining writes it: with ``dst_type`` where activations and weights have one type."""
+        equal = self.activation_type == self.weight_type
+        return replace(self, dst_type=self.activation_type if equal else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheRecord:
+    """The factors of a layer's output in a KV cache: one pair, or one per element of the last dimension."""
+
+    scale: tuple[float, ...] = ()
+    offset: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _store_float32s(self, "scale")
+        _store_tuples(self, "offset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFactors:
+    """The factors of one input of a Caffe layer (``record_d``), with the input's shape where a file gives it."""
+
+    index: int = 0
+    scale: float | None = None
+    offset: int | None = None
+    channels: int | None = None
+    height: int | None = None
+    width: int | None = None
+    num_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        _store_float32(self, "scale")
+
+    @property
+    def bits(self) -> int:
+        """The width of the quantized data; 8 when the file does not say."""
+        return DEFAULT_BITS if self.num_bits is None else self.num_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaffeLayerRecord:
+    """One layer in the Caffe dialect; ``record_d`` has one entry per quantized input.
+
+    Raises:
+        RecordError: Two entries of ``record_d`` are for the same input.
+    """
+
+    scale_w: tuple[float, ...] = ()
+    offset_w: tuple[int, ...] = ()
+    shift_bit: tuple[int, ...] = ()
+    skip_fusion: bool = False
+    object_layer: str | None = None
+    num_bits_w: int | None = None
+    record_d: tuple[DataFactors, ...] = ()
+
+    def __post_init__(self) -> None:
+        _store_float32s(self, "scale_w")
+        _store_tuples(self, "offset_w", "shift_bit", "record_d")
+        indices = [factors.index for factors in self.record_d]
+        if len(set(indices)) != len(indices):
+            raise RecordError(f"record_d has two entries for one input; the indices are {indices}")
+
+    @property
+    def weight_bits(self) -> int:
+        """The width of the quantized weights; 8 when the file does not say."""
+        return DEFAULT_BITS if self.num_bits_w is None else self.num_bits_w
+
+    def input(self, index: int) -> DataFactors | None:
+        """The factors of one input, if they are known."""
+        return next((factors for factors in self.record_d if factors.index == index), None)
+
+    def with_input(self, factors: DataFactors) -> CaffeLayerRecord:
+        """This entry with the factors of one input added or replaced; inputs stand in the order of their index."""
+        others = [known for known in self.record_d if known.index != factors.index]
+        return replace(self, record_d=tuple(sorted([*others, factors], key=lambda one: one.index)))
+
+
+def _store_float32(instance: object, *names: str) -> None:
+    for name in names:
+        value = getattr(instance, name)
+        if value is not None:
+            object.__setattr__(instance, name, float32(value))
+
+
+def _store_float32s(instance: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(instance, name, float32s(getattr(instance, name)))
+
+
+def _store_tuples(instance: object, *names: str) -> None:
+    for name in names:
+        object.__setattr__(instance, name, tuple(getattr(instance, name)))

@@ -1,0 +1,88 @@
+"""What both dialects need to move between protobuf messages and dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from amct.errors import Position, Problem, RecordValueError
+
+if TYPE_CHECKING:
+    from amct.schema import TextMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the parts of a text file stood; a binary file has no places."""
+
+    entries: Sequence[Position] = ()
+    chains: Sequence[Position] = ()
+    fields: Mapping[tuple[str, str], Position] = field(default_factory=dict)
+    warnings: Sequence[Problem] = ()
+
+    def entry(self, index: int) -> Position | None:
+        """Where the ``index``-th layer stood."""
+        return self.entries[index] if self.entries else None
+
+    def prune(self, index: int) -> Position | None:
+        """Where the ``index``-th chain stood."""
+        return self.chains[index] if self.chains else None
+
+
+def places_of(text: TextMessage) -> Places:
+    """The places of a record file: of each layer and of the last occurrence of each of its fields."""
+    entries: list[TextMessage] = text.all("record")
+    fields: dict[tuple[str, str], Position] = {}
+    for entry in entries:
+        name = entry.get("key", "")
+        fields[name, ""] = entry.position
+        for part in ("value", "kv_cache_value"):
+            block = entry.get(part) if part in entry.table.fields else None
+            if block is not None:
+                last = {occurrence.name: occurrence for occurrence in block.fields}
+                fields.update({(name, key): occurrence.position for key, occurrence in last.items()})
+    chains = text.all("prune_record") if "prune_record" in text.table.fields else []
+    return Places(
+        entries=[entry.position for entry in entries],
+        chains=[chain.position for chain in chains],
+        fields=fields,
+        warnings=text.warnings,
+    )
+
+
+def duplicate(name: str, where: Position | None) -> Problem:
+    """The note about a layer that a file has twice."""
+    return Problem(f'layer "{name}" is given again; the last entry is used', where)
+
+
+def given(message: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:  # noqa: ANN401 - generated class
+    """The fields a message has, by the names of the dataclass (which may differ from the file's)."""
+    ours = names if isinstance(names, Mapping) else {name: name for name in names}
+    present = {descriptor.name: value for descriptor, value in message.ListFields()}
+    return {
+        ours[name]: value if isinstance(value, int | float | str) else tuple(value)
+        for name, value in present.items()
+        if name in ours
+    }
+
+
+def fill(message: Any, source: object, names: Mapping[str, str] | Iterable[str]) -> None:  # noqa: ANN401 - generated class
+    """Set the fields of a message from a dataclass; what says nothing (None, empty, a false switch) is left out."""
+    ours = names if isinstance(names, Mapping) else {name: name for name in names}
+    for name, own in ours.items():
+        value = getattr(source, own)
+        if isinstance(value, tuple):
+            getattr(message, name).extend(value)
+        elif value is not None and value is not False:
+            setattr(message, name, value)
+
+
+@contextmanager
+def message_error(where: str) -> Iterator[None]:
+    """Tell which part of a record has a number that its field cannot hold."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise RecordValueError(f"{where}: {error}") from error

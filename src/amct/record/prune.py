@@ -1,0 +1,203 @@
+"""What a record says about pruning: which layers lose channels together, and which weights a 4:2 mask keeps.
+
+A ``PruneRecord`` is a chain (the producers whose output channels go, the consumers that feel it) or one layer with a
+4:2 mask. Each node carries named attributes of six types, like ONNX's. The attribute ``type`` names the kind of node:
+files have ONNX, torch or TensorFlow names there; in memory and in what we write it is ONNX's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from amct.errors import RecordError, did_you_mean
+from amct.record.float32 import float32, float32s
+from amct.record.masks import pack_mask, unpack_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+AttributeType = Literal["UNDEFINED", "FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS"]
+AttributeValue = float | int | str | tuple[float, ...] | tuple[int, ...] | tuple[str, ...] | None
+
+_ONNX_NAMES = {
+    "Conv": ("Conv1d", "Conv2d", "Conv3d", "Conv2D", "Conv3D", "DepthwiseConv2dNative"),
+    "ConvTranspose": ("ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conv2DBackpropInput"),
+    "Gemm": ("Linear",),
+    "MatMul": ("BatchMatMul", "BatchMatMulV2"),
+    "BatchNormalization": (
+        "BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm",
+        "FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3",
+    ),
+    "Relu": ("ReLU",),
+    "Clip": ("ReLU6", "Relu6"),
+    "LeakyRelu": ("LeakyReLU",),
+    "PRelu": ("PReLU",),
+    "MaxPool": ("MaxPool1d", "MaxPool2d", "MaxPool3d"),
+    "AveragePool": ("AvgPool1d", "AvgPool2d", "AvgPool3d", "AvgPool"),
+    "Add": ("AddV2", "BiasAdd"),
+    "Concat": ("ConcatV2",),
+}  # fmt: skip
+_TO_ONNX = {other: onnx for onnx, others in _ONNX_NAMES.items() for other in others}
+
+
+def onnx_type(name: str) -> str:
+    """The ONNX name of a node type given in ONNX's, torch's or TensorFlow's words; unknown names stay as they are.
+
+    >>> onnx_type("Conv2d"), onnx_type("FusedBatchNormV3"), onnx_type("Conv")
+    ('Conv', 'BatchNormalization', 'Conv')
+    """
+    return _TO_ONNX.get(name, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribute:
+    """One named attribute; ``value`` is a number, a string, a tuple of one of them, or None when ``UNDEFINED``.
+
+    Strings that are not UTF-8 keep their bytes as surrogate escapes.
+    """
+
+    name: str
+    type: AttributeType
+    value: AttributeValue
+
+    def __post_init__(self) -> None:
+        wanted = _PYTHON_TYPES[self.type]
+        several = self.type.endswith("S")
+        items = self.value if several and isinstance(self.value, tuple | list) else (self.value,)
+        if several != isinstance(self.value, tuple | list) or not all(
+            isinstance(item, wanted) and not isinstance(item, bool) for item in items
+        ):
+            raise RecordError(f'attribute "{self.name}" is of type {self.type}, which {self.value!r} is not')
+        if several:
+            object.__setattr__(self, "value", float32s(items) if self.type == "FLOATS" else tuple(items))  # type: ignore[arg-type]  # checked above
+        elif self.type == "FLOAT":
+            object.__setattr__(self, "value", float32(self.value))  # type: ignore[arg-type]  # checked above
+
+    @classmethod
+    def of(cls, name: str, value: int | str | Sequence[int]) -> Attribute:
+        """An attribute of the types that pruning uses: a whole number, a string or several whole numbers."""
+        if isinstance(value, str):
+            return cls(name=name, type="STRING", value=value)
+        if isinstance(value, int):
+            return cls(name=name, type="INT", value=value)
+        return cls(name=name, type="INTS", value=tuple(value))
+
+
+_PYTHON_TYPES: dict[AttributeType, type | tuple[type, ...]] = {
+    "UNDEFINED": type(None),
+    "FLOAT": (float, int),
+    "INT": int,
+    "STRING": str,
+    "FLOATS": (float, int),
+    "INTS": int,
+    "STRINGS": str,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneNode:
+    """A layer in a chain, or the layer of a 4:2 mask."""
+
+    name: str
+    attributes: tuple[Attribute, ...] = ()
+
+    @classmethod
+    def channels(
+        cls, name: str, kind: str, begin: int, end: int, prune_index: Sequence[int] = (), **more: int
+    ) -> PruneNode:
+        """A node of a chain: its type in any framework's words, its channel range, and which of them go.
+
+        ``more`` may give ``group`` and ``prune_group``.
+        """
+        attributes = [Attribute.of("type", onnx_type(kind)), Attribute.of("begin", begin), Attribute.of("end", end)]
+        attributes += [Attribute.of(key, value) for key, value in more.items()]
+        if prune_index:
+            attributes.append(Attribute.of("prune_index", prune_index))
+        return cls(name=name, attributes=tuple(attributes))
+
+    @classmethod
+    def masked(cls, name: str, mask: NDArray[np.generic]) -> PruneNode:
+        """A layer whose weights a 4:2 mask keeps."""
+        shape = Attribute.of("mask_shape", mask.shape)
+        return cls(name=name, attributes=(shape, Attribute.of("selective_mask", pack_mask(mask))))
+
+    def get(self, name: str) -> AttributeValue:
+        """The value of an attribute; the last one counts when a file gives it twice, None when there is none."""
+        values = [attribute.value for attribute in self.attributes if attribute.name == name]
+        return values[-1] if values else None
+
+    @property
+    def kind(self) -> str | None:
+        """The ONNX type of the node, if the record says it."""
+        value = self.get("type")
+        return value if isinstance(value, str) else None
+
+    @property
+    def begin(self) -> int | None:
+        """The first channel this node has in its chain, if the record says it."""
+        return self._whole("begin")
+
+    @property
+    def end(self) -> int | None:
+        """One past the last channel this node has in its chain, if the record says it."""
+        return self._whole("end")
+
+    @property
+    def prune_index(self) -> tuple[int, ...]:
+        """The channels that go."""
+        return self._numbers("prune_index")
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """The shape of the 4:2 mask."""
+        return self._numbers("mask_shape")
+
+    def mask(self) -> NDArray[np.bool_] | None:
+        """The 4:2 mask; None when the record has only its shape, as before the first forward.
+
+        Raises:
+            RecordError: The numbers do not fit the shape.
+        """
+        if self.get("selective_mask") is None:
+            return None
+        try:
+            return unpack_mask(self._numbers("selective_mask"), self.mask_shape)
+        except RecordError as error:
+            raise RecordError(f'layer "{self.name}": {error}') from error
+
+    def _whole(self, name: str) -> int | None:
+        value = self.get(name)
+        return value if isinstance(value, int) else None
+
+    def _numbers(self, name: str) -> tuple[int, ...]:
+        value = self.get(name)
+        return tuple(item for item in value if isinstance(item, int)) if isinstance(value, tuple) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneRecord:
+    """One chain of layers that lose channels together, or one layer with a 4:2 mask."""
+
+    producers: tuple[PruneNode, ...] = ()
+    consumers: tuple[PruneNode, ...] = ()
+    selective: PruneNode | None = None
+
+    @property
+    def nodes(self) -> tuple[PruneNode, ...]:
+        """All nodes, in the order of the file."""
+        return (*self.producers, *self.consumers, *((self.selective,) if self.selective else ()))
+
+    def node(self, name: str) -> PruneNode:
+        """The node of that name.
+
+        Raises:
+            RecordError: This chain has no such node.
+        """
+        found = next((node for node in self.nodes if node.name == name), None)
+        if found is None:
+            raise RecordError(f'the chain has no node "{name}".{did_you_mean(name, [n.name for n in self.nodes])}')
+        return found

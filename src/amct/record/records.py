@@ -1,0 +1,95 @@
+"""A whole record: layers by name in the order of the file, and where in the file each thing stood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from amct.errors import Position, Problem, did_you_mean
+from amct.record.layers import CaffeLayerRecord, KvCacheRecord, LayerRecord
+
+if TYPE_CHECKING:
+    from amct.record.prune import PruneRecord
+
+Dialect = Literal["pytorch", "caffe"]
+
+_LayerT = TypeVar("_LayerT")
+
+
+@dataclass(frozen=True)
+class Layers(Mapping[str, _LayerT]):
+    """Layers by name, in the order of the file. ``source`` and positions do not count when two are compared."""
+
+    layers: Mapping[str, _LayerT] = field(default_factory=dict)
+    source: str = field(default="", kw_only=True, compare=False)
+    warnings: Sequence[Problem] = field(default=(), kw_only=True, compare=False)
+    """Oddities met when the file was read, such as a layer given twice."""
+    positions: Mapping[tuple[str, str], Position] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+    """Where the fields of each layer stood, by (layer, field); the field "" is the layer itself."""
+
+    def __getitem__(self, name: str) -> _LayerT:
+        try:
+            return self.layers[name]
+        except KeyError:
+            raise KeyError(f'the record has no layer "{name}".{did_you_mean(str(name), self.layers)}') from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def where(self, layer: str, name: str = "") -> Position | None:
+        """Where a field of a layer stood in the file, or the layer when the field is not there; None when unknown."""
+        return self.positions.get((layer, name)) or self.positions.get((layer, ""))
+
+
+@dataclass(frozen=True)
+class Record(Layers[LayerRecord]):
+    """A record in the PyTorch dialect: ``record["conv1"].scale_d``, ``record.kv_cache["attn.k"].scale``.
+
+    Iteration gives the names of the layers that have factors; ``names`` also has those of the KV cache.
+    """
+
+    kv_cache: Mapping[str, KvCacheRecord] = field(default_factory=dict)
+    prune: Sequence[PruneRecord] = ()
+    order: Sequence[str] = field(default=(), kw_only=True, compare=False, repr=False)
+    """The order of the file, where layers and KV cache entries are mixed."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all entries, in the order of the file."""
+        known = {**self.layers, **self.kv_cache}
+        return tuple(dict.fromkeys([*(name for name in self.order if name in known), *known]))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the record says nothing at all, as a file that a flow has just created."""
+        return not (self.layers or self.kv_cache or self.prune)
+
+    def with_layers(self, layers: Mapping[str, LayerRecord]) -> Record:
+        """This record with layers replaced where they stand, or added at the end."""
+        return replace(self, layers={**self.layers, **layers}, order=self.names)
+
+    def with_kv_cache(self, entries: Mapping[str, KvCacheRecord]) -> Record:
+        """This record with KV cache entries replaced where they stand, or added at the end."""
+        return replace(self, kv_cache={**self.kv_cache, **entries}, order=self.names)
+
+
+@dataclass(frozen=True)
+class CaffeRecord(Layers[CaffeLayerRecord]):
+    """A record in the Caffe dialect: ``record["conv1"].record_d[0].scale``."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the record says nothing at all, as a file that a flow has just created."""
+        return not self.layers
+
+    def with_layers(self, layers: Mapping[str, CaffeLayerRecord]) -> CaffeRecord:
+        """This record with layers replaced where they stand, or added at the end."""
+        return replace(self, layers={**self.layers, **layers})
+
+
+AnyRecord = Record | CaffeRecord
+AnyLayer = LayerRecord | KvCacheRecord | CaffeLayerRecord

@@ -1,0 +1,121 @@
+"""Change one layer of a record file while other threads and processes change others.
+
+The file is locked, read, changed and replaced as a whole, so nothing is ever lost or half-written. Many layers finish
+calibration at about the same time, so this must be cheap: in a file as we write it only the block of that layer is cut
+out and exchanged; any other file is read completely, and is then as we write it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from amct import atomic
+from amct.errors import ArgumentTypeError
+from amct.record.files import AnyPath, format_record, parse_caffe_record, parse_record
+from amct.record.layers import CaffeLayerRecord, KvCacheRecord, LayerRecord
+from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_EntryT = TypeVar("_EntryT", bound=AnyLayer)
+
+_RECORD = b'record {\n  key: "'
+_CHAIN = b"prune_record {\n"
+_END = b"\n}\n"
+_OPENING = re.compile(rb"record\s*[:{<]")
+_KEY = re.compile(rb"key\s*:")
+
+
+def update(path: AnyPath, layer: str, entry: AnyLayer) -> None:
+    """Put the entry of one layer into a record file: in place of the one it has, or at the end.
+
+    A missing file is created. Other layers' entries, and what else the file says about this one (factors and KV cache
+    entry do not touch each other), stay.
+
+    Raises:
+        FileError: The file cannot be read or written.
+        RecordParseError: The file is not a record.
+        RecordValueError: A number of the entry does not fit its field.
+    """
+    update_with(path, layer, type(entry), lambda _: entry)
+
+
+def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]) -> None:
+    """Replace the entry of one layer by ``change(entry)``, with the file locked; ``entry`` is None when there is none.
+
+    ``kind`` says which entry is meant (``LayerRecord``, ``KvCacheRecord`` or ``CaffeLayerRecord``), and so the dialect.
+    For example, the factors of the second input of a Caffe layer::
+
+        update_with(path, "eltwise", CaffeLayerRecord, lambda entry: (entry or CaffeLayerRecord()).with_input(factors))
+    """
+    if kind not in (LayerRecord, KvCacheRecord, CaffeLayerRecord):
+        raise ArgumentTypeError(f"an entry is a LayerRecord, KvCacheRecord or CaffeLayerRecord, not {kind.__name__}")
+    if not isinstance(layer, str) or not layer:
+        raise ArgumentTypeError(f"the name of a layer is a string that is not empty, got {layer!r}")
+    source = os.fspath(path)
+
+    def changed(content: bytes | None) -> bytes:
+        before = content or b""
+        blocks = _blocks(before)
+        index = _index_of(layer, blocks) if blocks is not None else None
+        if blocks is None or index is None:
+            return format_record(_change(before, source, layer, kind, change)).encode()
+        old = blocks[index] + _END if index < len(blocks) else b""
+        new = format_record(_change(old, source, layer, kind, change)).encode()
+        blocks[index : index + 1] = [new.removesuffix(_END)]
+        return _END.join([*blocks, b""])
+
+    atomic.modify(path, changed)
+
+
+def _change(
+    content: str | bytes, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
+) -> AnyRecord:
+    """Read a whole file or one block of it, and change the one entry."""
+    entry: Any  # its type is ``kind``
+    if kind is CaffeLayerRecord:
+        caffe = parse_caffe_record(content, source) if content else CaffeRecord()
+        entry = caffe.layers.get(layer)
+        entry = change(entry)
+        return caffe.with_layers({layer: entry})
+    record = parse_record(content, source) if content else Record()
+    if kind is KvCacheRecord:
+        entry = record.kv_cache.get(layer)
+        entry = change(entry)
+        return record.with_kv_cache({layer: entry})
+    entry = record.layers.get(layer)
+    entry = change(entry)
+    return record.with_layers({layer: entry})
+
+
+def _blocks(data: bytes) -> list[bytes] | None:
+    """The blocks of a file that is exactly in our layout, each without its closing line; None for any other file.
+
+    In our layout every ``record {`` and ``prune_record {`` begins a line, its ``}`` is the next one alone on a line,
+    the next block follows at once, and the second line of each record is its key. Cutting at the closing lines and
+    counting proves that, without reading the file statement by statement.
+    """
+    *blocks, rest = data.split(_END)
+    records = sum(block.startswith(_RECORD) for block in blocks)
+    chains = sum(block.startswith(_CHAIN) for block in blocks)
+    in_our_layout = (
+        not rest
+        and records + chains == len(blocks) == len(_OPENING.findall(data))
+        and records == len(_KEY.findall(data))
+        and not any(odd in data for odd in (b"#", b"\\", b"\r", b"'"))
+    )
+    return blocks if in_our_layout else None
+
+
+def _index_of(layer: str, blocks: list[bytes]) -> int | None:
+    """Which block is the layer's, or would be; None when that cannot be told without reading the file."""
+    if not layer.isprintable() or any(odd in layer for odd in "\"\\'"):
+        return None  # the file spells it in some escaped way
+    head = _RECORD + layer.encode() + b'"\n'
+    found = [index for index, block in enumerate(blocks) if block.startswith(head)]
+    if len(found) > 1:
+        return None  # the last one counts, and only one is to stay
+    return found[0] if found else len(blocks)
