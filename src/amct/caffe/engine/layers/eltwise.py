@@ -1,0 +1,86 @@
+"""Eltwise: sum, product or maximum of several blobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import require_same_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+PROD, SUM, MAX = 0, 1, 2
+
+
+class _FirstOrSecond(torch.autograd.Function):
+    """max(a, b) whose gradient goes to ``a`` only where a > b (or a >= b): Caffe decides ties, torch would share them."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor, tie_to_first: bool) -> torch.Tensor:
+        chosen = first >= second if tie_to_first else first > second
+        ctx.save_for_backward(chosen)
+        return torch.where(chosen, first, second)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        (chosen,) = ctx.saved_tensors
+        zero = torch.zeros_like(gradient)
+        return torch.where(chosen, gradient, zero), torch.where(chosen, zero, gradient), None
+
+
+@register("Eltwise")
+class Eltwise(Layer):
+    """coeff-weighted sum, product, or maximum of bottoms of one shape."""
+
+    bottom_count = (2, None)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read operation and coefficients."""
+        options = self.parameter.eltwise_param
+        self.operation: int = options.operation
+        coefficients = list(options.coeff)
+        if coefficients and len(coefficients) != len(bottoms):
+            raise self.error(
+                f"Eltwise Layer takes one coefficient per bottom blob: {len(coefficients)} for {len(bottoms)} bottoms"
+            )
+        if coefficients and self.operation != SUM:
+            raise self.error("Eltwise layer only takes coefficients for summation")
+        self.coefficients = coefficients or [1.0] * len(bottoms)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottoms' common shape."""
+        for index, shape in enumerate(bottoms[1:], 1):
+            require_same_shape(bottoms[0], shape, self.name, index)
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """From the first bottom to the last."""
+        del parameters
+        if self.operation == SUM:
+            return [self._sum(bottoms)]
+        result = bottoms[0]
+        for index, other in enumerate(bottoms[1:]):
+            if self.operation == PROD:
+                result = result * other
+            elif result.requires_grad or other.requires_grad:
+                result = _FirstOrSecond.apply(result, other, index > 0)  # type: ignore[no-untyped-call]
+            else:
+                result = torch.maximum(result, other)
+        return [result]
+
+    def _sum(self, bottoms: list[torch.Tensor]) -> torch.Tensor:
+        first, second = self.coefficients[:2]
+        start = bottoms[0] if first == 1.0 else bottoms[0] * first
+        if self.may_overwrite and start is bottoms[0] and not start.requires_grad:
+            result = start.add_(bottoms[1], alpha=second)
+        else:
+            result = torch.add(start, bottoms[1], alpha=second)
+        for other, coefficient in zip(bottoms[2:], self.coefficients[2:], strict=True):
+            result = torch.add(result, other, alpha=coefficient)
+        return result

@@ -1,0 +1,80 @@
+"""LRN and MVN: normalization by neighbours, or by the picture's own mean and deviation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+WITHIN_CHANNEL = 1
+IMAGE_BLOB_AXES = 4
+
+
+@register("LRN")
+class LRN(Layer):
+    """x / (k + alpha/n * sum of squares of n neighbours) ^ beta, across channels or within one (there k is always 1)."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        options = self.options = self.parameter.lrn_param
+        if options.local_size % 2 == 0:
+            raise self.error(f"LRN only supports odd values for local_size, got {options.local_size}")
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        bottom, options = bottoms[0], self.options
+        size, half = options.local_size, options.local_size // 2
+        squares = bottom * bottom
+        if options.norm_region == WITHIN_CHANNEL:
+            base = 1.0 + options.alpha * functional.avg_pool2d(squares, size, 1, half)
+        else:
+            padded = functional.pad(squares, (0, 0, 0, 0, half, half))
+            sums = functional.avg_pool3d(padded.unsqueeze(1), (size, 1, 1), 1, divisor_override=1).squeeze(1)
+            base = options.k + options.alpha / size * sums
+        return [bottom * base.pow(-options.beta)]
+
+
+@register("MVN")
+class MVN(Layer):
+    """(x - mean) / (standard deviation + eps) of each channel (or of the whole sample) of each picture."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        self.options = self.parameter.mvn_param
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        if len(bottoms[0]) > IMAGE_BLOB_AXES:
+            raise self.error(f"needs a bottom of at most 4 axes, got shape {bottoms[0]}")
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        bottom = bottoms[0]
+        legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))
+        rows = legacy[0] if self.options.across_channels else legacy[0] * legacy[1]
+        flat = bottom.reshape(rows, -1)
+        centred = flat - flat.mean(1, keepdim=True)
+        if self.options.normalize_variance:
+            variance = (centred * centred).mean(1, keepdim=True)
+            centred = centred / (torch.sqrt(variance) + self.options.eps)
+        return [centred.reshape(bottom.shape)]

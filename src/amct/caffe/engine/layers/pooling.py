@@ -1,0 +1,252 @@
+"""Pooling with Caffe's own window rules, and SPP, which is made of it.
+
+The output size rounds up (unless ``round_mode`` says otherwise), a last window that would start in the padding is dropped, MAX does not
+see the padding, AVE divides by the part of the window inside the padded picture.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
+
+MAX, AVE, STOCHASTIC = 0, 1, 2
+FLOOR = 1
+IMAGE_BLOB_AXES = 4
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolWindow:
+    """Kernel, stride and padding as (height, width), and how the output size is rounded."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    pad: tuple[int, int]
+    floor: bool = False
+
+    def output(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """The output's height and width."""
+        results = []
+        for size, kernel, stride, pad in zip(sizes, self.kernel, self.stride, self.pad, strict=True):
+            steps = (size + 2 * pad - kernel) / stride
+            results.append((math.floor(steps) if self.floor else math.ceil(steps)) + 1)
+        if any(self.pad):
+            for axis in (0, 1):
+                if (results[axis] - 1) * self.stride[axis] >= sizes[axis] + self.pad[axis]:
+                    results[axis] -= 1
+        return results[0], results[1]
+
+    def is_torch_like(self, sizes: Sequence[int], output: tuple[int, int]) -> bool:
+        """Whether torch's pooling with ``ceil_mode`` makes the same windows."""
+        if any(2 * pad > kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
+            return False
+        for size, kernel, stride, pad, result in zip(sizes, self.kernel, self.stride, self.pad, output, strict=True):
+            steps = size + 2 * pad - kernel
+            theirs = (steps // stride if self.floor else -(-steps // stride)) + 1
+            if not self.floor and (theirs - 1) * stride >= size + pad:
+                theirs -= 1
+            if theirs != result:
+                return False
+        return True
+
+    def overhang(self, sizes: Sequence[int], output: tuple[int, int]) -> list[int]:
+        """How much to pad in the order torch wants: left, right, top, bottom."""
+        amounts: list[int] = []
+        for axis in (1, 0):
+            end = (output[axis] - 1) * self.stride[axis] + self.kernel[axis]
+            amounts += [self.pad[axis], max(0, end - sizes[axis] - self.pad[axis])]
+        return amounts
+
+
+def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest value of each window (the first one on a tie) and its place, row * width + column."""
+    sizes = bottom.shape[2:]
+    output = window.output(sizes)
+    if window.is_torch_like(sizes, output):
+        values, places = functional.max_pool2d_with_indices(
+            bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor
+        )
+        return values, places
+    pads = window.overhang(sizes, output)
+    padded = functional.pad(bottom, pads, value=LOWEST)
+    values, places = functional.max_pool2d_with_indices(padded, window.kernel, window.stride)
+    rows, columns = places // padded.shape[3] - window.pad[0], places % padded.shape[3] - window.pad[1]
+    return values[..., : output[0], : output[1]], (rows * sizes[1] + columns)[..., : output[0], : output[1]]
+
+
+def max_pool_values(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
+    """The largest value of each window."""
+    sizes = bottom.shape[2:]
+    if window.is_torch_like(sizes, window.output(sizes)):
+        return functional.max_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
+    return max_pool(bottom, window)[0]
+
+
+def average_pool(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
+    """The mean of each window; padding counts, what hangs over it does not."""
+    sizes = bottom.shape[2:]
+    output = window.output(sizes)
+    if output == (1, 1) and window.kernel == tuple(sizes) and not any(window.pad):
+        return bottom.mean((2, 3), keepdim=True)
+    if window.is_torch_like(sizes, output):
+        return functional.avg_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
+    padded = functional.pad(bottom, window.overhang(sizes, output))
+    sums = functional.avg_pool2d(padded, window.kernel, window.stride, divisor_override=1)
+    return sums[..., : output[0], : output[1]] / _areas(window, sizes, output).to(bottom.device)
+
+
+def _areas(window: PoolWindow, sizes: Sequence[int], output: tuple[int, int]) -> torch.Tensor:
+    """How many cells of the padded picture each window covers; 0 for a window that starts behind it."""
+    lengths = []
+    for axis in (0, 1):
+        start = torch.arange(output[axis]) * window.stride[axis] - window.pad[axis]
+        end = torch.clamp(start + window.kernel[axis], max=sizes[axis] + window.pad[axis])
+        lengths.append((end - start).to(torch.float32))
+    return lengths[0][:, None] * lengths[1][None, :]
+
+
+@register("Pooling")
+class Pooling(Layer):
+    """MAX, AVE or STOCHASTIC over windows; with MAX a second top gives the places."""
+
+    top_count = (1, 2)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read and check the window."""
+        options = self.options = self.parameter.pooling_param
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        if len(self.top_blobs) > 1 and options.pool != MAX:
+            raise self.error("only MAX pooling has a second top (the places)")
+        self._check_options(options)
+        self._window(bottoms[0])
+
+    def _check_options(self, options: ProtoMessage) -> None:
+        pair = options.HasField("kernel_h") or options.HasField("kernel_w")
+        if options.global_pooling:
+            if options.HasField("kernel_size") or pair:
+                raise self.error("With Global_pooling: true Filter size cannot specified")
+            if (options.pad, options.pad_h, options.pad_w) != (0, 0, 0) or options.stride != 1:
+                raise self.error("With Global_pooling: true; only pad = 0 and stride = 1")
+        elif options.HasField("kernel_size") == pair or (
+            pair and not (options.HasField("kernel_h") and options.HasField("kernel_w"))
+        ):
+            raise self.error(
+                "Filter size is kernel_size OR kernel_h and kernel_w; not both, and one of them is required"
+            )
+        for name in ("pad", "stride"):
+            if options.HasField(name) and (options.HasField(f"{name}_h") or options.HasField(f"{name}_w")):
+                raise self.error(f"{name} is {name} OR {name}_h and {name}_w; not both")
+
+    def _pair(self, name: str) -> tuple[int, int]:
+        options = self.options
+        if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
+            return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
+        single: int = getattr(options, "kernel_size" if name == "kernel" else name)
+        return single, single
+
+    def _window(self, shape: Shape) -> PoolWindow:
+        kernel = (shape[2], shape[3]) if self.options.global_pooling else self._pair("kernel")
+        window = PoolWindow(
+            kernel=kernel, stride=self._pair("stride"), pad=self._pair("pad"), floor=self.options.round_mode == FLOOR
+        )
+        if min(window.kernel) <= 0 or min(window.stride) <= 0:
+            raise self.error(f"Filter dimensions cannot be zero: kernel {window.kernel}, stride {window.stride}")
+        if any(pad >= size for pad, size in zip(window.pad, window.kernel, strict=True)):
+            raise self.error(f"pad {window.pad} must be smaller than the kernel {window.kernel}")
+        return window
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Caffe's output size."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        self.window = self._window(bottoms[0])
+        height, width = self.window.output(bottoms[0][2:])
+        if height <= 0 or width <= 0:
+            raise self.error(f"the kernel {self.window.kernel} is larger than the padded input {bottoms[0]}")
+        return [(*bottoms[0][:2], height, width)] * len(self.top_blobs)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As the method says."""
+        del parameters
+        bottom, method = bottoms[0], self.options.pool
+        if method == AVE:
+            return [average_pool(bottom, self.window)]
+        if method == STOCHASTIC:
+            return [self._stochastic(bottom)]
+        if len(self.top_blobs) > 1:
+            values, places = max_pool(bottom, self.window)
+            return [values, places.to(bottom.dtype)]
+        return [max_pool_values(bottom, self.window)]
+
+    def _stochastic(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Training draws one value of each window, with its size as the chance; testing takes the expectation."""
+        window = self.window
+        output = window.output(bottom.shape[2:])
+        padded = functional.pad(bottom, window.overhang(bottom.shape[2:], output))
+        columns = functional.unfold(padded, window.kernel, stride=window.stride)
+        cells = columns.reshape(bottom.shape[0], bottom.shape[1], -1, columns.shape[2])
+        total = cells.sum(2)
+        if not self.is_training:
+            pooled = torch.where(total > 0, (cells * cells).sum(2) / total, torch.zeros_like(total))
+        else:
+            chance = torch.where(total.unsqueeze(2) > 0, cells.detach(), torch.ones_like(cells)).clamp(min=0)
+            rows = chance.permute(0, 1, 3, 2).reshape(-1, cells.shape[2])
+            chosen = torch.multinomial(rows, 1).reshape(*cells.shape[:2], 1, cells.shape[3])
+            pooled = cells.gather(2, chosen).squeeze(2)
+        return pooled.reshape(*bottom.shape[:2], *output)
+
+
+@register("SPP")
+class SPP(Layer):
+    """Spatial pyramid pooling: 1, 2x2, 4x4, ... bins over the whole picture, flattened and joined."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the height of the pyramid."""
+        options = self.options = self.parameter.spp_param
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        self.levels: int = options.pyramid_height
+        if self.levels <= 0:
+            raise self.error(f"pyramid_height must be > 0, got {self.levels}")
+        if options.pool == STOCHASTIC:
+            raise self.error("STOCHASTIC pooling is not available in SPP")
+
+    def _windows(self, shape: Shape) -> list[PoolWindow]:
+        windows = []
+        for level in range(self.levels):
+            bins = 2**level
+            kernel = (math.ceil(shape[2] / bins), math.ceil(shape[3] / bins))
+            pad = ((kernel[0] * bins - shape[2] + 1) // 2, (kernel[1] * bins - shape[3] + 1) // 2)
+            if any(margin >= size for margin, size in zip(pad, kernel, strict=True)):
+                raise self.error(f"a pyramid of {self.levels} levels does not fit a picture of {shape[2]} x {shape[3]}")
+            windows.append(PoolWindow(kernel=kernel, stride=kernel, pad=pad))
+        return windows
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """All bins of all levels; a single level stays a picture."""
+        shape = bottoms[0]
+        require_axes(shape, IMAGE_BLOB_AXES, self.name)
+        self.windows = self._windows(shape)
+        outputs = [window.output(shape[2:]) for window in self.windows]
+        if self.levels == 1:
+            return [(*shape[:2], *outputs[0])]
+        return [(shape[0], sum(shape[1] * height * width for height, width in outputs))]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Pool each level."""
+        del parameters
+        pool = average_pool if self.options.pool == AVE else max_pool_values
+        levels = [pool(bottoms[0], window) for window in self.windows]
+        return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]

@@ -1,0 +1,200 @@
+"""LSTM, RNN and the single step LSTMUnit: sequences of shape (time, stream, ...), restarted where ``cont`` is 0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+CONTINUATION = 1
+GATES = 4
+
+
+class Recurrent(Layer):
+    """What recurrent layers share: bottoms, state carried from one forward to the next, exposed state.
+
+    Bottoms: x (T, N, ...), cont (T, N), then x_static (N, ...) if there is one, then, with ``expose_hidden``, the first states
+    (1, N, H). Tops: the outputs (T, N, H), then the last states. As in Caffe no gradient passes through exposed states.
+    """
+
+    bottom_count = (2, None)
+    top_count = (1, None)
+    states = 1
+    """How many states are carried."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options and make the parameters."""
+        options = self.options = self.parameter.recurrent_param
+        self.outputs: int = options.num_output
+        self.exposed: bool = options.expose_hidden
+        if self.outputs <= 0:
+            raise self.error(f"num_output must be positive, got {self.outputs}")
+        extra = self.states if self.exposed else 0
+        if len(bottoms) - extra not in (2, 3) or len(self.top_blobs) != 1 + extra:
+            raise self.error(
+                f"takes x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and gives {1 + extra} top(s); got "
+                f"{len(bottoms)} bottoms and {len(self.top_blobs)} tops"
+            )
+        self.has_static = len(bottoms) - extra == 3
+        self.inputs = count(bottoms[0], 2)
+        self.static_inputs = count(bottoms[2], 1) if self.has_static else 0
+        self._carried: list[torch.Tensor] = []
+        self.make_parameters()
+
+    def make_parameters(self) -> None:
+        """Add the parameters."""
+        raise NotImplementedError
+
+    def add_weight(self, rows: int, columns: int) -> None:
+        """A matrix with the weight filler."""
+        options = self.options
+        self.add_parameter((rows, columns), options.weight_filler if options.HasField("weight_filler") else None)
+
+    def add_bias(self, size: int) -> None:
+        """A vector with the bias filler."""
+        options = self.options
+        self.add_parameter((size,), options.bias_filler if options.HasField("bias_filler") else None)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """(T, N, H), and (1, N, H) for every exposed state."""
+        x, cont = bottoms[:2]
+        if len(x) < 2:
+            raise self.error(f"bottom[0] must have at least 2 axes -- (#timesteps, #streams, ...), got {x}")
+        if cont != x[:2]:
+            raise self.error(f"bottom[1] must have shape {x[:2]} -- (#timesteps, #streams), got {cont}")
+        if count(x, 2) != self.inputs:
+            raise self.error(f"Input size incompatible: {count(x, 2)} values per step, the weights want {self.inputs}")
+        if self.has_static and (bottoms[2][0] != x[1] or count(bottoms[2], 1) != self.static_inputs):
+            raise self.error(f"bottom[2] must have {x[1]} streams of {self.static_inputs} values, got {bottoms[2]}")
+        state = (1, x[1], self.outputs)
+        for shape in bottoms[2 + self.has_static :]:
+            if count(shape) != count(state):
+                raise self.error(f"an exposed state must have shape {state}, got {shape}")
+        return [(x[0], x[1], self.outputs), *[state] * (len(self.top_blobs) - 1)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Step through time."""
+        x, cont = bottoms[0], bottoms[1].detach()
+        streams = x.shape[1]
+        states = self._first_states(bottoms, streams, x)
+        drive = self.drive(x.reshape(x.shape[0], streams, -1), bottoms, parameters)
+        results = []
+        for step in range(x.shape[0]):
+            output, states = self.step(drive[step], cont[step].unsqueeze(1), states, parameters)
+            results.append(output)
+        self._carried = [state.detach() for state in states]
+        tops = [torch.stack(results)]
+        if self.exposed:
+            tops += [state.unsqueeze(0) for state in self._carried]
+        return tops
+
+    def _first_states(self, bottoms: list[torch.Tensor], streams: int, like: torch.Tensor) -> list[torch.Tensor]:
+        if self.exposed:
+            return [bottom.detach().reshape(streams, self.outputs) for bottom in bottoms[2 + self.has_static :]]
+        if len(self._carried) == self.states and self._carried[0].shape[0] == streams:
+            return [state.to(like.device) for state in self._carried]
+        return [torch.zeros(streams, self.outputs, device=like.device) for _ in range(self.states)]
+
+    def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
+        """What the input adds at every step, for all steps at once."""
+        driven = functional.linear(x, parameters[0], parameters[1])
+        if self.has_static:
+            driven = driven + functional.linear(bottoms[2].reshape(x.shape[1], -1), parameters[2])
+        return driven
+
+    def step(
+        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """One step: the output and the new states."""
+        raise NotImplementedError
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """All but the continuation marks."""
+        return bottom != CONTINUATION
+
+
+def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """New cell and hidden state from the gates' input (order i, f, o, g)."""
+    enter, forget, leave, new = gates.chunk(GATES, -1)
+    cell = cont * torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+    return cell, torch.sigmoid(leave) * torch.tanh(cell)
+
+
+@register("LSTM")
+class LSTM(Recurrent):
+    """Blobs: W_xc (4H, D), b_c (4H), W_xc_static if there is a static input, W_hc (4H, H)."""
+
+    states = 2
+
+    def make_parameters(self) -> None:
+        """Weights of input, static input and hidden state."""
+        rows = GATES * self.outputs
+        self.add_weight(rows, self.inputs)
+        self.add_bias(rows)
+        if self.has_static:
+            self.add_weight(rows, self.static_inputs)
+        self.add_weight(rows, self.outputs)
+
+    def step(
+        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """States are h and c."""
+        gates = drive + functional.linear(cont * states[0], parameters[-1])
+        cell, hidden = lstm_step(gates, states[1], cont)
+        return hidden, [hidden, cell]
+
+
+@register("RNN")
+class RNN(Recurrent):
+    """h = tanh(W_hh h + W_xh x + b_h), o = tanh(W_ho h + b_o); blobs W_xh, b_h, [W_xh_static], W_hh, W_ho, b_o."""
+
+    def make_parameters(self) -> None:
+        """Weights of input, static input, hidden state and output."""
+        self.add_weight(self.outputs, self.inputs)
+        self.add_bias(self.outputs)
+        if self.has_static:
+            self.add_weight(self.outputs, self.static_inputs)
+        self.add_weight(self.outputs, self.outputs)
+        self.add_weight(self.outputs, self.outputs)
+        self.add_bias(self.outputs)
+
+    def step(
+        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The state is h."""
+        hidden = torch.tanh(drive + functional.linear(cont * states[0], parameters[-3]))
+        return torch.tanh(functional.linear(hidden, parameters[-2], parameters[-1])), [hidden]
+
+
+@register("LSTMUnit")
+class LSTMUnit(Layer):
+    """One step of an LSTM: (c_prev, gates, cont) to (c, h)."""
+
+    bottom_count = (3, 3)
+    top_count = (2, 2)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The cell's shape twice."""
+        cell, gates, cont = bottoms
+        if len(cell) != 3 or cell[0] != 1 or gates != (1, cell[1], GATES * cell[2]) or cont != cell[:2]:
+            raise self.error(f"needs bottoms (1, N, H), (1, N, 4H) and (1, N), got {bottoms}")
+        return [cell, cell]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """All but the continuation marks."""
+        return bottom != 2

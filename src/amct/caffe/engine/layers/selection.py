@@ -1,0 +1,95 @@
+"""Layers that pick or drop whole samples: BatchReindex, Filter, Silence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import count
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+
+@register("BatchReindex")
+class BatchReindex(Layer):
+    """Sample i of the top is sample index[i] of the bottom."""
+
+    bottom_count = (2, 2)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """As many samples as there are indices."""
+        if len(bottoms[1]) != 1:
+            raise self.error(f"the second bottom must be a list of indices, got shape {bottoms[1]}")
+        return [(bottoms[1][0], *bottoms[0][1:])]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Pick."""
+        del parameters
+        index = bottoms[1].detach().to(torch.int64)
+        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < bottoms[0].shape[0]):
+            raise self.error(
+                f"an index lies outside 0..{bottoms[0].shape[0] - 1}: {int(index.min())}..{int(index.max())}"
+            )
+        return [bottoms[0].index_select(0, index)]
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """Indices have no gradient."""
+        return bottom == 0
+
+
+@register("Filter")
+class Filter(Layer):
+    """Keeps the samples whose selector (the last bottom) is not 0. Until the first forward nothing is known to be dropped."""
+
+    bottom_count = (2, None)
+    top_count = (1, None)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottoms' shapes; forward knows better."""
+        *values, selector = bottoms
+        if len(values) != len(self.top_blobs):
+            raise self.error(f"needs one top for each bottom but the selector: {len(self.top_blobs)} for {len(values)}")
+        if count(selector, 1) != 1:
+            raise self.error(
+                f"Selector blob must have all the dimensions of size 1 (except the first one), got {selector}"
+            )
+        for index, shape in enumerate(values):
+            if shape[:1] != selector[:1]:
+                raise self.error(
+                    f"Each bottom should have the same 0th dimension as the selector: {shape} (bottom {index})"
+                )
+        return values
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Pick."""
+        del parameters
+        kept = bottoms[-1].detach().reshape(-1).nonzero().reshape(-1)
+        return [bottom.index_select(0, kept) for bottom in bottoms[:-1]]
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """All but the selector."""
+        return bottom != len(self.bottom_blobs) - 1
+
+
+@register("Silence")
+class Silence(Layer):
+    """Takes blobs nobody else wants."""
+
+    bottom_count = (1, None)
+    top_count = (0, 0)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """No tops."""
+        del bottoms
+        return []
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Nothing."""
+        del bottoms, parameters
+        return []
