@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
+from amct.numerics import affine
 from amct.numerics.affine import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -198,7 +199,7 @@ def test_halves_go_to_even(bits):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [4, 8, 12, 16])
 @pytest.mark.parametrize("scale", [0.1, 0.0037, 3.3e-5])
-def test_the_fused_kernels_equal_the_formula(dtype, bits, scale):
+def test_fake_quantize_and_the_fused_kernels_equal_the_formula(dtype, bits, scale):
     """On every integer and every half of the range, and on the floats next to them, per tensor and per channel."""
     lowest, highest = integer_range(bits)
     grid = torch.arange(2 * lowest - 3, 2 * highest + 3, dtype=torch.float64) / 2 * float(np.float32(scale))
@@ -212,6 +213,32 @@ def test_the_fused_kernels_equal_the_formula(dtype, bits, scale):
         per_channel = [factor.repeat(3) for factor in factors]
         stacked = torch.stack([x, x, x], dim=1)
         assert torch.equal(fake_quantize(stacked, *per_channel, bits, axis=1), expected[:, None].expand(-1, 3))
+        # what other devices run
+        assert torch.equal(affine._fused(x, *_as_float(factors), bits, None), expected)
+        fused = affine._fused(stacked, *(each.reshape(1, 3) for each in _as_float(per_channel)), bits, -1)
+        assert torch.equal(fused, expected[:, None].expand(-1, 3))
+
+
+def _as_float(factors):
+    return [factor.float() for factor in factors]
+
+
+@pytest.mark.parametrize(
+    ("value", "offset", "dtype", "exact"),
+    [
+        (1e6, 0, torch.float32, True),
+        (2.0**31 * 0.25, 0, torch.float32, False),
+        (float("inf"), 0, torch.float32, False),
+        (float("nan"), 0, torch.float32, False),
+        (1.0, 128, torch.float32, False),
+        (1.0, 0, torch.float64, False),
+    ],
+)
+def test_fused_kernels_are_taken_only_where_they_are_exact(value, offset, dtype, exact):
+    x = torch.tensor([0.0, value], dtype=dtype)
+    inverse, shift = torch.tensor(4.0, dtype=dtype), torch.tensor(offset, dtype=dtype)
+    assert affine._fused_is_exact(x, inverse, shift, 8) is exact
+    assert not affine._fused_is_exact(x[:0], inverse, shift, 8)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
@@ -329,7 +356,7 @@ def test_offsets_outside_the_range_follow_the_formula():
     np.testing.assert_array_equal(result[1].numpy(), numpy_fake_quantize(x[0].numpy(), 0.1, 200, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fused", "explicit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("channels", [False, True])
 def test_the_gradient_passes_inside_and_stops_outside(dtype, channels):
     x = torch.linspace(-20, 20, 81, dtype=dtype).repeat(2, 1).requires_grad_()
@@ -344,6 +371,10 @@ def test_the_gradient_passes_inside_and_stops_outside(dtype, channels):
     assert inside.any()
     assert not inside.all()
     assert torch.equal(x.grad, weights * inside)
+    if dtype is torch.float32:
+        again = x.detach().clone().requires_grad_()
+        (torch.fake_quantize_per_tensor_affine(again, 0.1, 7, -128, 127) * weights).sum().backward()
+        assert torch.equal(again.grad, x.grad)
 
 
 def test_wrong_types_and_shapes_are_named():

@@ -160,10 +160,11 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int |
     Raises:
         CalibrationError: ``x`` holds NaN, which has no integer.
     """
-    lowest, highest = integer_range(bits)
+    integer_range(bits)
     _check_floating(x)
     inverse, _, shift = _broadcast(x, scale, offset, axis)
-    grid = (x.detach().to(inverse.dtype) * inverse).round_().add_(shift).clamp_(lowest, highest)
+    steps = (x.detach().to(inverse.dtype) * inverse).round_()
+    grid = _clamp_steps(steps, shift, bits).add_(shift)
     if bool(torch.isnan(grid.sum())):  # clamped values are finite, so only NaN makes a NaN of their sum
         raise CalibrationError(
             f"NaN cannot be quantized: {int(torch.isnan(x).sum())} of {x.numel()} values are NaN; "
@@ -186,16 +187,47 @@ def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: 
 
     The gradient passes straight through inside the integer range and is zero outside.
 
-    torch's fused kernels compute the same formula, ``nearbyint(x · inverse) + offset`` in float32, but convert to an
-    integer before they clamp, so they are taken only when every ``|x| / scale`` is below 2^31 (checked through the
-    minimum and maximum of ``x``, a hundredth of the cost). There the two agree bit for bit, halves included.
+    On the CPU four vectorized passes in place take less than half the time of torch's fused kernels, so those are used
+    on other devices only. They compute the same, ``nearbyint(x · inverse) + offset`` in float32, but turn it into an
+    integer before they clamp: they are exact, bit for bit, where every ``|x| / scale`` is below 2^31, which the minimum
+    and maximum of ``x`` tell.
     """
-    lowest, highest = integer_range(bits)
+    integer_range(bits)
     _check_floating(x)
     inverse, step, shift = _broadcast(x, scale, offset, axis)
-    if not _fused_is_exact(x, inverse, shift, bits):
-        result: Tensor = _ExplicitFakeQuantize.apply(x, inverse, step, shift, lowest, highest)  # type: ignore[no-untyped-call]
-        return result
+    if x.device.type != "cpu" and _fused_is_exact(x, inverse, shift, bits):
+        return _fused(x, step, shift, bits, axis)
+    result: Tensor = _FakeQuantize.apply(x, inverse, step, shift, bits)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FakeQuantize(torch.autograd.Function):
+    """The formula, with the gradient of the fused kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, step: Tensor, shift: Tensor, bits: int) -> Tensor:  # noqa: ANN401  torch's untyped context
+        steps = (x.to(inverse.dtype) * inverse).round_()
+        if ctx.needs_input_grad[0]:
+            lowest, highest = integer_range(bits)
+            ctx.save_for_backward((steps >= lowest - shift) & (steps <= highest - shift))
+        return _clamp_steps(steps, shift, bits).mul_(step).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  torch's untyped context
+        (inside,) = ctx.saved_tensors
+        return gradients[0] * inside, None, None, None, None
+
+
+def _clamp_steps(steps: Tensor, shift: Tensor, bits: int) -> Tensor:
+    """Clamp ``steps + shift`` to the integers of ``bits``, without adding: in place, exact."""
+    lowest, highest = integer_range(bits)
+    if shift.ndim == 0:  # numbers clamp faster than tensors
+        return steps.clamp_(lowest - float(shift), highest - float(shift))
+    return steps.clamp_(lowest - shift, highest - shift)
+
+
+def _fused(x: Tensor, step: Tensor, shift: Tensor, bits: int, axis: int | None) -> Tensor:
+    lowest, highest = integer_range(bits)
     if step.ndim == 0:
         return torch.fake_quantize_per_tensor_affine(x, step, shift.to(torch.int32), lowest, highest)
     assert axis is not None  # _broadcast refuses several factors without one
@@ -213,29 +245,6 @@ def _fused_is_exact(x: Tensor, inverse: Tensor, shift: Tensor, bits: int) -> boo
     minimum, maximum = torch.aminmax(x.detach())
     largest = max(abs(float(minimum)), abs(float(maximum))) * float(inverse.abs().max())
     return largest < _FUSED_LIMIT  # False for NaN too
-
-
-class _ExplicitFakeQuantize(torch.autograd.Function):
-    """The formula in torch operations, with the gradient of the fused kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401  torch's own untyped context
-        x: Tensor,
-        inverse: Tensor,
-        step: Tensor,
-        shift: Tensor,
-        lowest: int,
-        highest: int,
-    ) -> Tensor:
-        grid = torch.round(x.to(inverse.dtype) * inverse) + shift
-        ctx.save_for_backward((grid >= lowest) & (grid <= highest))
-        return ((grid.clamp(lowest, highest) - shift) * step).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  torch's own untyped context
-        (inside,) = ctx.saved_tensors
-        return gradients[0] * inside, None, None, None, None, None
 
 
 def _check_floating(x: Tensor) -> None:
