@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
-from amct.numerics.affine import SymmetricScale
+from amct.numerics.affine import SymmetricScale, quantize_bias
 from amct.numerics.arq import (
     WeightFactors,
     WeightKind,
@@ -288,3 +288,17 @@ def test_records_of_recurrent_layers(reference, recurrent, matrix):
     name = f"{recurrent.lower()}/rnn"
     factors = arq(reference[f"{name}/weight_{matrix}"], kind=RNN)
     assert_reproduced(gates_to_onnx(factors.scale, recurrent), reference[f"{name}/scale_{matrix}"])
+
+
+@pytest.mark.parametrize("layer", ["conv1", "layer1.0.conv1", "layer2.1.conv2"])
+def test_biases_of_resnet20(reference, layer):
+    """Smallest and largest integer of the deployed bias, from the folded bias and the recorded factors."""
+    part = {
+        name: reference[f"resnet20/{layer}/{name}"]
+        for name in ("weight", "mean", "variance", "gamma", "beta", "scale_d", "bias_range", "scale_w/default")
+    }
+    _, bias = fold_batch_norm(
+        part["weight"], None, CONV, 1, part["mean"], part["variance"], 1e-5, part["gamma"], part["beta"]
+    )
+    integers = quantize_bias(bias, part["scale_w/default"], part["scale_d"])
+    assert [integers.min(), integers.max()] == part["bias_range"].tolist()
