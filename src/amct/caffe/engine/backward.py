@@ -1,9 +1,10 @@
 """Gradients: one small autograd graph per layer.
 
-A layer that takes part in backward (Caffe's rule, ``needs_backward.py``) runs its forward on leaf tensors and keeps what came out;
-every other layer runs without any graph. Backward then asks each graph for its gradients, from the last layer to the first, reading
-the tops' ``diff`` and writing the bottoms'. So a range of layers, diffs edited in between, gradients of single blobs and repeated
-backwards (parameter gradients add up) all work as in Caffe, and a deploy net never pays for gradients.
+A layer that takes part in backward (Caffe's rule, ``needs_backward.py``) runs its forward on leaf tensors and keeps
+what came out; every other layer runs without any graph. Backward then asks each graph for its gradients, from the
+last layer to the first, reading the tops' ``diff`` and writing the bottoms'. So a range of layers, diffs edited in
+between, gradients of single blobs and repeated backwards (parameter gradients add up) all work as in Caffe, and a
+deploy net never pays for gradients.
 """
 
 from __future__ import annotations

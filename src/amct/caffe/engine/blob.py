@@ -45,8 +45,10 @@ class Buffer:
         self._initial: Callable[[], torch.Tensor] | None = None
         self._released = False
         self.epoch = 0
-        """Grows with every write and every array handed out: what is derived from the content may be kept while the epoch
-        stays and the buffer is not exposed."""
+        """Grows with every write and every array handed out.
+
+        What is derived from the content may be kept while the epoch stays and the buffer is not exposed.
+        """
 
     @property
     def is_exposed(self) -> bool:
@@ -76,8 +78,8 @@ class Buffer:
         if tensor is None:
             if self._released:
                 raise ArgumentError(
-                    "this blob was freed after its last use, because the net was made with keep_blobs=False; name it in "
-                    "keep_blobs, or in forward(blobs=[...]), to keep it"
+                    "this blob was freed after its last use, because the net was made with keep_blobs=False; name it "
+                    "in keep_blobs, or in forward(blobs=[...]), to keep it"
                 )
             tensor = self._initial() if self._initial is not None else torch.zeros(shape)
             self._tensor, self._initial = tensor, None
@@ -140,7 +142,7 @@ class Buffer:
 
 
 def _capacity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return int(tensor.untyped_storage().nbytes()) // tensor.element_size() - int(tensor.storage_offset())
 
 
 def _reuse(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Where nets run: the one process-wide setting (``set_mode_cpu``, ``set_mode_gpu``, ``set_device``), held in a context variable."""
+"""Where nets run.
+
+The one process-wide setting (``set_mode_cpu``, ``set_mode_gpu``, ``set_device``), held in a context variable.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ class DeviceMode:
     index: int = 0
 
 
-_mode: ContextVar[DeviceMode] = ContextVar("amct_caffe_device_mode", default=DeviceMode())
+_CPU = DeviceMode()
+_mode: ContextVar[DeviceMode] = ContextVar("amct_caffe_device_mode", default=_CPU)
 
 
 def set_mode_cpu() -> None:

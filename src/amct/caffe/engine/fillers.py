@@ -1,4 +1,7 @@
-"""How parameters start: Caffe's fillers. Filling is put off until someone reads, so weights loaded from a file cost no draw."""
+"""How parameters start: Caffe's fillers.
+
+Filling is put off until someone reads, so weights loaded from a file cost no draw.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ BILINEAR_AXES = 4
 def lazy_fill(blob: Blob, filler: ProtoMessage | None, owner: str, default: float = 0.0) -> None:
     """Arrange that the first reader of ``blob`` finds it filled.
 
-    The random numbers are fixed now (a seed is drawn from torch's generator), whenever and in whatever order blobs are read.
+    The random numbers are fixed now (a seed is drawn from torch's generator), whenever and in whatever order blobs
+    are read.
 
     Raises:
         ModelError: Nobody knows the filler's type, or it does not fit the shape.

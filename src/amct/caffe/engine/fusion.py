@@ -1,7 +1,7 @@
 """Layers merged at run time: BatchNorm, Scale and Bias into the weights of the layer before them.
 
-Only inference is merged, the parameters in the net stay as they are, and a change to any of them is noticed. (Merging for good,
-in the files, is another matter: see the fusion passes of the Caffe front door.)
+Only inference is merged, the parameters in the net stay as they are, and a change to any of them is noticed.
+(Merging for good, in the files, is another matter: see the fusion passes of the Caffe front door.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a NetParameter to layers and blobs that know each other: the work Caffe does in ``Net::Init``.
 
-Names, order, automatic tops, shared parameters and who takes part in backward follow Caffe exactly; where Caffe aborts the
-process, this raises with the same information. Only shapes are computed here: no blob has memory yet.
+Names, order, automatic tops, shared parameters and who takes part in backward follow Caffe exactly; where Caffe
+aborts the process, this raises with the same information. Only shapes are computed here: no blob has memory yet.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class GraphBuilder:
         given = list(layer.parameter.loss_weight)
         if given and len(given) != len(node.tops):
             raise layer.error(
-                f"loss_weight must be unspecified or specified once per top blob: {len(given)} given, {len(node.tops)} top(s)"
+                f"loss_weight must be unspecified or specified once per top blob: {len(given)} given, "
+                f"{len(node.tops)} top(s)"
             )
         if not given and layer.default_loss_weight:
             given = [layer.default_loss_weight] + [0.0] * (len(node.tops) - 1)
@@ -257,7 +258,8 @@ def _check_top_count(node: Node) -> None:
     least, most = layer.top_count
     if given < least or (most is not None and given > most):
         raise ModelError(
-            f'{layer.type} Layer produces {_range_text(least, most)} top blob(s) as output; layer "{layer.name}" has {given}'
+            f'{layer.type} Layer produces {_range_text(least, most)} top blob(s) as output; layer "{layer.name}" has '
+            f"{given}"
         )
     if layer.same_count and given != len(node.bottoms):
         raise ModelError(
@@ -285,7 +287,8 @@ def _check_shared_shape(layer: Layer, index: int, owner: LearnableParameter, *, 
         return
     what = "count" if permissive else "shape"
     raise ModelError(
-        f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} mismatch.  "
+        f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} "
+        "mismatch.  "
         f"Owner layer param shape is {_shape_text(theirs.shape)}; sharing layer expects shape {_shape_text(ours.shape)}"
     )
 

@@ -1,4 +1,4 @@
-"""A blob that several layers read gets a Split layer, so that every reader has a gradient of its own; named as Caffe names it."""
+"""A blob that several layers read gets a Split layer, named as Caffe names it: each reader has its own gradient."""
 
 from __future__ import annotations
 

@@ -18,29 +18,29 @@
 
 * ``bottom_count`` / ``top_count`` are the numbers of blobs allowed, ``(1, 1)`` unless the class says otherwise;
   ``(2, None)`` means two or more. ``same_count`` demands as many tops as bottoms.
-* ``self.top_blobs`` and ``self.bottom_blobs`` are there from ``setup`` on, for layers whose options depend on how many they have.
-* Parameters are made in ``setup`` by ``self.add_parameter(shape, filler)``; ``forward`` gets them as tensors, in that order.
-* ``forward`` is a function of its arguments. It must not change a bottom, and its results are new tensors, except: results
-  may be views of a bottom when ``returns_views`` is set; when ``self.may_overwrite`` is true the bottom may be reused
-  (``torch.relu_``): the engine sets that for in-place layers nobody else looks at.
+* ``self.top_blobs`` and ``self.bottom_blobs`` are there from ``setup`` on, for layers whose options depend on how
+  many they have.
+* Parameters are made in ``setup`` by ``self.add_parameter(shape, filler)``; ``forward`` gets them as tensors, in
+  that order.
+* ``forward`` is a function of its arguments. It must not change a bottom, and its results are new tensors, except:
+  results may be views of a bottom when ``returns_views`` is set; when ``self.may_overwrite`` is true the bottom may
+  be reused (``torch.relu_``): the engine sets that for in-place layers nobody else looks at.
 * **Gradients** come from torch's autograd over ``forward``. Where Caffe's backward differs from the derivative (ties,
   deliberate approximations), use a ``torch.autograd.Function`` inside ``forward``. A layer that works on blobs
   (Python layers; Input, which has nothing to do) overrides ``run``, and ``run_backward`` if there are gradients.
 * Randomness: use torch's global generator (``caffe.set_random_seed`` seeds it). ``self.is_training`` tells the phase.
-* Errors: ``raise self.error("kernel_size must be > 0, got 0")`` names the layer for you. Check everything in ``setup`` or
-  ``reshape``: building a net finds all mistakes and allocates nothing.
-* ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for layers whose top
-  *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
-* Later, not here: ``to_onnx`` (the layer's ONNX form) and what the layer means in a quantized net are looked up on the class by
-  the exporter and the quantizer; a layer without them still runs.
+* Errors: ``raise self.error("kernel_size must be > 0, got 0")`` names the layer for you. Check everything in
+  ``setup`` or ``reshape``: building a net finds all mistakes and allocates nothing.
+* ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for
+  layers whose top *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
+* Later, not here: ``to_onnx`` (the layer's ONNX form) and what the layer means in a quantized net are looked up on
+  the class by the exporter and the quantizer; a layer without them still runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from amct.caffe.engine.blob import Blob, Shape
 from amct.caffe.engine.fillers import lazy_fill
@@ -49,9 +49,18 @@ from amct.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from amct.caffe.engine.messages import ProtoMessage
 
 TRAIN, TEST = 0, 1
+#: What torch hands to ``forward`` and ``backward`` of an autograd Function; anything may be kept on it.
+AutogradContext: TypeAlias = Any
+
+
+def _allow(shape: Shape, what: str) -> None:
+    """Any size is fine: for layers made outside a net."""
+    del shape, what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +70,7 @@ class LayerContext:
     phase: int = TEST
     net_name: str = ""
     allow_python: bool = False
-    check_size: Callable[[Shape, str], None] = field(default=lambda shape, what: None)
+    check_size: Callable[[Shape, str], None] = _allow
 
 
 class Layer:
@@ -107,6 +116,7 @@ class Layer:
 
     def allows_forced_backward(self, bottom: int) -> bool:
         """Whether ``force_backward`` reaches this bottom (labels say no)."""
+        del bottom
         return True
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:

@@ -17,7 +17,7 @@ ProtoMessage: TypeAlias = Any
 
 
 @cache
-def _class(name: str) -> Any:
+def _class(name: str) -> ProtoMessage:
     return message_class(f"caffe.{name}", schema="caffe")
 
 

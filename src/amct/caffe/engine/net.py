@@ -44,8 +44,8 @@ class Net:
         phase: TRAIN (0) or TEST (1).
         level: The level that include/exclude rules see.
         stages: The stages that include/exclude rules see, besides those of the prototxt's ``state``.
-        keep_blobs: True keeps every blob readable, as Caffe does. False frees each after its last reader and merges layers: less
-            memory, more speed; only inputs and outputs stay. A list of names keeps these too.
+        keep_blobs: True keeps every blob readable, as Caffe does. False frees each after its last reader and merges
+            layers: less memory, more speed; only inputs and outputs stay. A list of names keeps these too.
         allow_python: Let Python layers run; they execute code that the prototxt names.
         with_gradients: False never keeps what backward needs (a net that is only tested).
 
@@ -144,7 +144,10 @@ class Net:
     # ------------------------------------------------------------------ running
 
     def forward(self, start: int = 0, end: int | None = None, *, keep: Iterable[str] = ()) -> float:
-        """Run layers ``start`` to ``end`` (both included) and return the weighted loss; ``keep`` names blobs not to free."""
+        """Run layers ``start`` to ``end`` (both included) and return the weighted loss.
+
+        ``keep`` names blobs not to free.
+        """
         last = len(self.graph.nodes) - 1 if end is None else end
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         steps = self._plan(start, last, frozenset(self._index_of(name) for name in keep), literal=bool(watched))
@@ -222,7 +225,8 @@ class Net:
             for index, (ours, theirs) in enumerate(zip(layer.blobs, node.layer.blobs, strict=True)):
                 if ours.shape != theirs.shape:
                     raise ModelError(
-                        f"Cannot share param {index} weights from layer '{layer.name}'; shape mismatch.  Source param shape is "
+                        f"Cannot share param {index} weights from layer '{layer.name}'; shape mismatch.  Source param "
+                        "shape is "
                         f"{weights.shape_text(theirs.shape)}; target param shape is {weights.shape_text(ours.shape)}"
                     )
                 ours.share_values(theirs)

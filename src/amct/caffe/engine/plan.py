@@ -1,8 +1,9 @@
 """How a range of layers is run: the order of steps, what is merged, what may be overwritten, what is freed.
 
-Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have looked at it (the
-layers behind it work in place on the same blob), and every blob keeps its content. With ``keep_blobs=False`` layers are also merged
-across blobs that have one reader, and blobs are freed after their last reader.
+Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have
+looked at it (the layers behind it work in place on the same blob), and every blob keeps its content. With
+``keep_blobs=False`` layers are also merged across blobs that have one reader, and blobs are freed after their last
+reader.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
 
 
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
-    """An in-place layer may reuse its bottom's memory when a layer of this plan made that memory for this blob alone."""
+    """Let a layer reuse its bottom's memory when a layer of this plan made that memory for this blob alone."""
     fresh: set[int] = set()
     last_read = _last_readers(steps)
     for position, step in enumerate(steps):

@@ -1,4 +1,7 @@
-"""Layer types by name. A class in ``layers/`` or ``data_layers/`` registers itself; those folders are imported on first use."""
+"""Layer types by name.
+
+A class in ``layers/`` or ``data_layers/`` registers itself; those folders are imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ _registered: dict[str, type[Layer]] = {}
 def register(*types: str) -> Callable[[LayerClass], LayerClass]:
     """Make a class known as a layer type (or several names of one): ``@register("ReLU")``.
 
-    Put the class in a module of ``amct/caffe/engine/layers`` and it is found; no list needs editing. A program of its own may
-    call it too, before building nets. ``amct.caffe.engine.layer.Layer`` says what the class must define.
+    Put the class in a module of ``amct/caffe/engine/layers`` and it is found; no list needs editing. A program of
+    its own may call it too, before building nets. ``amct.caffe.engine.layer.Layer`` says what the class must
+    define.
     """
 
     def decorate(layer_class: LayerClass) -> LayerClass:

@@ -45,8 +45,8 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
 
         if net.layer:
             raise ModelError(
-                f"{source}: Refusing to upgrade inconsistent NetParameter input; the definition includes both 'layer' and "
-                "'layers' fields. Manually switch the definition to 'layer' format (type: \"ReLU\", not type: RELU) to continue."
+                f"{source}: Refusing to upgrade inconsistent NetParameter input; the definition includes both 'layer' "
+                "and 'layers' fields. Manually switch the definition to 'layer' format (type: \"ReLU\", not type: RELU)."
             )
         upgrade_v0_layers(net, source)
         for old in net.layers:
@@ -80,7 +80,7 @@ def upgrade_v1_layer(old: ProtoMessage, source: str = "net") -> ProtoMessage:
     for field, value in old.ListFields():
         if field.name in _V1_OWN_FIELDS:
             continue
-        target = getattr(new, field.name, None)
+        target: ProtoMessage = getattr(new, field.name, None)
         if field.message_type is None and not hasattr(target, "extend"):
             setattr(new, field.name, value)
         elif hasattr(target, "extend"):
@@ -122,7 +122,8 @@ def _input_layer(net: ProtoMessage, source: str) -> None:
         shapes = [dims[start : start + _INPUT_AXES] for start in range(0, len(dims), _INPUT_AXES)]
         if len(dims) != _INPUT_AXES * len(names):
             raise ModelError(
-                f"{source}: {len(names)} input field(s) need {_INPUT_AXES} input_dim each, {_INPUT_AXES * len(names)} in all, "
+                f"{source}: {len(names)} input field(s) need {_INPUT_AXES} input_dim each, {_INPUT_AXES * len(names)} "
+                "in all, "
                 f"got {len(dims)}"
             )
     if shapes:

@@ -76,7 +76,8 @@ def _fold_padding(net: ProtoMessage, source: str) -> None:
                 continue
             if connection.layer.type not in ("conv", "pool"):
                 raise ModelError(
-                    f'{source}: layer "{connection.layer.name}": a padding layer may only stand before conv or pool, not '
+                    f'{source}: layer "{connection.layer.name}": a padding layer may only stand before conv or pool, '
+                    "not "
                     f'before "{connection.layer.type}"'
                 )
             connection.layer.pad = writer.layer.pad

@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
+    import numpy.typing as npt
+
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.graph import Graph, Node
+
+    NumberArray = npt.NDArray[np.generic]
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +76,9 @@ def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> Non
         ModelError: A layer has another number of blobs or other shapes.
     """
     targets: dict[str, Node] = {}
-    for node in graph.nodes:
-        targets.setdefault(node.layer.name, node)
-    ignored = []
+    for each in graph.nodes:
+        targets.setdefault(each.layer.name, each)
+    ignored: list[str] = []
     for stored in layers:
         node = targets.get(stored.name)
         if node is None:
@@ -105,22 +109,24 @@ def _copy_blob(blob: Blob, stored: StoredBlob, layer: str, index: int, source: s
     if not fits:
         raise ModelError(
             f"{source}: Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source param shape is "
-            f"{shape_text(stored.shape)}; target param shape is {shape_text(blob.shape)}. To learn this layer's parameters from "
+            f"{shape_text(stored.shape)}; target param shape is {shape_text(blob.shape)}. To learn this layer's "
+            "parameters from "
             "scratch rather than copying from a saved net, rename the layer."
         )
     if stored.values.size != blob.count:
         raise ParseError(
-            f"{source}: layer '{layer}', blob {index}: shape {shape_text(stored.shape)} but {stored.values.size} values stored"
+            f"{source}: layer '{layer}', blob {index}: shape {shape_text(stored.shape)} but {stored.values.size} "
+            "values stored"
         )
     set_values(blob, stored.values)
 
 
-def set_values(blob: Blob, values: np.ndarray) -> None:  # type: ignore[type-arg]
+def set_values(blob: Blob, values: NumberArray) -> None:
     """Fill a blob from an array of as many numbers."""
     blob.set_tensor(torch.from_numpy(np.array(values, np.float32)).reshape(blob.shape))
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------ writing
 
 
 def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | memoryview]:
@@ -137,7 +143,7 @@ def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | m
     return parts
 
 
-def _plain(tensor: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
+def _plain(tensor: torch.Tensor) -> NumberArray:
     return tensor.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
@@ -193,7 +199,7 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
 
 
 def _load_group(graph: Graph, node: Node, group: object, source: str) -> None:
-    stored: dict[str, np.ndarray] = {name: item[()] for name, item in group.items() if name.isdigit()}  # type: ignore[attr-defined, type-arg]
+    stored: dict[str, NumberArray] = {name: item[()] for name, item in group.items() if name.isdigit()}  # type: ignore[attr-defined]
     if len(stored) > len(node.layer.blobs):
         _check_blob_count(node, len(stored), source)
     for index, blob in enumerate(node.layer.blobs):

@@ -1,8 +1,9 @@
 """Reads weights out of a binary caffemodel without building protobuf messages.
 
-A caffemodel may hold hundreds of megabytes of floats; protobuf's Python objects would copy them one number at a time, and a fork
-of Caffe may use our field numbers for other layer parameters. Only names and blobs are looked at here, and the numbers stay where
-they lie in the file. Every length is checked: a truncated or damaged file is a ParseError with the byte offset.
+A caffemodel may hold hundreds of megabytes of floats; protobuf's Python objects would copy them one number at a
+time, and a fork of Caffe may use our field numbers for other layer parameters. Only names and blobs are looked at
+here, and the numbers stay where they lie in the file. Every length is checked: a truncated or damaged file is a
+ParseError with the byte offset.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _LEGACY_FIELDS = (1, 2, 3, 4)
 
 @dataclass
 class StoredBlob:
-    """One blob of a file: its shape, its numbers (float32, float64, int8 or int32, flat), and whether the shape is the old 4-D one."""
+    """One blob of a file.
+
+    Its shape, its numbers (float32, float64, int8 or int32, flat), and whether the shape is the old 4-D one.
+    """
 
     shape: tuple[int, ...]
     values: Array
@@ -59,7 +63,8 @@ class _Reader:
 
     def fail(self, why: str) -> ParseError:
         return ParseError(
-            f"{self.source}: not a caffemodel, or damaged: {why} at byte {self.position}. Download or copy the file again."
+            f"{self.source}: not a caffemodel, or damaged: {why} at byte {self.position}. Download or copy the file "
+            "again."
         )
 
     def varint(self) -> int:
@@ -257,16 +262,20 @@ def length_delimited(number: int, size: int) -> bytes:
     return varint(number << 3 | LENGTH) + varint(size)
 
 
+def _bytes(values: npt.NDArray[np.float32]) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
+
+
 def blob_parts(shape: tuple[int, ...], values: Array, diff: Array | None = None) -> list[bytes | memoryview]:
     """A BlobProto of float32 values as a list of byte pieces, so that large arrays are written without copying."""
     data = np.ascontiguousarray(values, np.dtype("<f4"))
     pieces: list[bytes | memoryview] = [
         length_delimited(_BLOB_DATA, data.nbytes),
-        memoryview(data.reshape(-1)).cast("B"),
+        _bytes(data),
     ]
     if diff is not None:
         gradients = np.ascontiguousarray(diff, np.dtype("<f4"))
-        pieces += [length_delimited(_BLOB_DIFF, gradients.nbytes), memoryview(gradients.reshape(-1)).cast("B")]
+        pieces += [length_delimited(_BLOB_DIFF, gradients.nbytes), _bytes(gradients)]
     dims = b"".join(varint(size) for size in shape)
     packed = length_delimited(1, len(dims)) + dims if dims else b""
     pieces += [length_delimited(_BLOB_SHAPE, len(packed)), packed]
@@ -274,7 +283,7 @@ def blob_parts(shape: tuple[int, ...], values: Array, diff: Array | None = None)
 
 
 def layer_parts(parameter: bytes, blobs: list[list[bytes | memoryview]]) -> list[bytes | memoryview]:
-    """A LayerParameter (serialized without blobs) and its blobs, as the ``layer`` field of a NetParameter, in pieces."""
+    """The ``layer`` field of a NetParameter, in pieces: a LayerParameter serialized without blobs, then its blobs."""
     body: list[bytes | memoryview] = [parameter]
     for blob in blobs:
         body.append(length_delimited(_LAYER_BLOBS, sum(map(len, blob))))

@@ -17,7 +17,7 @@ _PACKAGE = "amct.caffe.pycaffe"
 
 
 def install_as_caffe(*, force: bool = False) -> ModuleType:
-    """Put this package into ``sys.modules`` as ``caffe`` and return it; every sub-module comes along (``caffe.io``, ...).
+    """Put this package into ``sys.modules`` as ``caffe``, with all sub-modules (``caffe.io``), and return it.
 
     Args:
         force: Do so although a real Caffe is installed or imported.
@@ -31,7 +31,8 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
         found = present is not None or importlib.util.find_spec("caffe") is not None
         if found:
             raise ArgumentError(
-                "install_as_caffe: a package called caffe is already installed here, and would be hidden. Uninstall it, or call "
+                "install_as_caffe: a package called caffe is already installed here, and would be hidden. Uninstall "
+                "it, or call "
                 "install_as_caffe(force=True) to hide it in this process"
             )
     if present is not None and present is not package:

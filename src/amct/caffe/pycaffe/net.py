@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -22,12 +22,19 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, FloatArray]
 
+#: Whatever NumPy can put into a blob.
+ArrayArgument: TypeAlias = Any
+
 _SIGNATURE = (
-    "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); besides Caffe's: "
+    "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); besides "
+    "Caffe's: "
     "keep_blobs=True, allow_python=False"
 )
 _POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
 _EXTRA = ("keep_blobs", "allow_python")
+
+
+Made = TypeVar("Made")
 
 
 class NetFileError(FileError, RuntimeError):
@@ -37,11 +44,12 @@ class NetFileError(FileError, RuntimeError):
 class Net(EngineNet):
     """A net as pycaffe has it.
 
-    Forms: ``Net(network_file, phase, level=0, stages=None, weights=None)`` and the older ``Net(network_file, weights, phase)``.
-    ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` lets Python layers run (they execute code).
+    Forms: ``Net(network_file, phase, level=0, stages=None, weights=None)`` and the older ``Net(network_file,
+    weights, phase)``. ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` lets Python layers run
+    (they execute code).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         options = _read_arguments(args, kwargs)
         path, weights = options["network_file"], options["weights"]
         for file in (path, weights):
@@ -61,10 +69,11 @@ class Net(EngineNet):
 
     # ------------------------------------------------------------------ dictionaries, in net order, made once
 
-    def _cached(self, name: str, make: Callable[[], Any]) -> Any:
+    def _cached(self, name: str, make: Callable[[], Made]) -> Made:
         if name not in self._caches:
             self._caches[name] = make()
-        return self._caches[name]
+        made: Made = self._caches[name]
+        return made
 
     @property
     def blobs(self) -> OrderedDict[str, Blob]:
@@ -169,7 +178,7 @@ class Net(EngineNet):
         blobs: Sequence[str] | None = None,
         start: str | None = None,
         end: str | None = None,
-        **inputs: Any,
+        **inputs: ArrayArgument,
     ) -> Arrays:
         """Run the net and return its outputs (with ``end``: that layer's tops) and the ``blobs`` asked for, as views.
 
@@ -204,7 +213,7 @@ class Net(EngineNet):
         diffs: Sequence[str] | None = None,
         start: str | None = None,
         end: str | None = None,
-        **top_diffs: Any,
+        **top_diffs: ArrayArgument,
     ) -> Arrays:
         """Run gradients from layer ``start`` down to ``end`` and return those of the inputs and of ``diffs``, as views.
 
@@ -233,7 +242,7 @@ class Net(EngineNet):
                 )
             blob.diff[...] = value
 
-    def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> Arrays:
+    def forward_all(self, blobs: Sequence[str] | None = None, **inputs: ArrayArgument) -> Arrays:
         """Run any number of inputs in batches of the net's size; the last batch is filled up and cut again."""
         collected: dict[str, list[FloatArray]] = {name: [] for name in {*self.outputs, *(blobs or [])}}
         for batch in self._batch(inputs):
@@ -245,7 +254,7 @@ class Net(EngineNet):
         self,
         blobs: Sequence[str] | None = None,
         diffs: Sequence[str] | None = None,
-        **inputs: Any,
+        **inputs: ArrayArgument,
     ) -> tuple[Arrays, Arrays]:
         """Run forward and backward in batches; outputs and gradients of all inputs.
 
@@ -255,7 +264,10 @@ class Net(EngineNet):
         top_diffs = {name: inputs[name] for name in self.outputs if name in inputs}
         outputs: dict[str, list[FloatArray]] = {name: [] for name in {*self.outputs, *(blobs or [])}}
         gradients: dict[str, list[FloatArray]] = {name: [] for name in {*self.inputs, *(diffs or [])}}
-        for forward_batch, backward_batch in zip_longest(self._batch(values), self._batch(top_diffs), fillvalue={}):
+        nothing: dict[str, Any] = {}
+        for forward_batch, backward_batch in zip_longest(
+            self._batch(values), self._batch(top_diffs), fillvalue=nothing
+        ):
             for name, value in self.forward(blobs=blobs, **forward_batch).items():
                 outputs[name].extend(value.copy())
             for name, value in self.backward(diffs=diffs, **backward_batch).items():
@@ -324,7 +336,13 @@ class Net(EngineNet):
 class BlobVec(list["Blob"]):
     """The parameter blobs of one layer."""
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Blob: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Blob]: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Blob | list[Blob]:
         if isinstance(index, int) and not -len(self) <= index < len(self):
             raise IndexError("Index out of range")
         return super().__getitem__(index)
@@ -349,7 +367,7 @@ def _without_padding(collected: dict[str, list[FloatArray]], inputs: dict[str, A
     return {name: np.asarray(values[:total] if len(values) > total else values) for name, values in collected.items()}
 
 
-def _read_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _read_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
     """Tell the two forms apart: the second argument is a phase (a number) or a weights file."""
     options: dict[str, Any] = {"level": 0, "stages": None, "weights": None}
     old_form = len(args) == 3 and not isinstance(args[1], int)

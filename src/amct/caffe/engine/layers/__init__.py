@@ -1,1 +1,4 @@
-"""The layer types, a file for each or for a small family. Every module here is imported by the registry; none needs listing."""
+"""The layer types, a file for each or for a small family.
+
+The registry imports every module here; none needs listing.
+"""

@@ -36,7 +36,8 @@ class Accuracy(Layer):
             )
         if count(labels) != count(self.positions):
             raise self.error(
-                f"Number of labels must match number of predictions; e.g., if label axis == 1 and prediction shape is (N, C, H, W), label "
+                "Number of labels must match number of predictions; e.g., if label axis == 1 and prediction shape is "
+                "(N, C, H, W), label "
                 f"count must be N*H*W. Predictions {scores}, labels {labels}"
             )
         return [(), (self.classes,)][: len(self.top_blobs)]

@@ -73,7 +73,8 @@ class ELU(Elementwise):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """As it says."""
-        return functional.elu(bottom, self.parameter.elu_param.alpha)
+        alpha: float = self.parameter.elu_param.alpha
+        return functional.elu(bottom, alpha)
 
 
 @register("AbsVal")
@@ -102,7 +103,8 @@ class Swish(Elementwise):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """As it says."""
-        return bottom * torch.sigmoid(self.parameter.swish_param.beta * bottom)
+        beta: float = self.parameter.swish_param.beta
+        return bottom * torch.sigmoid(beta * bottom)
 
 
 @register("Clip")
@@ -128,7 +130,8 @@ class Threshold(Elementwise):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """As it says."""
-        return (bottom > self.parameter.threshold_param.threshold).to(bottom.dtype)
+        threshold: float = self.parameter.threshold_param.threshold
+        return (bottom > threshold).to(bottom.dtype)
 
 
 @register("Dropout")

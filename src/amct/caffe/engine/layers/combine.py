@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,7 +63,8 @@ class Concat(Layer):
                 )
             if shape[:axis] + shape[axis + 1 :] != first[:axis] + first[axis + 1 :]:
                 raise self.error(
-                    f"All inputs must have the same shape, except at concat_axis {axis}: bottom {index} has {shape}, bottom 0 {first}"
+                    f"All inputs must have the same shape, except at concat_axis {axis}: bottom {index} has {shape}, "
+                    f"bottom 0 {first}"
                 )
         return [(*first[:axis], sum(shape[axis] for shape in bottoms), *first[axis + 1 :])]
 
@@ -95,7 +97,7 @@ class Slice(Layer):
             if len(self.points) != tops - 1:
                 raise self.error(f"{tops} tops need {tops - 1} slice_point, got {len(self.points)}")
             ends = [0, *self.points, total]
-            self.sizes = [after - before for before, after in zip(ends, ends[1:], strict=False)]
+            self.sizes = [after - before for before, after in pairwise(ends)]
             if any(size <= 0 for size in self.sizes):
                 raise self.error(
                     f"slice_point {self.points} must rise and stay below the {total} values of axis {self.axis}"

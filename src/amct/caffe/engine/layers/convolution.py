@@ -148,7 +148,8 @@ class _BaseConvolution(Layer):
                 raise self.error(f"bottom num_axes may not change: {len(shape)} axes now in {shape}")
             if shape[self.axis] != self.channels:
                 raise self.error(
-                    f"Input size incompatible with convolution kernel: {shape[self.axis]} channels, the weights want {self.channels}"
+                    f"Input size incompatible with convolution kernel: {shape[self.axis]} channels, the weights want "
+                    f"{self.channels}"
                 )
             if shape != bottoms[0]:
                 raise self.error(f"All inputs must have the same shape: {shape} and {bottoms[0]}")

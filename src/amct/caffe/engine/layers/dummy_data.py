@@ -30,7 +30,8 @@ class DummyData(Layer):
         fillers = list(options.data_filler)
         if len(fillers) not in (0, 1, tops):
             raise self.error(
-                f"Number of data fillers must be 0, 1 or equal to the number of tops: {tops}; you specified {len(fillers)}"
+                f"Number of data fillers must be 0, 1 or equal to the number of tops: {tops}; you specified "
+                f"{len(fillers)}"
             )
         if not fillers:
             fillers = [new_message("FillerParameter")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,21 +14,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import AutogradContext
 
 PROD, SUM, MAX = 0, 1, 2
 
 
 class _FirstOrSecond(torch.autograd.Function):
-    """max(a, b) whose gradient goes to ``a`` only where a > b (or a >= b): Caffe decides ties, torch would share them."""
+    """max(a, b) whose gradient goes to ``a`` only where a > b (or a >= b).
+
+    Caffe decides ties, torch would share them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor, tie_to_first: bool) -> torch.Tensor:
+    def forward(ctx: AutogradContext, first: torch.Tensor, second: torch.Tensor, tie_to_first: bool) -> torch.Tensor:
         chosen = first >= second if tie_to_first else first > second
         ctx.save_for_backward(chosen)
         return torch.where(chosen, first, second)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (chosen,) = ctx.saved_tensors
         zero = torch.zeros_like(gradient)
         return torch.where(chosen, gradient, zero), torch.where(chosen, zero, gradient), None

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @register("InnerProduct")
 class InnerProduct(Layer):
-    """y = x W^T + b over everything from ``axis`` on; weights (outputs, inputs), or the other way round with ``transpose``."""
+    """y = x W^T + b over everything from ``axis`` on.
+
+    Weights (outputs, inputs), or the other way round with ``transpose``.
+    """
 
     fold_axis = 0
 
@@ -45,7 +48,8 @@ class InnerProduct(Layer):
         inputs = count(bottoms[0], self.axis)
         if inputs != self.inputs:
             raise self.error(
-                f"Input size incompatible with inner product parameters: {inputs} values from axis {self.axis} of {bottoms[0]}, "
+                f"Input size incompatible with inner product parameters: {inputs} values from axis {self.axis} of "
+                f"{bottoms[0]}, "
                 f"the weights want {self.inputs}"
             )
         return [(*bottoms[0][: self.axis], self.outputs)]
@@ -82,7 +86,7 @@ class Embed(Layer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Look up."""
         index = bottoms[0].detach().to(torch.int64)
-        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < self.options.input_dim):
+        if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self.options.input_dim):
             raise self.error(
                 f"an index is outside 0..{self.options.input_dim - 1}: {int(index.min())}..{int(index.max())}"
             )

@@ -59,7 +59,8 @@ class LossLayer(Layer):
         labels = torch.where(counts, labels, torch.zeros_like(labels))
         if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
             raise self.error(
-                f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there fewer outputs than "
+                f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there "
+                "fewer outputs than "
                 "classes, or should ignore_label be set?"
             )
         return labels, counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import AutogradContext
 
 L2 = 2
 SIMILARITY = 2
@@ -88,8 +89,8 @@ class _ContrastiveLoss(torch.autograd.Function):
     """Caffe's gradient divides by (distance + 1e-4)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
+    def forward(
+        ctx: AutogradContext,
         first: torch.Tensor,
         second: torch.Tensor,
         similar: torch.Tensor,
@@ -104,7 +105,7 @@ class _ContrastiveLoss(torch.autograd.Function):
         return torch.where(similar, squared, far).sum() / first.shape[0] / 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         difference, squared, similar = ctx.saved_tensors
         if ctx.legacy:
             pull = torch.where(ctx.margin - squared > 0, -torch.ones_like(squared), torch.zeros_like(squared))

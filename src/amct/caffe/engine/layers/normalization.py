@@ -22,7 +22,10 @@ IMAGE_BLOB_AXES = 4
 
 @register("LRN")
 class LRN(Layer):
-    """x / (k + alpha/n * sum of squares of n neighbours) ^ beta, across channels or within one (there k is always 1)."""
+    """x / (k + alpha/n * sum of squares of n neighbours) ^ beta, across channels or within one.
+
+    Within a channel k is always 1, whatever the prototxt says.
+    """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""

@@ -1,7 +1,7 @@
 """Pooling with Caffe's own window rules, and SPP, which is made of it.
 
-The output size rounds up (unless ``round_mode`` says otherwise), a last window that would start in the padding is dropped, MAX does not
-see the padding, AVE divides by the part of the window inside the padded picture.
+The output size rounds up (unless ``round_mode`` says otherwise), a last window that would start in the padding is
+dropped, MAX does not see the padding, AVE divides by the part of the window inside the padded picture.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ GATES = 4
 class Recurrent(Layer):
     """What recurrent layers share: bottoms, state carried from one forward to the next, exposed state.
 
-    Bottoms: x (T, N, ...), cont (T, N), then x_static (N, ...) if there is one, then, with ``expose_hidden``, the first states
-    (1, N, H). Tops: the outputs (T, N, H), then the last states. As in Caffe no gradient passes through exposed states.
+    Bottoms: x (T, N, ...), cont (T, N), then x_static (N, ...) if there is one, then, with ``expose_hidden``, the
+    first states (1, N, H). Tops: the outputs (T, N, H), then the last states. As in Caffe no gradient passes
+    through exposed states.
     """
 
     bottom_count = (2, None)
@@ -42,7 +43,8 @@ class Recurrent(Layer):
         extra = self.states if self.exposed else 0
         if len(bottoms) - extra not in (2, 3) or len(self.top_blobs) != 1 + extra:
             raise self.error(
-                f"takes x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and gives {1 + extra} top(s); got "
+                f"takes x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and gives "
+                f"{1 + extra} top(s); got "
                 f"{len(bottoms)} bottoms and {len(self.top_blobs)} tops"
             )
         self.has_static = len(bottoms) - extra == 3

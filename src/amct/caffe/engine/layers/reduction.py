@@ -42,7 +42,10 @@ class Reduction(Layer):
 
 @register("ArgMax")
 class ArgMax(Layer):
-    """The places (and, if asked for, the values) of the ``top_k`` largest values; on a tie the later place comes first."""
+    """The places (and, if asked for, the values) of the ``top_k`` largest values.
+
+    On a tie the later place comes first.
+    """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""

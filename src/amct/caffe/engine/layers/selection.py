@@ -32,7 +32,7 @@ class BatchReindex(Layer):
         """Pick."""
         del parameters
         index = bottoms[1].detach().to(torch.int64)
-        if index.numel() and not (0 <= int(index.min()) and int(index.max()) < bottoms[0].shape[0]):
+        if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < bottoms[0].shape[0]):
             raise self.error(
                 f"an index lies outside 0..{bottoms[0].shape[0] - 1}: {int(index.min())}..{int(index.max())}"
             )
@@ -45,7 +45,10 @@ class BatchReindex(Layer):
 
 @register("Filter")
 class Filter(Layer):
-    """Keeps the samples whose selector (the last bottom) is not 0. Until the first forward nothing is known to be dropped."""
+    """Keeps the samples whose selector (the last bottom) is not 0.
+
+    Until the first forward nothing is known to be dropped.
+    """
 
     bottom_count = (2, None)
     top_count = (1, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
@@ -14,6 +13,8 @@ from amct.caffe.engine.shapes import canonical_axis, count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from amct.caffe.engine.blob import Shape
 
@@ -105,7 +106,8 @@ class Crop(Layer):
         self.axis, self.offset = start, list(options.offset)
         if len(self.offset) not in (0, 1, len(bottoms[0]) - start):
             raise self.error(
-                f"number of offset values specified must be equal to the number of dimensions following axis {start}, or one, "
+                f"number of offset values specified must be equal to the number of dimensions following axis {start}, "
+                "or one, "
                 f"got {len(self.offset)}"
             )
 
@@ -119,7 +121,8 @@ class Crop(Layer):
             offset = self.offset[position if len(self.offset) > 1 else 0] if self.offset else 0
             if shape[axis] - offset < like[axis]:
                 raise self.error(
-                    f"the crop for dimension {axis} is out-of bounds: {shape[axis]} with offset {offset} cannot give {like[axis]}"
+                    f"the crop for dimension {axis} is out-of bounds: {shape[axis]} with offset {offset} cannot give "
+                    f"{like[axis]}"
                 )
             self.starts.append(offset)
             sizes.append(like[axis])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import AutogradContext
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 LOG_THRESHOLD = 1e-20
@@ -23,8 +24,8 @@ class _SoftmaxLoss(torch.autograd.Function):
     """Loss with probabilities floored, gradient p - y as if they were not: what Caffe does."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
+    def forward(
+        ctx: AutogradContext,
         scores: torch.Tensor,
         labels: torch.Tensor,
         counts: torch.Tensor,
@@ -39,7 +40,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         return -(chosen.log() * counts).sum() / divisor, probability
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: AutogradContext, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         probability, labels, counts = ctx.saved_tensors
         index = labels.unsqueeze(ctx.axis)
         slope = probability.scatter_add(ctx.axis, index, torch.full_like(index, -1, dtype=probability.dtype))
@@ -56,7 +57,8 @@ class _ClassLoss(LossLayer):
         self.outer, self.inner = count(scores, 0, self.axis), count(scores, self.axis + 1)
         if count(bottoms[1]) != self.outer * self.inner:
             raise self.error(
-                f"Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape is (N, C, H, W), "
+                "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape "
+                "is (N, C, H, W), "
                 f"label count must be N*H*W. Predictions {scores}, labels {bottoms[1]}"
             )
         self.label_shape = scores[: self.axis] + scores[self.axis + 1 :]

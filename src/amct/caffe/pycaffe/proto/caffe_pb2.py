@@ -5,19 +5,21 @@ Nothing is generated: attributes are looked up in the descriptor set when first 
 
 from __future__ import annotations
 
-from typing import Any
-
-from google.protobuf.descriptor import FileDescriptor
+from typing import TYPE_CHECKING
 
 from amct.schema import descriptor, message_class
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import FileDescriptor
+    from google.protobuf.message import Message
 
 _file: FileDescriptor = descriptor("caffe.NetParameter", schema="caffe").file
 DESCRIPTOR = _file
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type[Message] | int:
     if name in _file.message_types_by_name:
-        found: object = message_class(f"caffe.{name}", schema="caffe")
+        found: type[Message] | int = message_class(f"caffe.{name}", schema="caffe")
     else:
         found = _enum_value(name)
     globals()[name] = found
