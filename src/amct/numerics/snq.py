@@ -137,14 +137,17 @@ def _centres(values: NDArray[np.float32], scale: float, settings: SnqSettings, r
 
 def _points(values: NDArray[np.float32], scale: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Sorted values in grid steps, and how many there are of each (more than 2^22 are averaged in narrow bins)."""
-    steps = values / np.float64(scale)
     if values.size <= _SORTED_POINTS:
-        return np.sort(steps), np.ones(values.size)
-    bins = np.rint(steps * _BINS_PER_STEP).astype(np.int64)
-    bins -= bins.min()
-    counts = np.bincount(bins)
-    sums = np.bincount(bins, weights=steps)
-    return sums[counts > 0] / counts[counts > 0], counts[counts > 0].astype(np.float64)
+        return np.sort(values / np.float64(scale)), np.ones(values.size)
+    zero = 128 * _BINS_PER_STEP
+    counts, sums = np.zeros(2 * zero + 1), np.zeros(2 * zero + 1)
+    for start in range(0, values.size, _SORTED_POINTS):
+        steps = values[start : start + _SORTED_POINTS] / np.float64(scale)
+        bins = np.rint(steps * _BINS_PER_STEP).astype(np.int64) + zero
+        counts += np.bincount(bins, minlength=counts.size)
+        sums += np.bincount(bins, weights=steps, minlength=sums.size)
+    filled = counts > 0
+    return sums[filled] / counts[filled], counts[filled]
 
 
 def _normal_quantiles(moments: NDArray[np.float64], points: NDArray[np.float64]) -> NDArray[np.float64]:
