@@ -46,7 +46,7 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
         if net.layer:
             raise ModelError(
                 f"{source}: Refusing to upgrade inconsistent NetParameter input; the definition includes both 'layer' "
-                "and 'layers' fields. Manually switch the definition to 'layer' format (type: \"ReLU\", not type: RELU)."
+                "and 'layers' fields. Write them all as 'layer' (type: \"ReLU\", not type: RELU)."
             )
         upgrade_v0_layers(net, source)
         for old in net.layers:
