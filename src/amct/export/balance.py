@@ -1,7 +1,12 @@
-"""DMQ in exported files: the layer's input is multiplied by 1/factor, channel by channel, in front of its quantizer."""
+"""DMQ in exported files: a layer's input is divided by its balance factors, channel by channel, before it is quantized.
+
+Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
+dividing its weight scales and bias gives the same integers and no node at all.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +14,8 @@ import numpy as np
 from amct.export.binding import LayerKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from amct.export.graph import OnnxGraph
@@ -22,6 +29,52 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
     inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer))
     constant = graph.add_constant(f"{layer.name}.tensor_balance_factor", inverse)
     return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
+
+
+def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
+    """Move balance factors into the layer that makes the balanced tensor, where only a Relu stands between."""
+    current = {id(layer.node): layer for layer in layers}
+    for layer in layers:
+        balance = current[id(layer.node)].factors.balance
+        source = _sole_source(graph, layer, current)
+        if balance is None or source is None or source.channels_out != balance.size:
+            continue
+        current[id(source.node)] = _divided(source, balance)
+        follower = current[id(layer.node)]
+        current[id(layer.node)] = replace(follower, factors=replace(follower.factors, balance=None))
+    return [current[id(layer.node)] for layer in layers]
+
+
+def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
+    """The layer whose result, perhaps through a Relu, is read by ``layer`` and nobody else."""
+    tensor = layer.node.input[0]
+    if graph.only_consumer(tensor) is None:
+        return None
+    producer = graph.producer(tensor)
+    if producer is not None and producer.op_type == "Relu" and graph.only_consumer(producer.input[0]) is not None:
+        producer = graph.producer(producer.input[0])
+    source = layers.get(id(producer))
+    same_channels = source is not None and (source.kind in _SPATIAL) == (layer.kind in _SPATIAL)
+    return source if same_channels and source is not None and source.node.op_type in _SCALABLE else None
+
+
+_SPATIAL = (LayerKind.CONV, LayerKind.CONV_TRANSPOSE)
+_SCALABLE = ("Conv", "ConvTranspose", "Gemm")
+
+
+def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
+    """A layer whose output channels are divided: the same integers, smaller steps."""
+    assert layer.weight is not None
+    if layer.kind is LayerKind.CONV_TRANSPOSE:
+        inputs, outputs, *kernel = layer.weight.shape
+        grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)
+        along = divisor.reshape(layer.groups, 1, outputs, *[1] * len(kernel))
+        weight = (grouped / along).reshape(layer.weight.shape)
+    else:
+        weight = layer.weight / divisor.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
+    bias = None if layer.bias is None else layer.bias / divisor
+    return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales))
 
 
 def _shape(layer: Layer) -> list[int]:

@@ -70,6 +70,14 @@ class Layer:
         return int(self.weight.shape[0])
 
     @property
+    def channels_in(self) -> int:
+        """How many input channels there are."""
+        assert self.weight is not None
+        if self.kind is LayerKind.CONV_TRANSPOSE:
+            return int(self.weight.shape[0])
+        return int(self.weight.shape[1]) * self.groups
+
+    @property
     def bias_place(self) -> tuple[NodeProto, int]:
         """The node and input that read the bias."""
         if self.bias_node is None:

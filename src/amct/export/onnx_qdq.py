@@ -7,7 +7,7 @@ the tensors between, see ``qdq_placement``; it needs factors of those tensors. T
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError
-from amct.export.balance import insert_balance
+from amct.export.balance import fold_balance, insert_balance
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.finding import find_layers
 from amct.export.layer import layer_report
@@ -72,8 +72,11 @@ def qdq_model(
         )
     nodes = QdqNodes(graph, Target(target))
     placed = FastPlacement()
-    if Placement(placement) is Placement.FAST:
-        placed = _fast_placement(graph, layers, tensors, nodes.notes)
+    if Placement(placement) is Placement.FAST and tensors is not None and all(layer.is_wide_float for layer in layers):
+        layers = fold_balance(graph, layers)
+        placed = FastPlanner(graph, layers, tensors.get).run()
+    elif Placement(placement) is Placement.FAST:
+        nodes.notes.append(_why_exact(tensors))
     scales = {layer.name: _input_factors(layer, placed).scale for layer in layers}
     _apply(nodes, placed)
     reports = []
@@ -111,34 +114,35 @@ def observed_tensors(
     Raises:
         ExportError: the graph does not look as bound.
     """
-    asked: dict[str, None] = {}
-
-    def observed(tensor: str) -> TensorFactors:
-        asked[tensor] = None
-        return TensorFactors(scale=1.0, zero_point=-128)
-
     one = np.ones(1, dtype=np.float32)
     usual = LayerFactors(scale_d=1.0, offset_d=-128, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
     graph, found, _ = find_layers(model, bindings, {binding.layer: usual for binding in bindings})
     layers = []
     for layer in found:
-        factors = replace(usual, balance=one) if layer.name in balanced else usual
-        factors = replace(factors, act_bits=16) if layer.name in other_bits else factors
+        factors = usual
+        if layer.name in balanced:
+            factors = replace(factors, balance=np.ones(layer.channels_in, dtype=np.float32))
+        if layer.name in other_bits:
+            factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
-    placed = FastPlanner(graph, layers, observed).run()
-    return tuple(name for name in asked if placed.factors(name) is not None)
+    layers = fold_balance(graph, layers)
+    placed = FastPlanner(graph, layers, lambda tensor: _Asked(scale=1.0, zero_point=-128, tensor=tensor)).run()
+    used = (*placed.some.values(), *placed.everyone.values())
+    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _Asked)))
 
 
-def _fast_placement(
-    graph: OnnxGraph, layers: Sequence[Layer], tensors: Mapping[str, TensorFactors] | None, notes: list[str]
-) -> FastPlacement:
+@dataclass(frozen=True, kw_only=True)
+class _Asked(TensorFactors):
+    """Factors that remember for which tensor they were asked, wherever the placement uses them."""
+
+    tensor: str
+
+
+def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
+    reason = "the model is not float32 throughout"
     if tensors is None:
-        notes.append('no factors of the tensors between layers were given: placement "exact" instead of "fast"')
-        return FastPlacement()
-    if not all(layer.is_wide_float for layer in layers):
-        notes.append('the model is not float32 throughout: placement "exact" instead of "fast"')
-        return FastPlacement()
-    return FastPlanner(graph, layers, tensors.get).run()
+        reason = "no factors of the tensors between layers were given"
+    return f'{reason}: placement "exact" instead of "fast"'
 
 
 def _input_factors(layer: Layer, placed: FastPlacement) -> TensorFactors:
