@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -47,6 +48,7 @@ def check_settings(
     problems: ProblemList,
     *,
     block: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings | None:
     """Turn the values of one block into a settings object.
 
@@ -56,6 +58,7 @@ def check_settings(
         locate: Where the value at a path inside the block stands.
         problems: Takes every mistake found.
         block: What the block is called in messages, such as ``conv1.weight_quant_params``.
+        names: How fields are called in the file, where that is not their own name.
 
     Returns:
         The settings, or None when the block has a mistake (it is in ``problems`` then).
@@ -64,7 +67,10 @@ def check_settings(
         checked: Settings = _adapter(settings).validate_python(dict(values))
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            _report(settings, detail, locate, problems, block)
+            first, *rest = detail["loc"] or ("",)
+            spelled = _spell((names.get(str(first), first), *rest))
+            name = ".".join(part for part in (block, spelled) if part)
+            _report(settings, detail, locate, problems, name)
         return None
     return checked
 
@@ -76,14 +82,13 @@ def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
 
 
 def _report(
-    settings: Callable[..., Any], detail: Mapping[str, Any], locate: Locate, problems: ProblemList, block: str
+    settings: Callable[..., Any], detail: Mapping[str, Any], locate: Locate, problems: ProblemList, name: str
 ) -> None:
     kind, path, context = str(detail["type"]), tuple(detail["loc"]), detail.get("ctx", {})
     given = detail["input"]
-    name = ".".join(part for part in (block, _spell(path)) if part)
     if kind == "value_error" and isinstance(context.get("error"), SettingsError):
         broken: SettingsError = context["error"]
-        problems.add(f"{block}: {broken}" if block else str(broken), locate((broken.field,)))
+        problems.add(f"{name}: {broken}" if name else str(broken), locate((broken.field,)))
     elif kind == "unexpected_keyword_argument":
         nearest = problems.nearest(str(path[-1]), _defaults(settings))
         problems.add(f'the key "{shorten(name)}" is unknown.{nearest}', locate(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from amct.config.algorithm_blocks import AlgorithmBlock
@@ -65,16 +66,21 @@ def read_bool(members: Mapping[str, JsonNode], key: str, default: bool, what: st
 
 
 def check_members(
-    settings: Callable[..., Settings], members: Mapping[str, JsonNode], problems: ProblemList, *, block: str = ""
+    settings: Callable[..., Settings],
+    members: Mapping[str, JsonNode],
+    problems: ProblemList,
+    *,
+    block: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings | None:
-    """Turn the members of an object into a settings object whose fields have the same names."""
+    """Turn members of an object, by the names of settings fields, into settings; see ``check_settings``."""
 
     def locate(path: tuple[str | int, ...]) -> Position | None:
         first = members.get(str(path[0])) if path else None
         return first.at(path[1:]).position if first is not None else None
 
     values = {key: node.plain() for key, node in members.items()}
-    return check_settings(settings, values, locate, problems, block=block)
+    return check_settings(settings, values, locate, problems, block=block, names=names)
 
 
 def read_algorithm_block(
@@ -108,7 +114,8 @@ def read_algorithm_block(
         else:
             _report_foreign(key, member, algorithm, algorithms, what, problems)
     fields = {algorithm.field_of(key): node for key, node in nodes.items()}
-    if check_members(algorithm.settings, fields, problems, block=what) is None:
+    names = {algorithm.field_of(key): key for key in nodes}
+    if check_members(algorithm.settings, fields, problems, block=what, names=names) is None:
         # The caller goes on checking what the layer can do: leave it the values that are of the right type.
         given = {key: value for key, value in given.items() if type(value) is type(algorithm.default_of(key))}
     return AlgorithmBlock(

@@ -151,7 +151,7 @@ def _expand(
     problems.raise_all()
     _require_layers(choices, source)
     layers = tuple(
-        _layer_config(name, read_algorithm(choice, "acts_quant_algo", KV_CACHE), _granularity(choice), fields)
+        _layer_config(name, read_algorithm(choice, "acts_quant_algo", KV_CACHE), _granularity(choice), fields, origins)
         for name, choice in choices.items()
     )
     return FullConfig(
@@ -180,13 +180,20 @@ def _granularity(choice: Choice) -> tuple[int, Origin]:
     return number, Origin(choice.origin.level, algorithm.where("quant_granularity"))
 
 
-def _layer_config(name: str, block: AlgorithmBlock, granularity: tuple[int, Origin], fields: _Globals) -> LayerConfig:
+def _layer_config(
+    name: str,
+    block: AlgorithmBlock,
+    granularity: tuple[int, Origin],
+    fields: _Globals,
+    global_origins: Mapping[str, Origin],
+) -> LayerConfig:
     data = {**block.to_json("act_algo"), "quant_granularity": granularity[0]}
     origins = {"": block.origin, **block.origins(BLOCK_KEY, "act_algo")}
     origins[f"{BLOCK_KEY}.quant_granularity"] = granularity[1]
     implied = {}
     if "asymmetric" not in block.given:
         implied[f"{BLOCK_KEY}.asymmetric"] = fields.activation_offset
+        origins[f"{BLOCK_KEY}.asymmetric"] = global_origins.get("activation_offset", DEFAULT)
     return LayerConfig(name=name, type=KV_CACHE_TYPES[0], data={BLOCK_KEY: data}, origins=origins, implied=implied)
 
 
@@ -203,6 +210,7 @@ def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> 
     root = read_json_object(data, source, problems)
     global_nodes = {key: node for key, node in root.value.items() if key in GLOBAL_KEYS}
     fields = check_members(_Globals, global_nodes, problems) or _Globals()
+    origins = {key: Origin(Level.FILE, node.key_position) for key, node in global_nodes.items()}
     configs = []
     for name, node in root.value.items():
         if name in GLOBAL_KEYS:
@@ -211,19 +219,21 @@ def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> 
             problems.add_unknown("the layer or global field", name, (*GLOBAL_KEYS, *model.names), node.key_position)
             continue
         check_layer_names([Named(name, node.key_position)], "the config", model, KV_CACHE_TYPES, problems)
-        configs.append(_read_layer(name, node, fields, problems))
+        configs.append(_read_layer(name, node, fields, origins, problems))
     problems.raise_all()
     _require_layers(configs, source)
     return FullConfig(
         source=source,
         fields={key: getattr(fields, key) for key in GLOBAL_KEYS},
         layers=tuple(config for config in configs if config is not None),
-        origins={key: Origin(Level.FILE, node.key_position) for key, node in global_nodes.items()},
+        origins=origins,
         warnings=problems.warnings,
     )
 
 
-def _read_layer(name: str, node: JsonNode, fields: _Globals, problems: ProblemList) -> LayerConfig | None:
+def _read_layer(
+    name: str, node: JsonNode, fields: _Globals, origins: Mapping[str, Origin], problems: ProblemList
+) -> LayerConfig | None:
     if not is_object(node, name, problems):
         return None
     members = known_members(node, (BLOCK_KEY,), name, problems)
@@ -238,7 +248,7 @@ def _read_layer(name: str, node: JsonNode, fields: _Globals, problems: ProblemLi
     granularity = _read_granularity(inner.pop("quant_granularity", None), what, problems)
     rest = JsonNode(inner, block_node.lines, block_node.offset, block_node.key_offset)
     block = read_algorithm_block(rest, KV_CACHE, "act_algo", what, problems)
-    return _layer_config(name, block, granularity, fields) if block is not None else None
+    return _layer_config(name, block, granularity, fields, origins) if block is not None else None
 
 
 def _read_granularity(node: JsonNode | None, what: str, problems: ProblemList) -> tuple[int, Origin]:

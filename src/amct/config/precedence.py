@@ -32,11 +32,6 @@ class Level(Enum):
     RULE = "rule of the layer type"
     DEFAULT = "built-in default"
 
-    @property
-    def is_override(self) -> bool:
-        """Whether the user asked for exactly this layer or this type: then what cannot be done is a mistake."""
-        return self in (Level.LAYER, Level.TYPE, Level.FILE)
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -88,14 +88,3 @@ def shorten(value: object, limit: int = 60) -> str:
     """A value as it may stand in a message: long texts are cut."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]}…"
-
-
-def find_repeated(names: Iterable[str]) -> list[str]:
-    """The names given more than once, each once, in the order of their second appearance."""
-    seen: set[str] = set()
-    repeated: list[str] = []
-    for name in names:
-        if name in seen and name not in repeated:
-            repeated.append(name)
-        seen.add(name)
-    return repeated

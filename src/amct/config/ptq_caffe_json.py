@@ -96,7 +96,10 @@ def _read_globals(
     settings = check_members(_Globals, plain, problems) or _Globals()
     update: BatchNormUpdate | None = BatchNormUpdate()
     if update_node is not None and is_object(update_node, "bn_update_config", problems):
-        update = check_members(BatchNormUpdate, update_node.value, problems, block="bn_update_config")
+        known = known_members(
+            update_node, [item.name for item in fields(BatchNormUpdate)], "bn_update_config", problems
+        )
+        update = check_members(BatchNormUpdate, known, problems, block="bn_update_config")
     check_skip_fusion(nodes.get("skip_fusion_layers"), model, FUSIBLE_TYPES, problems)
     written: dict[str, Any] = {
         "version": VERSION,

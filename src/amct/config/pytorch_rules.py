@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 MIGRATION_RANGE = (0.2, 0.8)
-PER_TENSOR_TYPES = " and ".join(name for name, capability in PTQ_TYPES.items() if not capability.channel_wise)
 
 
 @dataclass(frozen=True, kw_only=True)
