@@ -72,7 +72,7 @@ def capture(
         with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
             program = _export(duplicate, inputs, shapes)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
-        return _failure(error)
+        return failure_of(error)
     sys.stderr.write(said.getvalue())
     return program
 
@@ -112,7 +112,8 @@ def quiet_exporters() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def _failure(error: BaseException) -> CaptureFailure:
+def failure_of(error: BaseException) -> CaptureFailure:
+    """What went wrong and where in the user's code, of an exception that passed through it."""
     if isinstance(error, GuardOnDataDependentSymNode):
         reason = "what is executed depends on values of tensors, which a captured program cannot follow"
     else:
