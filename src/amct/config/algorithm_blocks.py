@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,27 +81,46 @@ def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]
     given: dict[str, Any] = {}
     positions: dict[str, Position] = {}
     for key in algorithm.keys:
-        fields = [field for field in algorithm.cfg_fields.get(key, (key,)) if _has(message, field)]
-        if fields:
-            given[key] = _value(algorithm, key, message)
-            positions[key] = message.where(fields[0])
+        found = [_find(message, field) for field in algorithm.cfg_fields.get(key, (key,))]
+        first = next((item for item in found if item is not None), None)
+        if first is not None:
+            given[key] = _value(algorithm, key, found)
+            positions[key] = first[0].where(first[1])
     return AlgorithmBlock(
         algorithm=algorithm, given=given, positions=positions, origin=choice.origin, position=block.where(chosen)
     )
 
 
-def _has(message: TextMessage, field: str) -> bool:
-    """Whether the file sets a field; keys of the JSON that the ``.cfg`` has no field for are never set."""
-    return field in message.descriptor.fields_by_name and message.has(field)
+def _find(message: TextMessage, field: str) -> tuple[TextMessage, str] | None:
+    """The message that holds a field and the field's name there; None when the file does not set it.
+
+    A dot leads into an inner message. Keys of the JSON that the ``.cfg`` has no field for are never set.
+    """
+    *outer, name = field.split(".")
+    for step in outer:
+        if not message.has(step):
+            return None
+        message = message.get(step)
+    is_set = name in message.descriptor.fields_by_name and message.has(name)
+    return (message, name) if is_set else None
 
 
-def _value(algorithm: Algorithm, key: str, message: TextMessage) -> Any:  # noqa: ANN401  a JSON value
-    fields = algorithm.cfg_fields.get(key, (key,))
-    if len(fields) == 1:
-        value = message.get(fields[0])
-        return int(value.removeprefix("INT")) if fields[0] == "dst_type" else value
+def _value(algorithm: Algorithm, key: str, found: list[tuple[TextMessage, str] | None]) -> Any:  # noqa: ANN401  JSON
+    if len(found) == 1:
+        assert found[0] is not None
+        message, name = found[0]
+        value = message.get(name)
+        if key == "num_bits" and name == "dst_type":
+            return int(value.removeprefix("INT"))
+        return _as_float32(value) if key in algorithm.float32 else value
     defaults = algorithm.default_of(key)
-    return [message.get(field, default) for field, default in zip(fields, defaults, strict=True)]
+    return [default if item is None else item[0].get(item[1]) for item, default in zip(found, defaults, strict=True)]
+
+
+def _as_float32(value: float) -> float:
+    """The number a float32 really holds: 6.1 becomes 6.099999904632568."""
+    held: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return held
 
 
 def check_block(block: AlgorithmBlock, name_key: str | None, problems: ProblemList) -> None:

@@ -121,4 +121,8 @@ _DATA_ONLY = {
 
 CAFFE_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(_WITH_WEIGHTS | _DATA_ONLY)
 
+RETRAIN_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(
+    {name: CAFFE_TYPES[name] for name in ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")}
+)
+
 FUSIBLE_TYPES = tuple(name for name, capability in CAFFE_TYPES.items() if capability.fusible)

@@ -26,6 +26,7 @@ Locate = Callable[[Path], Position | None]
 _WRONG_TYPE = {
     "int_type": "an integer",
     "float_type": "a number",
+    "decimal_type": "a number with a decimal point",
     "bool_type": "true or false",
     "string_type": "a string in double quotes",
     "tuple_type": "a list of two numbers",

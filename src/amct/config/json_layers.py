@@ -21,6 +21,8 @@ def find_layer(
     types: Collection[str],
     global_keys: tuple[str, ...],
     problems: ProblemList,
+    *,
+    switch_key: str = "quant_enable",
 ) -> LayerInfo | None:
     """The layer a top-level key names; None, and a report, when the layer cannot be quantized.
 
@@ -32,7 +34,7 @@ def find_layer(
         return None
     if layer.type in types and layer.refusal is None:
         return layer
-    switch = node.value.get("quant_enable") if node.is_object else None
+    switch = node.value.get(switch_key) if node.is_object else None
     if switch is None or switch.value is not False:
         reason = layer.refusal or f"its type {layer.type} is not supported"
         problems.add(f'the layer "{name}" cannot be quantized: {reason}. Remove it.', node.key_position)

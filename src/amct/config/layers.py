@@ -27,6 +27,8 @@ class LayerInfo:
         can_pack_int4: Whether two 4-bit weights share a byte along the input channels (one group, an even number).
         average_pooling: Whether a Caffe ``Pooling`` layer is AVE and not global.
         refusal: Why this layer cannot be quantized although its type can (a module called twice); None when it can.
+        depthwise: Whether a ``Conv2d`` has a group for each input channel: filter pruning never starts from it.
+        prune_refusal: Why this layer cannot be pruned although its type can; None when it can.
     """
 
     name: str
@@ -36,6 +38,8 @@ class LayerInfo:
     can_pack_int4: bool = True
     average_pooling: bool = False
     refusal: str | None = None
+    depthwise: bool = False
+    prune_refusal: str | None = None
 
 
 class LayerList:

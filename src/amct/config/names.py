@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from amct.config.precedence import Level, Origin
 from amct.config.problems import shorten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from amct.config.layers import LayerList
+    from amct.config.layers import LayerInfo, LayerList
     from amct.config.problems import ProblemList
     from amct.errors import Position
     from amct.schema import TextMessage
@@ -22,6 +23,21 @@ class Named:
 
     name: str
     position: Position | None = None
+
+
+class SkipList:
+    """What a config switches off by name and by type, with the place of each."""
+
+    def __init__(self, layers: Iterable[Named] = (), types: Iterable[Named] = ()) -> None:
+        self._origins: dict[tuple[str, str], Origin] = {}
+        for kind, names in (("layer", layers), ("type", types)):
+            for named in names:
+                level = Level.GLOBAL if named.position else Level.ARGUMENT
+                self._origins.setdefault((kind, named.name), Origin(level, named.position))
+
+    def find(self, layer: LayerInfo) -> Origin | None:
+        """Where a layer, or its type, is switched off; None when it is not."""
+        return self._origins.get(("layer", layer.name)) or self._origins.get(("type", layer.type))
 
 
 def read_names(message: TextMessage, field: str) -> tuple[Named, ...]:

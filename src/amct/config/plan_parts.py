@@ -37,7 +37,7 @@ def settings_of(
 
 
 def reasons_not_quantized(
-    model: LayerList, types: Collection[str], blocks: Mapping[str, LayerConfig]
+    model: LayerList, types: Collection[str], blocks: Mapping[str, LayerConfig], *, switch_key: str = "quant_enable"
 ) -> dict[str, str]:
     """Why each layer that stays float does so."""
     reasons = {}
@@ -48,6 +48,6 @@ def reasons_not_quantized(
             reasons[layer.name] = layer.refusal
         elif layer.name not in blocks:
             reasons[layer.name] = "not in the config"
-        elif not blocks[layer.name].data["quant_enable"]:
-            reasons[layer.name] = f"switched off: {blocks[layer.name].origin('quant_enable')}"
+        elif not blocks[layer.name].data[switch_key]:
+            reasons[layer.name] = f"switched off: {blocks[layer.name].origin(switch_key)}"
     return reasons

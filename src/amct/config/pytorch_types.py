@@ -62,3 +62,8 @@ PTQ_TYPES: Mapping[str, Capability] = MappingProxyType(
 
 FUSIBLE_TYPES = tuple(name for name, capability in PTQ_TYPES.items() if capability.fusible)
 KV_CACHE_TYPES = ("Linear",)
+QAT_TYPES: Mapping[str, Capability] = MappingProxyType(
+    {name: capability for name, capability in PTQ_TYPES.items() if capability.weights}
+)
+FILTER_PRUNE_TYPES = ("Conv2d", "Linear")  # pruned by themselves; others only follow the layer before them
+SELECTIVE_PRUNE_TYPES = ("Conv2d", "Linear", "ConvTranspose2d")

@@ -10,6 +10,15 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from amct.config.retrain_settings import (
+    ArqRetrainSettings,
+    CaffeArqRetrainSettings,
+    CaffeUlqSettings,
+    FilterPruneSettings,
+    SelectivePruneSettings,
+    UlqRetrainSettings,
+    UlqSettings,
+)
 from amct.config.settings import (
     AdaRoundSettings,
     ArqSettings,
@@ -28,12 +37,14 @@ class Algorithm:
 
     Attributes:
         name: Its name in the JSON, the value of ``act_algo`` or ``wts_algo``.
-        message: The field of ``CalibrationConfig`` that chooses it in a ``.cfg``.
+        message: The field of a ``.cfg`` block that chooses it.
         settings: What it becomes.
         keys: The keys of its JSON block in the order they are written, the key of the name among them.
-        cfg_fields: Where a key is called otherwise in the ``.cfg``: one field, or the two ends of a range.
+        cfg_fields: Where a key is called otherwise in the ``.cfg``: one field, or the two ends of a range; a dot leads
+            into an inner message.
         json_fields: Where a key of the JSON is called otherwise in the settings.
         optional: Keys that are written only when they were given.
+        float32: Keys whose numbers are written as a float32 holds them (the reference shortens all others).
     """
 
     name: str
@@ -43,6 +54,7 @@ class Algorithm:
     cfg_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     json_fields: Mapping[str, str] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
+    float32: frozenset[str] = frozenset()
 
     def setting_keys(self, name_key: str | None) -> tuple[str, ...]:
         """The keys that are settings: all but the one that holds the algorithm's name."""
@@ -66,6 +78,8 @@ _ADA_KEYS = ("num_bits", "reg_param", "warm_start", "num_iteration", "beta_range
 _SNQ_KEYS = ("wts_algo", "channel_wise", "num_bits", "max_iteration", "min_distance", "init_algo")
 _BITS_BY_TYPE: dict[str, tuple[str, ...]] = {"num_bits": ("dst_type",)}
 _ASYMMETRIC = frozenset({"asymmetric"})
+_CLIP_KEYS = frozenset({"clip_max", "clip_min"})
+_CLIP: dict[str, tuple[str, ...]] = {key: (f"clip_max_min.{key}",) for key in ("clip_max", "clip_min")}
 
 # fmt: off  (a line for each algorithm)
 PYTORCH_ACTIVATION = (
@@ -127,6 +141,65 @@ CAFFE_WEIGHT = (
         name="arq_quantize", message="arq_quantize", settings=ArqSettings, keys=("wts_algo", "channel_wise", "num_bits")
     ),
     Algorithm(name="snq_quantize", message="snq_quantize", settings=SnqSettings, keys=_SNQ_KEYS),
+)
+RETRAIN_ACTIVATION = (
+    Algorithm(
+        name="ulq_quantize",
+        message="ulq_quantize",
+        settings=UlqSettings,
+        keys=("algo", "clip_max", "clip_min", "fixed_min", "dst_type"),
+        cfg_fields=_CLIP,
+        optional=_CLIP_KEYS | {"fixed_min"},
+        float32=_CLIP_KEYS,
+    ),
+)
+RETRAIN_WEIGHT = (
+    Algorithm(
+        name="arq_retrain",
+        message="arq_retrain",
+        settings=ArqRetrainSettings,
+        keys=("algo", "channel_wise", "dst_type"),
+    ),
+    Algorithm(
+        name="ulq_retrain",
+        message="ulq_retrain",
+        settings=UlqRetrainSettings,
+        keys=("algo", "dst_type", "channel_wise"),
+    ),
+)
+CAFFE_RETRAIN_ACTIVATION = (
+    Algorithm(
+        name="ulq_quantize",
+        message="ulq_quantize",
+        settings=CaffeUlqSettings,
+        keys=("algo", "clip_max", "clip_min", "fixed_min", "fixed_clip", "num_bits"),
+        cfg_fields=_CLIP,
+        optional=_CLIP_KEYS | {"fixed_min", "fixed_clip"},
+    ),
+)
+CAFFE_RETRAIN_WEIGHT = (
+    Algorithm(
+        name="arq_retrain",
+        message="arq_retrain",
+        settings=CaffeArqRetrainSettings,
+        keys=("algo", "channel_wise", "num_bits"),
+    ),
+)
+FILTER_PRUNE = (
+    Algorithm(
+        name="balanced_l2_norm_filter_prune",
+        message="balanced_l2_norm_filter_prune",
+        settings=FilterPruneSettings,
+        keys=("algo", "prune_ratio", "ascend_optimized"),
+    ),
+)
+SELECTIVE_PRUNE = (
+    Algorithm(
+        name="l1_selective_prune",
+        message="l1_selective_prune",
+        settings=SelectivePruneSettings,
+        keys=("algo", "n_out_of_m_type", "update_freq"),
+    ),
 )
 # fmt: on
 

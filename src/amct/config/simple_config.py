@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.config.names import (
     Named,
+    SkipList,
     check_layer_names,
     check_type_names,
     read_names,
@@ -40,17 +41,12 @@ class SimpleConfig:
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     @cached_property
-    def _skips(self) -> dict[tuple[str, str], Origin]:
-        """Every name that is switched off, by the kind of name."""
-        named = [("layer", item) for item in self.skip_layers] + [("type", item) for item in self.skip_layer_types]
-        return {
-            (kind, item.name): Origin(Level.GLOBAL if item.position else Level.ARGUMENT, item.position)
-            for kind, item in named
-        }
+    def _skips(self) -> SkipList:
+        return SkipList(self.skip_layers, self.skip_layer_types)
 
     def skipped(self, layer: LayerInfo) -> Origin | None:
         """Where a layer, or its type, is switched off; None when it is not."""
-        return self._skips.get(("layer", layer.name)) or self._skips.get(("type", layer.type))
+        return self._skips.find(layer)
 
 
 def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
