@@ -1,0 +1,158 @@
+"""The squared error of a linear layer as a function of its weight alone: all of the data in one matrix.
+
+A convolution is a matrix product with its unfolded input U, so ``|U w - y|² = w·G w - 2 w·C + |y|²`` with
+``G = UᵀU`` and ``C = Uᵀy``. Both are sums over the data: they are gathered mini-batch by mini-batch, and their size
+depends on the weight only. With them, an error or a gradient needs no data at all.
+
+A transposed convolution is first written as a plain one: its input spread out by the stride, its kernel mirrored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.numerics.compiled import compiled
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from amct.numerics.integer import ConvolutionGeometry
+
+_STRIPES = 8
+
+
+def as_pair(value: int | tuple[int, ...]) -> tuple[int, int]:
+    """One number for both dimensions, or two."""
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+@dataclass(frozen=True)
+class Unfolding:
+    """How the input of a layer becomes the matrix U that its weight rows ``[Cout, K]`` are multiplied with."""
+
+    geometry: ConvolutionGeometry | None
+    """None for a linear layer."""
+    kernel: tuple[int, int] = (1, 1)
+
+    @property
+    def groups(self) -> int:
+        """Groups of the convolution; each has a matrix of its own."""
+        return self.geometry.groups if self.geometry else 1
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """``[N, Cin, H, W]`` (linear: ``[..., Cin]``) as ``[groups, K, positions]``."""
+        if self.geometry is None:
+            return x.reshape(1, -1, x.shape[-1]).transpose(1, 2)
+        stride, dilation = as_pair(self.geometry.stride), as_pair(self.geometry.dilation)
+        if self.geometry.transposed:
+            x, stride = self._spread(x, self.geometry), (1, 1)
+        else:
+            vertical, horizontal = as_pair(self.geometry.padding)
+            x = functional.pad(x, (horizontal, horizontal, vertical, vertical))
+        # Windows are views until the final copy; functional.unfold copies once in its own order and would need another.
+        windows = x.transpose(0, 1).contiguous()
+        for axis in (0, 1):
+            reach = dilation[axis] * (self.kernel[axis] - 1) + 1
+            windows = windows.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
+        return windows.permute(0, 4, 5, 1, 2, 3).reshape(self.groups, -1, math.prod(windows.shape[1:4]))
+
+    def outputs(self, y: Tensor) -> Tensor:
+        """An output of the layer as ``[groups, Cout/groups, positions]``, in the order of ``unfold``."""
+        if self.geometry is None:
+            return y.reshape(1, -1, y.shape[-1]).transpose(1, 2)
+        batch, channels = y.shape[:2]
+        grouped = y.reshape(batch, self.groups, channels // self.groups, -1)
+        return grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Weight rows ``[Cout, K]`` as ``[groups, Cout/groups, K]`` that fit ``unfold``."""
+        return self._mirrored(rows).reshape(self.groups, rows.shape[0] // self.groups, -1)
+
+    def back(self, grouped: Tensor) -> Tensor:
+        """The inverse of ``rows``."""
+        return self._mirrored(grouped.reshape(-1, grouped.shape[-1]))
+
+    def _mirrored(self, rows: Tensor) -> Tensor:
+        if self.geometry is None or not self.geometry.transposed:
+            return rows
+        return rows.reshape(rows.shape[0], -1, *self.kernel).flip(2, 3).reshape(rows.shape)
+
+    def _spread(self, x: Tensor, geometry: ConvolutionGeometry) -> Tensor:
+        """The input that a plain convolution with stride 1 and no padding turns into the same output."""
+        stride, dilation, padding = as_pair(geometry.stride), as_pair(geometry.dilation), as_pair(geometry.padding)
+        extra = as_pair(geometry.output_padding)
+        height, width = x.shape[2:]
+        spread = x.new_zeros(*x.shape[:2], (height - 1) * stride[0] + 1, (width - 1) * stride[1] + 1)
+        spread[:, :, :: stride[0], :: stride[1]] = x
+        border = [dilation[axis] * (self.kernel[axis] - 1) - padding[axis] for axis in (0, 1)]
+        return functional.pad(spread, (border[1], border[1] + extra[1], border[0], border[0] + extra[0]))
+
+
+class GramStatistics:
+    """G, C and the number of positions of a layer, summed over mini-batches in float64."""
+
+    def __init__(self, unfolding: Unfolding, outputs: int, inputs: int, device: torch.device) -> None:
+        groups = unfolding.groups
+        self.unfolding = unfolding
+        self.positions = 0
+        self.gram = torch.zeros(groups, inputs, inputs, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(groups, outputs // groups, inputs, dtype=torch.float64, device=device)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Take in the input of a mini-batch and the output (without bias) that is wanted for it."""
+        columns = self.unfolding.unfold(x.float())
+        # G is symmetric: each stripe of it is computed from its diagonal on and mirrored, almost half the work.
+        for begin in range(0, columns.shape[1], -(-columns.shape[1] // _STRIPES)):
+            end = min(begin - (-columns.shape[1] // _STRIPES), columns.shape[1])
+            stripe = torch.bmm(columns[:, begin:end], columns[:, begin:].transpose(1, 2))
+            self.gram[:, begin:end, begin:] += stripe
+            self.gram[:, end:, begin:end] += stripe[:, :, end - begin :].transpose(1, 2)
+        self.cross += torch.bmm(self.unfolding.outputs(y.float()), columns.transpose(1, 2))
+        self.positions += columns.shape[2]
+
+    def half_gradient(self, weight: Tensor) -> Tensor:
+        """Half the gradient of the squared error, ``w G - C``, in float64."""
+        return torch.bmm(weight.double(), self.gram) - self.cross
+
+
+@compiled
+def improve_rounding(
+    gram: NDArray[np.float64],
+    slope: NDArray[np.float64],
+    steps: NDArray[np.float64],
+    other: NDArray[np.float64],
+    sweeps: int,
+) -> int:
+    """Change single weights from one of their two values to the other while that lowers the squared error.
+
+    Args:
+        gram: G of one group, ``[K, K]``.
+        slope: ``w G - C`` of its rows, ``[rows, K]``; kept up to date.
+        steps: the weights in use, ``[rows, K]``; changed in place.
+        other: the value each could have instead; changed in place.
+        sweeps: stop after so many passes over all weights.
+
+    Returns:
+        How many times a weight was changed.
+    """
+    changes = 0
+    for row in range(steps.shape[0]):
+        for _ in range(sweeps):
+            before = changes
+            for place in range(steps.shape[1]):
+                move = other[row, place] - steps[row, place]
+                if move * (2 * slope[row, place] + move * gram[place, place]) < 0:
+                    other[row, place] = steps[row, place]
+                    steps[row, place] += move
+                    slope[row] += move * gram[place]
+                    changes += 1
+            if changes == before:
+                break
+    return changes

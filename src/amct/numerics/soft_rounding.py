@@ -1,0 +1,102 @@
+"""The learned rounding of AdaRound: every weight between its floor and its ceiling, pushed to one of them over time.
+
+A weight in steps of its scale is ``floor + h`` with ``h = clamp(1.2 · sigmoid(alpha) - 0.1, 0, 1)``. The regularizer
+``Σ 1 - |2h - 1|^beta`` is zero when all h are 0 or 1; beta falls from ``beta_range[0]`` to ``beta_range[1]`` along
+half a cosine, after a warm start without any regularizer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amct.errors import ArgumentError
+from amct.numerics.affine import integer_range
+
+_STRETCH = 1.2
+_SHIFT = -0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaRoundSettings:
+    """Named as in the config files; ``bits`` is ``num_bits`` there."""
+
+    bits: int = 8
+    num_iteration: int = 10000
+    reg_param: float = 0.01
+    beta_range: tuple[float, float] = (20.0, 2.0)
+    warm_start: float = 0.2
+    learning_rate: float = 1e-3
+    batch_size: int = 32
+    fast: bool = False
+    """Use the Gram matrix of the layer's input where that is cheaper than forwards; drops the fused activation."""
+
+    def __post_init__(self) -> None:
+        start, end = self.beta_range
+        if not 2 <= self.bits <= 8:
+            raise ArgumentError(f"bits: AdaRound expects 2..8, got {self.bits}")
+        if self.num_iteration < 0 or self.batch_size < 1:
+            raise ArgumentError(
+                f"expected num_iteration >= 0 and batch_size >= 1, got {self.num_iteration} and {self.batch_size}"
+            )
+        if not 0 < self.reg_param < 1 or not 0 < self.warm_start < 1:
+            raise ArgumentError(
+                f"expected reg_param and warm_start inside (0, 1), got {self.reg_param} and {self.warm_start}"
+            )
+        if not start > end > 0:
+            raise ArgumentError(f"beta_range: expected start > end > 0, got [{start}, {end}]")
+        if not self.learning_rate > 0:
+            raise ArgumentError(f"learning_rate: expected a positive number, got {self.learning_rate}")
+
+    def beta_at(self, iteration: int) -> float | None:
+        """The exponent of the regularizer, or None during the warm start."""
+        begin = self.num_iteration * self.warm_start
+        if iteration < begin:
+            return None
+        start, end = self.beta_range
+        done = (iteration - begin) / (self.num_iteration - begin)
+        return end + 0.5 * (start - end) * (1 + math.cos(math.pi * done))
+
+
+class SoftRounding:
+    """The rounding of one weight, as rows ``[Cout, K]``; ``alpha`` is what is learned."""
+
+    def __init__(self, rows: Tensor, scale: Tensor, bits: int) -> None:
+        self.scale = scale.detach().float().reshape(-1, 1)
+        self.lowest, self.highest = integer_range(bits)
+        steps = rows.detach().float() * self.scale.reciprocal()
+        self.nearest = steps.round().clamp(self.lowest, self.highest)
+        self.floor = steps.floor()
+        rest = steps - self.floor
+        self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
+        # A weight beyond the grid stays at its end whatever h is.
+        self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
+
+    def h(self) -> Tensor:
+        """How far each weight is from its floor, 0..1."""
+        return torch.sigmoid(self.alpha).mul_(_STRETCH).add_(_SHIFT).clamp_(0, 1)
+
+    def soft(self) -> Tensor:
+        """The weights while learning."""
+        return (self.floor + self.h()).clamp_(self.lowest, self.highest).mul_(self.scale)
+
+    def hard(self) -> Tensor:
+        """The integers at the end: floor or ceiling, whichever h is nearer to."""
+        return (self.floor + (self.h() >= 0.5)).clamp(self.lowest, self.highest)
+
+    def gradient(self, weight_gradient: Tensor, beta: float | None, reg_param: float) -> Tensor:
+        """d(loss + regularizer)/d(alpha) from d(loss)/d(weight): what autograd would find, in fewer passes."""
+        sigmoid = torch.sigmoid(self.alpha)
+        stretched = sigmoid.mul(_STRETCH).add_(_SHIFT)
+        h = stretched.clamp(0, 1)
+        result = weight_gradient * self._step
+        if beta is not None:
+            centred = h.mul(2).sub_(1)
+            # |centred|^(beta - 1) through log and exp, which torch vectorizes, unlike pow.
+            power = centred.abs().log_().mul_(beta - 1).exp_()
+            result.addcmul_(centred.sign_(), power, value=-2 * beta * reg_param)
+        result *= h == stretched
+        return result.mul_(sigmoid).mul_(sigmoid.neg_().add_(1)).mul_(_STRETCH)
