@@ -142,12 +142,8 @@ class QdqNodes:
         else:
             stored, axis = _stored(layer, integers)
             self._weight(layer, 1, stored, scales, axis)
-        if layer.bias is None:
-            return
-        if layer.kind is not LayerKind.CONV_TRANSPOSE:
+        if layer.bias is not None:
             self._bias(layer, scales, scale_d)
-        elif not layer.is_wide_float:
-            replace_bias(self.graph, layer, layer.bias.astype(np.float32))
 
     def _is_requantized(self, layer: Layer) -> bool:
         if self.target is not Target.PORTABLE or layer.factors.wts_bits <= PORTABLE_BITS:
