@@ -133,13 +133,15 @@ class ExportError(AmctError, RuntimeError):
     """A file cannot be exported as asked."""
 
 
+_LOOK_ALIKES = str.maketrans("1i0-.", "llo__")  # what a tired eye takes for the same character
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean "conv1"?`` for the nearest known name, or nothing when none is near.
 
-    >>> did_you_mean("convl", ["conv1", "fc"])
+    >>> did_you_mean("convl", ["conv1", "conv2", "fc"])
     ' Did you mean "conv1"?'
     """
-    candidates = sorted(set(known))
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
-    return f' Did you mean "{by_lower[near[0]]}"?' if near else ""
+    by_look = {candidate.lower().translate(_LOOK_ALIKES): candidate for candidate in sorted(set(known), reverse=True)}
+    near = difflib.get_close_matches(name.lower().translate(_LOOK_ALIKES), by_look, n=1, cutoff=0.6)
+    return f' Did you mean "{by_look[near[0]]}"?' if near else ""

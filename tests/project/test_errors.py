@@ -19,6 +19,7 @@ BUILT_IN = {
     "CalibrationError": RuntimeError,
     "RecordError": RuntimeError,
     "RecordValueError": ValueError,
+    "RecordParseError": ValueError,
     "CheckpointError": KeyError,
     "ExportError": RuntimeError,
 }

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
+from amct.cli import config, record
 
 app = typer.Typer(
     name="amct",
@@ -31,3 +32,7 @@ def root(
     ] = False,
 ) -> None:
     """Options that stand before a command."""
+
+
+app.add_typer(config.app)
+app.add_typer(record.app)

@@ -1,0 +1,52 @@
+"""The layers of a prototxt as the config package wants to know them; needs the file only, no weights and no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.filter_rules import filter_net
+from amct.caffe.engine.messages import new_message, read_message
+from amct.caffe.engine.upgrade import upgrade_net
+from amct.config.layers import LayerInfo, LayerList
+
+if TYPE_CHECKING:
+    import os
+
+    from amct.caffe.engine.messages import ProtoMessage
+
+TEST_PHASE = 1
+
+
+def layer_list(prototxt: str | os.PathLike[str]) -> LayerList:
+    """Every layer of the TEST phase, in file order.
+
+    Raises:
+        FileError: the file cannot be read.
+        ParseError: it is no prototxt.
+        ModelError: it is one that no Caffe would take.
+    """
+    net = upgrade_net(read_message(prototxt, "NetParameter"), str(prototxt))
+    net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
+    return LayerList(layer_info(layer) for layer in filter_net(net).layer)
+
+
+def layer_info(layer: ProtoMessage) -> LayerInfo:
+    """What a config needs to know of one layer."""
+    return LayerInfo(
+        name=layer.name,
+        type=layer.type,
+        inputs=max(1, len(layer.bottom)),
+        has_bias=_has_bias(layer),
+        average_pooling=layer.type == "Pooling" and _is_local_average(layer.pooling_param),
+    )
+
+
+def _has_bias(layer: ProtoMessage) -> bool:
+    if layer.type == "InnerProduct":
+        return bool(layer.inner_product_param.bias_term)
+    return bool(layer.convolution_param.bias_term)
+
+
+def _is_local_average(pooling: ProtoMessage) -> bool:
+    average = pooling.DESCRIPTOR.enum_types_by_name["PoolMethod"].values_by_name["AVE"].number
+    return bool(pooling.pool == average and not pooling.global_pooling)

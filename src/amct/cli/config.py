@@ -1,0 +1,214 @@
+"""``amct config``: write a full config for a model, check one, and say where each effective setting comes from."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from amct.errors import ArgumentError, FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amct.cli.model_layers import Dialect
+    from amct.config.full_config import ExplainedSetting, FullConfig
+    from amct.config.layers import LayerList
+
+    _Reader = Callable[[bytes, str, LayerList], FullConfig]
+
+app = typer.Typer(
+    name="config",
+    help="Write, check and explain configs (.cfg and .json) for a model.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+class Kind(str, Enum):
+    """What the config is for."""
+
+    ptq = "ptq"
+    kv_cache = "kv-cache"
+
+
+ConfigArgument = Annotated[Path, typer.Argument(help="The config: a simple one (.cfg) or a full one (.json).")]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help='deploy.prototxt, a Python reference "package.module:factory", or a .txt file with "name type" a line.',
+    ),
+]
+ShapeOption = Annotated[
+    str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
+]
+KindOption = Annotated[Kind, typer.Option("--kind", help="What the config is for.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+
+
+@app.command()
+def init(
+    model: ModelOption,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the full config.")],
+    cfg: Annotated[Path | None, typer.Option("--cfg", help="A simple config to start from.")] = None,
+    input_shape: ShapeOption = None,
+) -> None:
+    """Write the full config of a model: built-in defaults, or what a simple config makes of it.
+
+    Example: amct config init --model deploy.prototxt --cfg quant.cfg -o config.json
+    """
+    from amct import atomic
+    from amct.cli.model_layers import model_layers
+
+    dialect, layers = model_layers(model, input_shape)
+    config = _expanded(cfg, dialect, Kind.ptq, layers) if cfg else _default(dialect, layers)
+    atomic.write_text(output, config.to_json())
+    _show_warnings(config)
+    typer.echo(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
+
+
+@app.command()
+def check(
+    config: ConfigArgument, model: ModelOption, input_shape: ShapeOption = None, kind: KindOption = Kind.ptq
+) -> None:
+    """Check a config against a model: every mistake with its line, exit code 2 when there is one.
+
+    Example: amct config check quant.cfg --model deploy.prototxt
+    """
+    full, layers = _read(config, model, input_shape, kind)
+    _show_warnings(full)
+    enabled = sum(1 for layer in full.layers if layer.data.get("quant_enable", True))
+    typer.echo(f"{config}: fits {model}: {enabled} of {len(layers)} layers are quantized")
+
+
+@app.command()
+def explain(
+    config: ConfigArgument,
+    model: ModelOption,
+    input_shape: ShapeOption = None,
+    kind: KindOption = Kind.ptq,
+    layer: Annotated[str | None, typer.Option("--layer", help="Only this layer, with every setting.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the effective settings of each layer and the file:line they come from.
+
+    Example: amct config explain quant.cfg --model deploy.prototxt --layer conv1
+    """
+    from amct.config.full_config import explain as explain_config
+
+    full, layers = _read(config, model, input_shape, kind)
+    rows = explain_config(full)
+    if layer is not None:
+        rows = _only(rows, layer, layers)
+    if as_json:
+        typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
+    elif layer is not None:
+        _echo_table([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])
+    else:
+        _echo_table(_a_line_each(rows))
+    _show_warnings(full)
+
+
+def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tuple[FullConfig, LayerList]:
+    from amct.cli.model_layers import model_layers
+
+    dialect, layers = model_layers(model, input_shape)
+    return _expanded(config, dialect, kind, layers), layers
+
+
+def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
+    """A simple or full config as a full one; which it is, its first character tells."""
+    from amct.cli.model_layers import Dialect
+    from amct.config import kv_cache, ptq_caffe, ptq_caffe_json, ptq_pytorch, ptq_pytorch_json
+
+    try:
+        data = config.read_bytes()
+    except OSError as error:
+        raise FileError(f"{config}: cannot be read: {error.strerror}") from error
+    is_json = config.suffix == ".json" or data.lstrip().startswith(b"{")
+    if kind is Kind.kv_cache:
+        if dialect is Dialect.caffe:
+            raise ArgumentError("--kind kv-cache: kv-cache quantization is for PyTorch models")
+        read: _Reader = kv_cache.read_config if is_json else kv_cache.expand_config
+    elif dialect is Dialect.caffe:
+        read = ptq_caffe_json.read_config if is_json else ptq_caffe.expand_config
+    else:
+        read = ptq_pytorch_json.read_config if is_json else ptq_pytorch.expand_config
+    return read(data, str(config), layers)
+
+
+def _default(dialect: Dialect, layers: LayerList) -> FullConfig:
+    from amct.cli.model_layers import Dialect
+    from amct.config import ptq_caffe, ptq_pytorch
+
+    if dialect is Dialect.caffe:
+        return ptq_caffe.default_config(layers)
+    return ptq_pytorch.default_config(layers)
+
+
+def _only(rows: tuple[ExplainedSetting, ...], layer: str, layers: LayerList) -> tuple[ExplainedSetting, ...]:
+    from amct.errors import did_you_mean
+
+    found = tuple(row for row in rows if row.layer == layer)
+    if found:
+        return found
+    info = layers.find(layer)
+    if info is None:
+        raise ArgumentError(f'--layer: the model has no layer "{layer}".{did_you_mean(layer, layers.names)}')
+    reason = info.refusal or f'its type "{info.type}" cannot be quantized'
+    raise ArgumentError(f'--layer: "{layer}" is not quantized: {reason}')
+
+
+def _a_line_each(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
+    """One line per layer: what is done to it and which block decides."""
+    lines: dict[str, dict[str, Any]] = {}
+    blocks = {}
+    for row in rows:
+        if row.layer:
+            lines.setdefault(row.layer, {})[row.key] = row.value
+            blocks[row.layer] = (row.type, row.block)
+    return [(name, kind, _effect(lines[name]), str(block)) for name, (kind, block) in blocks.items()]
+
+
+def _effect(settings: dict[str, Any]) -> str:
+    """The settings of a layer in a few words."""
+    if settings.get("quant_enable") is False:
+        return "left float"
+    short = {key.rpartition(".")[2]: value for key, value in settings.items() if ".1." not in key}
+    words = [str(short[key]) for key in ("act_algo", "wts_algo") if key in short]
+    words += [
+        f"{key}={json.dumps(short[key])}" for key in ("asymmetric", "with_offset", "channel_wise") if key in short
+    ]
+    bits = [settings[key] for key in settings if key.endswith("num_bits")]
+    return " ".join([*words, f"bits={'/'.join(map(str, bits))}"] if bits else words)
+
+
+def _plain(row: ExplainedSetting) -> dict[str, Any]:
+    position = row.origin.position
+    return {
+        "layer": row.layer,
+        "type": row.type,
+        "key": row.key,
+        "value": row.value,
+        "from": row.origin.level.name.lower(),
+        "file": position.source if position else None,
+        "line": position.line if position else None,
+        "column": position.column if position else None,
+    }
+
+
+def _echo_table(rows: list[tuple[str, ...]]) -> None:
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _show_warnings(config: FullConfig) -> None:
+    for warning in config.warnings:
+        typer.echo(f"warning: {warning}", err=True)

@@ -1,0 +1,126 @@
+"""The layers of whatever the user calls a model on the command line: a prototxt, a Python reference or a plain list."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amct.errors import ArgumentError, FileError, ParseError, Position, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from amct.config.layers import LayerList
+
+LIST_FORM = 'two words a line, "name type"'
+
+
+class Dialect(str, Enum):
+    """Whose config it is."""
+
+    pytorch = "pytorch"
+    caffe = "caffe"
+
+
+def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerList]:
+    """The dialect and the layers of a model given as ``net.prototxt``, ``package.module:factory`` or ``layers.txt``.
+
+    A list (``.txt``) has a layer a line, ``name type``; its dialect is told from the types.
+
+    Raises:
+        ArgumentError: the model is none of these, or a Python reference lacks its input shape.
+        FileError: the file does not exist.
+    """
+    path = Path(model)
+    if path.suffix == ".prototxt" or model.endswith(".prototxt.txt"):
+        from amct.caffe.layer_list import layer_list
+
+        return Dialect.caffe, layer_list(path)
+    if path.suffix == ".txt":
+        return _listed(path)
+    if ":" in model:
+        return Dialect.pytorch, _traced(model, input_shape)
+    raise ArgumentError(
+        f'model: expected a .prototxt, a Python reference "package.module:factory" or a list of layers in a .txt file '
+        f'({LIST_FORM}), got "{model}"'
+    )
+
+
+def _listed(path: Path) -> tuple[Dialect, LayerList]:
+    from amct.config.caffe_types import CAFFE_TYPES
+    from amct.config.layers import LayerInfo, LayerList
+
+    layers = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2:
+            raise ParseError(f"expected {LIST_FORM}, got {len(words)} words", position=Position(str(path), number, 1))
+        layers.append(LayerInfo(name=words[0], type=words[1]))
+    is_caffe = any(layer.type in CAFFE_TYPES for layer in layers) and not any(
+        layer.type in ("Conv1d", "Conv2d", "Conv3d", "Linear") for layer in layers
+    )
+    return (Dialect.caffe if is_caffe else Dialect.pytorch), LayerList(layers)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ParseError(f"{path}: expected text in UTF-8, got byte {error.object[error.start]:#x}") from error
+
+
+def _traced(reference: str, input_shape: str | None) -> LayerList:
+    import torch
+
+    from amct.pytorch.trace import trace
+
+    if input_shape is None:
+        raise ArgumentError("--input-shape: a PyTorch model needs the shape of an example input, such as 1,3,224,224")
+    return trace(load_reference(reference), torch.zeros(parse_shape(input_shape))).config_layers()
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """``1,3,224,224`` as numbers.
+
+    Raises:
+        ArgumentError: it is not a list of positive whole numbers.
+    """
+    words = text.replace("x", ",").split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise ArgumentError(f'--input-shape: expected positive whole numbers such as 1,3,224,224, got "{text}"')
+    return tuple(int(word) for word in words)
+
+
+def load_reference(reference: str) -> nn.Module:
+    """What ``package.module:factory`` names; a function or class is called without arguments.
+
+    Raises:
+        ArgumentError: the module or the name in it does not exist, or it gives no model.
+    """
+    module_name, _, attribute = reference.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a user's own module stands in the working folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ArgumentError(
+            f'model: the Python module "{error.name}" was not found (looked for "{reference}")'
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if not hasattr(module, attribute):
+        hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
+        raise ArgumentError(f'model: "{module_name}" has no "{attribute}".{hint}')
+    from torch import nn
+
+    found = getattr(module, attribute)
+    model = found if isinstance(found, nn.Module) or not callable(found) else found()
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f'model: "{reference}" gives a {type(model).__name__}, expected a torch.nn.Module')
+    return model
