@@ -1,1 +1,84 @@
-"""Placeholder docstring, to be replaced by the package owner."""
+"""Record files: the quantization factors and pruning chains of a model, in AMCT's PyTorch and Caffe dialects.
+
+>>> record = parse_record('record { key: "conv1" value { scale_d: 0.5 offset_d: -3 } }')
+>>> record["conv1"].scale_d
+0.5
+>>> print(format_record(record), end="")
+record {
+  key: "conv1"
+  value {
+    scale_d: 0.5
+    offset_d: -3
+  }
+}
+"""
+
+from __future__ import annotations
+
+from amct.record.checks import Progress, RecordLayer
+from amct.record.compare import Difference, diff_records, merge_records
+from amct.record.files import (
+    encode_record,
+    format_record,
+    parse_caffe_record,
+    parse_record,
+    read_any_record,
+    read_caffe_record,
+    read_record,
+    serialize_record,
+    write_record,
+)
+from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
+from amct.record.masks import pack_mask, unpack_mask
+from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type
+from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Dialect, Record
+from amct.record.show import (
+    convert_record_file,
+    describe_difference,
+    describe_record,
+    plain_difference,
+    plain_record,
+)
+from amct.record.update import update, update_with
+from amct.record.validate import normalize_record, validate_record
+
+__all__ = [
+    "AnyLayer",
+    "AnyRecord",
+    "Attribute",
+    "CaffeLayerRecord",
+    "CaffeRecord",
+    "DataFactors",
+    "Dialect",
+    "Difference",
+    "KvCacheRecord",
+    "LayerRecord",
+    "Progress",
+    "PruneNode",
+    "PruneRecord",
+    "Record",
+    "RecordLayer",
+    "convert_record_file",
+    "describe_difference",
+    "describe_record",
+    "diff_records",
+    "encode_record",
+    "format_record",
+    "merge_records",
+    "normalize_record",
+    "onnx_type",
+    "pack_mask",
+    "parse_caffe_record",
+    "parse_record",
+    "plain_difference",
+    "plain_record",
+    "read_any_record",
+    "read_caffe_record",
+    "read_record",
+    "serialize_record",
+    "unpack_mask",
+    "update",
+    "update_with",
+    "validate_record",
+    "write_record",
+]

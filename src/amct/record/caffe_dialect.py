@@ -17,8 +17,6 @@ from amct.schema import message_class
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from amct.errors import Position
-
 MESSAGE = "AMCTCaffeProto.ScaleOffsetRecord"
 
 _LAYER_FIELDS = ("scale_w", "offset_w", "shift_bit", "skip_fusion", "object_layer", "num_bits_w")
@@ -49,7 +47,7 @@ def record_from_message(message: Any, source: str, places: Places) -> CaffeRecor
         if entry.key in layers:
             warnings.append(duplicate(entry.key, where))
         try:
-            layers[entry.key] = _layer(entry.key, entry.value, where, warnings)
+            layers[entry.key] = _layer(entry.key, entry.value, places, warnings)
         except RecordParseError as error:
             problems.append(Problem(str(error), where))
     if problems:
@@ -74,18 +72,19 @@ def record_to_message(record: CaffeRecord) -> Message:
     return message  # type: ignore[no-any-return]  # generated class
 
 
-def _layer(name: str, value: Any, where: Position | None, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
+def _layer(name: str, value: Any, places: Places, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
     inputs = [DataFactors(**given(factors, _INPUT_FIELDS)) for factors in value.record_d]
     indices = [factors.index for factors in inputs]
     if len(set(indices)) != len(indices):
         raise RecordParseError(f'layer "{name}" has two record_d for one input; the indices are {indices}')
     old = given(value, _OLD_FIELDS)
     if old and 0 in indices:
-        warnings.append(
-            Problem(f'layer "{name}": {", ".join(old)} outside record_d are ignored: record_d has input 0', where)
-        )
+        ignored = [field for field, own in _OLD_FIELDS.items() if own in old]
+        message = f'layer "{name}": {", ".join(ignored)} outside record_d are ignored: record_d has input 0'
+        warnings.append(Problem(message, places.field(name, ignored[0])))
     elif old:
         inputs.insert(0, DataFactors(index=0, **old))
     if value.shift_bit:
-        warnings.append(Problem(f'layer "{name}": shift_bit is not used and has no effect', where))
+        message = f'layer "{name}": shift_bit is not used and has no effect'
+        warnings.append(Problem(message, places.field(name, "shift_bit")))
     return CaffeLayerRecord(record_d=tuple(inputs), **given(value, _LAYER_FIELDS))

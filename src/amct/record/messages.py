@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import Position, Problem, RecordValueError
@@ -19,12 +20,16 @@ class Places:
 
     entries: Sequence[Position] = ()
     chains: Sequence[Position] = ()
-    fields: Mapping[tuple[str, str], Position] = field(default_factory=dict)
+    fields: Mapping[tuple[str, str], Position] = dataclasses.field(default_factory=dict)
     warnings: Sequence[Problem] = ()
 
     def entry(self, index: int) -> Position | None:
         """Where the ``index``-th layer stood."""
         return self.entries[index] if self.entries else None
+
+    def field(self, layer: str, name: str) -> Position | None:
+        """Where a field of a layer stood."""
+        return self.fields.get((layer, name))
 
     def prune(self, index: int) -> Position | None:
         """Where the ``index``-th chain stood."""

@@ -50,7 +50,7 @@ def record_from_message(message: Any, source: str, places: Places) -> Record:  #
         if entry.HasField("value"):
             if entry.key in layers:
                 warnings.append(duplicate(entry.key, where))
-            layers[entry.key] = _layer(entry.key, entry.value, where, warnings)
+            layers[entry.key] = _layer(entry.key, entry.value, places, warnings)
         if entry.HasField("kv_cache_value"):
             if entry.key in kv_cache:
                 warnings.append(duplicate(entry.key, where))
@@ -97,12 +97,13 @@ def record_to_message(record: Record) -> Message:
     return message  # type: ignore[no-any-return]  # generated class
 
 
-def _layer(name: str, value: Any, where: Position | None, warnings: list[Problem]) -> LayerRecord:  # noqa: ANN401 - generated class
+def _layer(name: str, value: Any, places: Places, warnings: list[Problem]) -> LayerRecord:  # noqa: ANN401 - generated class
     content = given(value, _LAYER_FIELDS)
     dst_type = content.get("dst_type")
     for own in ("act_type", "wts_type"):
         if dst_type is not None and content.get(own, dst_type) != dst_type:
-            warnings.append(Problem(f'layer "{name}": dst_type {dst_type} overrides {own} {content[own]}', where))
+            message = f'layer "{name}": dst_type {dst_type} overrides {own} {content[own]}'
+            warnings.append(Problem(message, places.field(name, own)))
             content[own] = dst_type
     return LayerRecord(**content)
 

@@ -60,12 +60,12 @@ def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable
     def changed(content: bytes | None) -> bytes:
         before = content or b""
         blocks = _blocks(before)
-        index = _index_of(layer, blocks) if blocks is not None else None
-        if blocks is None or index is None:
+        place = _place_of(layer, blocks) if blocks is not None else None
+        if blocks is None or place is None:
             return format_record(_change(before, source, layer, kind, change)).encode()
-        old = blocks[index] + _END if index < len(blocks) else b""
+        old = b"".join(block + _END for block in blocks[place])
         new = format_record(_change(old, source, layer, kind, change)).encode()
-        blocks[index : index + 1] = [new.removesuffix(_END)]
+        blocks[place] = [new.removesuffix(_END)]
         return _END.join([*blocks, b""])
 
     atomic.modify(path, changed)
@@ -110,12 +110,15 @@ def _blocks(data: bytes) -> list[bytes] | None:
     return blocks if in_our_layout else None
 
 
-def _index_of(layer: str, blocks: list[bytes]) -> int | None:
-    """Which block is the layer's, or would be; None when that cannot be told without reading the file."""
+def _place_of(layer: str, blocks: list[bytes]) -> slice | None:
+    """Which block is the layer's, or between which it belongs; None when the file must be read to tell."""
     if not layer.isprintable() or any(odd in layer for odd in "\"\\'"):
         return None  # the file spells it in some escaped way
     head = _RECORD + layer.encode() + b'"\n'
     found = [index for index, block in enumerate(blocks) if block.startswith(head)]
     if len(found) > 1:
         return None  # the last one counts, and only one is to stay
-    return found[0] if found else len(blocks)
+    if found:
+        return slice(found[0], found[0] + 1)
+    end = next((index for index, block in enumerate(blocks) if block.startswith(_CHAIN)), len(blocks))
+    return slice(end, end)

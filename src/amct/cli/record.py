@@ -1,0 +1,98 @@
+"""``amct record``: look at record files, compare them, and turn text into binary and back."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from amct.record import Dialect
+
+app = typer.Typer(
+    name="record",
+    help="Look at record files (quantization factors, pruning chains), compare them, convert them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+DIFFERENT = 1
+
+
+class DialectChoice(str, Enum):
+    """Whose record it is; ``auto`` looks at the content."""
+
+    auto = "auto"
+    pytorch = "pytorch"
+    caffe = "caffe"
+
+
+class FormChoice(str, Enum):
+    """What to write; ``auto`` looks at the name of the file."""
+
+    auto = "auto"
+    text = "text"
+    binary = "binary"
+
+
+DialectOption = Annotated[
+    DialectChoice, typer.Option("--dialect", help="Whose record it is; auto tells it from the content.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+
+
+def _dialect(choice: DialectChoice) -> Dialect | None:
+    return None if choice is DialectChoice.auto else choice.value
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="The record file, text or binary.")],
+    dialect: DialectOption = DialectChoice.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a record says, a line for each layer."""
+    from amct.record import describe_record, plain_record, read_any_record
+
+    record = read_any_record(file, dialect=_dialect(dialect))
+    typer.echo(json.dumps(plain_record(record), indent=2) if as_json else describe_record(record), nl=as_json)
+
+
+@app.command()
+def diff(
+    left: Annotated[Path, typer.Argument(help="The one record file.")],
+    right: Annotated[Path, typer.Argument(help="The other record file.")],
+    dialect: DialectOption = DialectChoice.auto,
+    as_json: JsonOption = False,
+) -> int:
+    """Show what differs between two records. The exit code is 0 when nothing does, 1 when something does."""
+    from amct.record import describe_difference, diff_records, plain_difference, read_any_record
+
+    records = [read_any_record(file, dialect=_dialect(dialect)) for file in (left, right)]
+    differences = diff_records(*records)
+    if as_json:
+        typer.echo(json.dumps([plain_difference(difference) for difference in differences], indent=2))
+    else:
+        for difference in differences:
+            typer.echo(describe_difference(difference))
+    return DIFFERENT if differences else 0
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="The record file to read, text or binary.")],
+    target: Annotated[Path, typer.Argument(help="The record file to write.")],
+    dialect: DialectOption = DialectChoice.auto,
+    form: Annotated[
+        FormChoice, typer.Option("--form", help="What to write; auto: binary for *.bin, text for any other name.")
+    ] = FormChoice.auto,
+) -> None:
+    """Write a record as text or as binary, in the layout of AMCT's documents (an old dialect becomes the new one)."""
+    from amct.record import convert_record_file
+
+    wanted = None if form is FormChoice.auto else form.value
+    written = convert_record_file(source, target, dialect=_dialect(dialect), form=wanted)
+    typer.echo(f"{target}: written as {written}")

@@ -1,0 +1,194 @@
+"""Two records side by side: what differs, and both in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from amct.errors import ArgumentError, Problem, RecordError
+from amct.record.layers import CaffeLayerRecord, DataFactors
+from amct.record.prune import PruneRecord
+from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_RecordT = TypeVar("_RecordT", Record, CaffeRecord)
+_PartT = TypeVar("_PartT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One thing that two records say differently.
+
+    ``entry`` is a layer, ``kv_cache <layer>`` or ``prune <layers>``; ``field`` is empty when only one record has the
+    entry at all, which ``kind`` then tells. A value that a record does not give is None.
+    """
+
+    entry: str
+    field: str
+    kind: Literal["only left", "only right", "changed"]
+    left: object = None
+    right: object = None
+
+
+def diff_records(left: AnyRecord, right: AnyRecord) -> tuple[Difference, ...]:
+    """What differs between two records of one dialect, in the order of the left one, then of the right one.
+
+    Raises:
+        ArgumentError: The records are of different dialects.
+    """
+    if type(left) is not type(right):
+        raise ArgumentError("the two records are of different dialects; read both as pytorch or both as caffe")
+    ours, theirs = _entries(left), _entries(right)
+    differences: list[Difference] = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in theirs:
+            differences.append(Difference(entry=name, field="", kind="only left"))
+        elif name not in ours:
+            differences.append(Difference(entry=name, field="", kind="only right"))
+        else:
+            differences += _changed(name, ours[name], theirs[name])
+    return tuple(differences)
+
+
+def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
+    """One record with what both say; an entry may be completed by the other, but nothing may be contradicted.
+
+    Raises:
+        ArgumentError: The records are of different dialects.
+        RecordError: They contradict each other; every contradiction is named.
+    """
+    if type(first) is not type(second):
+        raise ArgumentError("the two records are of different dialects; read both as pytorch or both as caffe")
+    conflicts: list[Problem] = []
+    sources = (first.source or "the first record", second.source or "the second record")
+    merging = _Merging(conflicts, sources)
+    layers = merging.mappings("", first.layers, second.layers)
+    if isinstance(first, CaffeRecord):
+        merged: Any = replace(first, layers=layers)
+    else:
+        merged = replace(
+            first,
+            layers=layers,
+            kv_cache=merging.mappings("kv_cache ", first.kv_cache, second.kv_cache),
+            prune=tuple(merging.mappings("", _chains(first), _chains(second)).values()),
+            order=tuple(dict.fromkeys([*first.names, *second.names])),
+        )
+    if conflicts:
+        raise RecordError.from_problems(conflicts)
+    return merged  # type: ignore[no-any-return]  # of the type of the first
+
+
+def plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
+    """What an entry says, by the names of the file; the inputs of a Caffe layer as ``record_d[0].scale_d``."""
+    if isinstance(entry, PruneRecord):
+        nodes = {"producer": entry.producers, "consumer": entry.consumers}
+        nodes["selective_prune"] = (entry.selective,) if entry.selective else ()
+        return {
+            f"{role}[{node.name}].{attribute.name}": attribute.value
+            for role, group in nodes.items()
+            for node in group
+            for attribute in node.attributes
+        }
+    content = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    if isinstance(entry, CaffeLayerRecord):
+        del content["record_d"]
+        for factors in entry.record_d:
+            content |= {f"record_d[{factors.index}].{name}": value for name, value in _data_fields(factors).items()}
+    return {name: value for name, value in content.items() if _says_something(value)}
+
+
+def _data_fields(factors: DataFactors) -> dict[str, object]:
+    own = {"scale": "scale_d", "offset": "offset_d", "num_bits": "num_bits_d"}
+    content = {own.get(field.name, field.name): getattr(factors, field.name) for field in fields(factors)}
+    del content["index"]
+    return content
+
+
+def _says_something(value: object) -> bool:
+    return value is not None and value is not False and value != ()
+
+
+def _entries(record: AnyRecord) -> dict[str, AnyLayer | PruneRecord]:
+    entries: dict[str, AnyLayer | PruneRecord] = dict(record.layers)
+    if isinstance(record, Record):
+        entries |= {f"kv_cache {name}": entry for name, entry in record.kv_cache.items()}
+        entries |= _chains(record)
+    return entries
+
+
+def _chains(record: Record) -> dict[str, PruneRecord]:
+    """The chains of a record by the layers they start from."""
+    chains: dict[str, PruneRecord] = {}
+    for chain in record.prune:
+        name = f"prune {', '.join(node.name for node in chain.producers or chain.nodes)}"
+        while name in chains:
+            name += "'"
+        chains[name] = chain
+    return chains
+
+
+def _changed(name: str, left: AnyLayer | PruneRecord, right: AnyLayer | PruneRecord) -> list[Difference]:
+    ours, theirs = plain_fields(left), plain_fields(right)
+    return [
+        Difference(entry=name, field=field, kind="changed", left=ours.get(field), right=theirs.get(field))
+        for field in dict.fromkeys([*ours, *theirs])
+        if ours.get(field) != theirs.get(field)
+    ]
+
+
+@dataclass(frozen=True)
+class _Merging:
+    conflicts: list[Problem]
+    sources: tuple[str, str]
+
+    def mappings(self, prefix: str, first: Mapping[str, _PartT], second: Mapping[str, _PartT]) -> dict[str, _PartT]:
+        merged = dict(first)
+        for name, entry in second.items():
+            merged[name] = self._entry(f"{prefix}{name}", first[name], entry) if name in first else entry
+        return merged
+
+    def _entry(self, name: str, first: Any, second: Any) -> Any:  # noqa: ANN401 - one of the entry types
+        if first == second:
+            return first
+        if isinstance(first, PruneRecord):
+            self._conflict(name, "", "one chain", "another")
+            return first
+        values: dict[str, Any] = {}
+        for field in fields(first):
+            ours, theirs = getattr(first, field.name), getattr(second, field.name)
+            if field.name == "record_d":
+                values["record_d"] = self._inputs(name, ours, theirs)
+            elif not _says_something(ours) or ours == theirs:
+                values[field.name] = theirs
+            elif _says_something(theirs):
+                self._conflict(name, field.name, ours, theirs)
+        try:
+            return replace(first, **values)
+        except RecordError as error:  # the two together say what neither says alone
+            self.conflicts.append(Problem(f'layer "{name}": {error}'))
+            return first
+
+    def _inputs(
+        self, name: str, ours: tuple[DataFactors, ...], theirs: tuple[DataFactors, ...]
+    ) -> tuple[DataFactors, ...]:
+        merged = {factors.index: factors for factors in ours}
+        for factors in theirs:
+            known = merged.get(factors.index)
+            merged[factors.index] = (
+                factors if known is None else self._entry(f"{name} record_d[{factors.index}]", known, factors)
+            )
+        return tuple(merged[index] for index in sorted(merged))
+
+    def _conflict(self, name: str, field: str, ours: object, theirs: object) -> None:
+        what = f'layer "{name}": {field}' if field else f'"{name}"'
+        self.conflicts.append(
+            Problem(f"{what} is {_short(ours)} in {self.sources[0]} and {_short(theirs)} in {self.sources[1]}")
+        )
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple) and len(value) > 3:
+        return f"({', '.join(f'{item}' for item in value[:3])}, … {len(value)} values)"
+    return str(value)
