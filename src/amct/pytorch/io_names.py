@@ -49,13 +49,13 @@ class IoNames:
             )
         return cls(inputs=names, outputs=given_outputs, axes=_checked_axes(dynamic_axes, names, given_outputs))
 
-    def open_axes(self, tensors: Sequence[Tensor]) -> list[frozenset[int]] | None:
-        """For each input tensor the axes that may vary; None when none may.
+    def open_axes(self, tensors: Sequence[Tensor]) -> list[Mapping[int, str]] | None:
+        """For each input tensor the axes that may vary, with their labels; None when none may.
 
         Raises:
             ExportError: a tensor has no such axis.
         """
-        found = []
+        found: list[Mapping[int, str]] = []
         for name, tensor in zip(self.inputs, tensors, strict=True):
             axes = self.axes.get(name, {})
             beyond = [axis for axis in axes if axis >= tensor.ndim]
@@ -63,7 +63,7 @@ class IoNames:
                 raise ExportError(
                     f'dynamic_axes["{name}"]: axis {beyond[0]} does not exist, the example input has {tensor.ndim} axes'
                 )
-            found.append(frozenset(axes))
+            found.append(axes)
         return found if any(found) else None
 
     def described_axes(self) -> str:

@@ -21,7 +21,7 @@ from amct.pytorch.model_copy import copy_model
 from amct.pytorch.recurrent import make_opaque
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from torch import nn
@@ -49,6 +49,7 @@ class CaptureFailure:
     reason: str
     where: str = ""
     code: str = ""
+    detail: str = ""  # torch's message in full
 
     def __str__(self) -> str:
         place = f"{self.where}: {self.code!r}: " if self.where else ""
@@ -56,40 +57,57 @@ class CaptureFailure:
 
 
 def capture(
-    model: nn.Module, inputs: ExampleInputs, open_axes: Sequence[Collection[int]] | None = None
+    model: nn.Module, inputs: ExampleInputs, open_axes: Sequence[Mapping[int, str]] | None = None
 ) -> ExportedProgram | CaptureFailure:
     """Capture ``model`` as it runs in eval mode on inputs like these.
 
     A copy is captured that shares the model's tensors: they are looked at, never written. ``open_axes`` has, for each
-    tensor of the inputs, the axes whose size may vary; None fixes every size.
+    tensor of the inputs, the axes whose size may vary and a label for each; None fixes every size.
     """
     duplicate = copy_model(model, share_tensors=True)
     make_opaque(duplicate)
-    shapes = None if open_axes is None else _dynamic_shapes(inputs.bound(model), open_axes)
+    args, kwargs, shapes = inputs.args, inputs.kwargs, None
+    if open_axes is not None:
+        args, kwargs = _grown((args, kwargs), open_axes)
+        shapes = _dynamic_shapes(inputs.bound(model), open_axes)
     said = io.StringIO()
     try:
         # On failure torch prints its half-made graph to stderr; what a success prints is the user's and goes on.
         with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
-            program = _export(duplicate, inputs, shapes)
+            program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
         return failure_of(error)
     sys.stderr.write(said.getvalue())
     return program
 
 
-def _export(model: nn.Module, inputs: ExampleInputs, shapes: dict[str, Any] | None) -> ExportedProgram:
-    if shapes is None:
-        return torch.export.export(model, inputs.args, inputs.kwargs, strict=False)
-    # Without this an axis that is 1 in the example counts as always 1.
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        return torch.export.export(model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False)
+def _grown(arguments: tuple[Any, Any], open_axes: Sequence[Mapping[int, str]]) -> tuple[Any, Any]:
+    """Repeat the example along open axes of size 1: torch.export takes a size of 1 for one that never varies.
+
+    Axes of one label grow to one size, those of different labels to different ones, so that none seem related.
+    """
+    labels = list(dict.fromkeys(label for axes in open_axes for label in axes.values()))
+    sizes = {label: number for number, label in enumerate(labels, start=2)}
+    remaining = iter(open_axes)
+
+    def of_leaf(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()  # torch.export writes marks on the tensors it is given: these are not the user's
+        for axis, label in next(remaining).items():
+            if leaf.shape[axis] == 1:
+                leaf = leaf.repeat_interleave(sizes[label], dim=axis)
+        return leaf
+
+    grown: tuple[Any, Any] = pytree.tree_map(of_leaf, arguments)
+    return grown
 
 
-def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Collection[int]]) -> dict[str, Any]:
-    axes = iter(open_axes)
+def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, str]]) -> dict[str, Any]:
+    remaining = iter(open_axes)
 
     def of_leaf(leaf: object) -> dict[int, Any] | None:
-        return dict.fromkeys(next(axes), torch.export.Dim.DYNAMIC) if isinstance(leaf, torch.Tensor) else None
+        return dict.fromkeys(next(remaining), torch.export.Dim.DYNAMIC) if isinstance(leaf, torch.Tensor) else None
 
     return {name: pytree.tree_map(of_leaf, value) for name, value in arguments.items()}
 
@@ -120,9 +138,10 @@ def failure_of(error: BaseException) -> CaptureFailure:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frame = _users_frame(error)
     if frame is None:
-        return CaptureFailure(reason=reason)
+        return CaptureFailure(reason=reason, detail=str(error))
     file, line = frame
-    return CaptureFailure(reason=reason, where=f"{file}:{line}", code=linecache.getline(file, line).strip())
+    code = linecache.getline(file, line).strip()
+    return CaptureFailure(reason=reason, where=f"{file}:{line}", code=code, detail=str(error))
 
 
 def _users_frame(error: BaseException) -> tuple[str, int] | None:

@@ -7,6 +7,7 @@ watched by forward hooks instead: its layers are still found and can be calibrat
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 logger = logging.getLogger(__name__)
+
+_FIXED_AXIS = re.compile(r"marked L\['(\w+)'\].*?size\(\)\[(\d+)\] as dynamic but .*? constant \((\d+)\)")
+"""How torch.export says that a size is not free after all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,9 +127,10 @@ def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> Export
     with_fixed_sizes = capture(model, inputs)
     if isinstance(with_fixed_sizes, CaptureFailure):
         return with_fixed_sizes
+    fixed = [f'axis {axis} of "{name}" is {size}' for name, axis, size in _FIXED_AXIS.findall(program.detail)]
     raise ExportError(
-        f"dynamic_axes {names.described_axes()}: the model does not allow these sizes to vary: {program}. "
-        "Leave the axis out of dynamic_axes, or change the model so that it does not fix its size"
+        f"dynamic_axes: the model does not let {names.described_axes()} vary: {', '.join(fixed) or program}. "
+        "Leave the axis out of dynamic_axes, or write the model so that it does not fix the size"
     )
 
 
