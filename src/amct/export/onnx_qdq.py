@@ -91,7 +91,7 @@ def qdq_model(
     return ExportedModel(
         model=graph.build(),
         layers=tuple(reports),
-        skipped=(*skipped, *dict.fromkeys(placed.skipped)),
+        skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
     )
 

@@ -42,6 +42,7 @@ AVERAGING = frozenset({"AveragePool", "GlobalAveragePool"})
 ELEMENTWISE = AVERAGING | frozenset({"Add", "Mul", "Concat", "Sigmoid", "LeakyRelu"})
 """Operators that onnxruntime computes in integers when every input and the output is quantized."""
 ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
+ACTIVATIONS = frozenset({"Relu", "Clip"})
 
 _LOWEST = -128
 
@@ -85,9 +86,16 @@ class FastPlanner:
         for layer in layers:
             tensor = layer.reader.input[0]
             if layer.factors.act_bits != 8:
-                self._apart.add(tensor)
+                self._set_apart(tensor)
             elif layer.factors.balance is None:
                 self._required.setdefault(tensor, layer_input_factors(layer.factors))
+
+    def _set_apart(self, tensor: str) -> None:
+        """A layer of more bits reads this tensor: neither it nor what it is a moved part of becomes 8 bits."""
+        self._apart.add(tensor)
+        producer = self.graph.producer(tensor)
+        if producer is not None and (self._picks(producer) or producer.op_type in ACTIVATIONS):
+            self._set_apart(producer.input[0])
 
     def run(self) -> FastPlacement:
         """The placement."""
@@ -133,7 +141,8 @@ class FastPlanner:
         if self._factors(output) is None:
             missing.append(output)
         if missing:
-            self.plan.skipped.extend(Skip(name, f"{_NO_FACTORS}; {node.op_type} stays float") for name in missing)
+            for name in missing:
+                self._skip(name, f"{node.op_type} stays float")
             return
         for name in data:
             self._want(name, node)
@@ -183,10 +192,17 @@ class FastPlanner:
         output = self._behind_activation(node)
         factors = self._factors(output)
         if factors is None:
-            reason = "it feeds a layer of another bit width" if output in self._apart else _NO_FACTORS
-            self.plan.skipped.append(Skip(output, f"{reason}; {consequence}"))
+            self._skip(output, consequence)
+        else:
+            self._only_integer(output, factors)
+
+    def _skip(self, tensor: str, consequence: str) -> None:
+        if any(skip.name == tensor for skip in self.plan.skipped):
             return
-        self._only_integer(output, factors)
+        reason = "no factors were observed for this tensor"
+        if tensor in self._apart:
+            reason = "it feeds a layer of another bit width"
+        self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
     def _only_integer(self, tensor: str, factors: TensorFactors) -> None:
         self._known[tensor] = factors
@@ -201,7 +217,7 @@ class FastPlanner:
         """The tensor to quantize for a node: its output, or that of the activation which alone reads it."""
         output = node.output[0]
         user = self.graph.only_consumer(output)
-        if user is None or user.op_type not in ("Relu", "Clip"):
+        if user is None or user.op_type not in ACTIVATIONS:
             return output
         factors = self._factors(user.output[0])
         if factors is None and self._factors(output) is not None:
@@ -276,7 +292,9 @@ class FastPlanner:
     def _fitted(self, tensor: str, factors: TensorFactors | None) -> TensorFactors | None:
         """Factors whose limits agree with the activation that makes the tensor, so that it is absorbed."""
         producer = self.graph.producer(tensor)
-        if factors is None or producer is None or producer.op_type not in ("Relu", "Clip"):
+        while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
+            producer = self.graph.producer(producer.input[0])
+        if factors is None or producer is None or producer.op_type not in ACTIVATIONS:
             return factors
         low, high = self._limits(producer)
         if low != 0:
@@ -302,6 +320,3 @@ class FastPlanner:
                 continue
             if plan.factors(node.input[0]) == plan.everyone[node.output[0]]:
                 plan.pads[node.output[0]] = node
-
-
-_NO_FACTORS = "no factors were observed for this tensor"
