@@ -67,7 +67,7 @@ def diff(
     right: Annotated[Path, typer.Argument(help="The other record file.")],
     dialect: DialectOption = DialectChoice.auto,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """Show what differs between two records. The exit code is 0 when nothing does, 1 when something does."""
     from amct.record import describe_difference, diff_records, plain_difference, read_any_record
 
@@ -78,7 +78,8 @@ def diff(
     else:
         for difference in differences:
             typer.echo(describe_difference(difference))
-    return DIFFERENT if differences else 0
+    if differences:
+        raise typer.Exit(DIFFERENT)
 
 
 @app.command()

@@ -83,20 +83,24 @@ def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
 def plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
     """What an entry says, by the names of the file; the inputs of a Caffe layer as ``record_d[0].scale_d``."""
     if isinstance(entry, PruneRecord):
-        nodes = {"producer": entry.producers, "consumer": entry.consumers}
-        nodes["selective_prune"] = (entry.selective,) if entry.selective else ()
-        return {
-            f"{role}[{node.name}].{attribute.name}": attribute.value
-            for role, group in nodes.items()
-            for node in group
-            for attribute in node.attributes
-        }
+        return _chain_fields(entry)
     content = {field.name: getattr(entry, field.name) for field in fields(entry)}
     if isinstance(entry, CaffeLayerRecord):
         del content["record_d"]
         for factors in entry.record_d:
             content |= {f"record_d[{factors.index}].{name}": value for name, value in _data_fields(factors).items()}
     return {name: value for name, value in content.items() if _says_something(value)}
+
+
+def _chain_fields(chain: PruneRecord) -> dict[str, object]:
+    """The nodes of a chain, and their attributes as ``producer[conv1].begin``."""
+    nodes = {"producer": chain.producers, "consumer": chain.consumers}
+    nodes["selective_prune"] = (chain.selective,) if chain.selective else ()
+    content: dict[str, object] = {role: tuple(node.name for node in group) for role, group in nodes.items() if group}
+    for role, group in nodes.items():
+        for node in group:
+            content |= {f"{role}[{node.name}].{attribute.name}": attribute.value for attribute in node.attributes}
+    return content
 
 
 def _data_fields(factors: DataFactors) -> dict[str, object]:
@@ -130,12 +134,18 @@ def _chains(record: Record) -> dict[str, PruneRecord]:
 
 
 def _changed(name: str, left: AnyLayer | PruneRecord, right: AnyLayer | PruneRecord) -> list[Difference]:
+    if left == right:
+        return []
     ours, theirs = plain_fields(left), plain_fields(right)
-    return [
+    differences = [
         Difference(entry=name, field=field, kind="changed", left=ours.get(field), right=theirs.get(field))
         for field in dict.fromkeys([*ours, *theirs])
         if ours.get(field) != theirs.get(field)
     ]
+    if differences:
+        return differences
+    # Attributes given twice, or of another type or order: rare, and only the whole tells them apart.
+    return [Difference(entry=name, field="as a whole", kind="changed", left=str(left), right=str(right))]
 
 
 @dataclass(frozen=True)

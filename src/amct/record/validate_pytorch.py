@@ -99,7 +99,7 @@ def _check_pooling(layer: RecordLayer, entry: LayerRecord, findings: Findings) -
     if entry.tensor_balance_factor:
         findings.wrong(
             layer.name,
-            f"a {layer.type} has no weights to balance; remove tensor_balance_factor",
+            f"type {layer.type} has no weights to balance; remove tensor_balance_factor",
             "tensor_balance_factor",
         )
     if len(entry.scale_w) > 1 or len(entry.offset_w) > 1:
