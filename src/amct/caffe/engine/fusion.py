@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.caffe.engine.layer import Folded
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -19,25 +21,42 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FusedChain:
-    """A first layer with weights and the per-channel layers folded into them."""
+    """A first layer with weights, the per-channel layers folded into them, and an activation behind."""
 
     nodes: list[Node]
+    """All of them, in order."""
+    activation: Node | None = None
+    """The last one, if it is an activation."""
 
-    def parameters(self) -> list[torch.Tensor]:
-        """The first layer's parameters with everything behind it folded in: always a weight and a bias."""
+    def run(self, bottom: torch.Tensor) -> torch.Tensor:
+        """The result of the last layer."""
         head = self.nodes[0].layer
-        sources = [blob for node in self.nodes for blob in node.layer.blobs]
-        weight = head.derived("fused weight", sources, lambda: self._fold()[0])
-        bias = head.derived("fused bias", sources, lambda: self._fold()[1])
-        return [weight, bias]
+        code = self.activation.layer.activation() if self.activation is not None else None
+        result, is_activated = head.forward_folded(bottom, self._folded(), code)
+        if self.activation is None or is_activated:
+            return result
+        self.activation.layer.may_overwrite = True
+        return self.activation.layer.forward([result], [])[0]
 
-    def _fold(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def affine(self) -> list[Node]:
+        """The per-channel layers."""
+        return [node for node in self.nodes[1:] if node is not self.activation]
+
+    def _folded(self) -> Folded:
+        head = self.nodes[0].layer
+        if not self.affine:
+            return Folded([blob.tensor for blob in head.blobs], head.blobs)
+        sources = [blob for node in self.nodes for blob in node.layer.blobs]
+        return Folded(head.derived("folded", sources, self._fold), sources)
+
+    def _fold(self) -> list[torch.Tensor]:
         head = self.nodes[0].layer
         tensors = [blob.tensor.detach() for blob in head.blobs]
         axis = head.fold_axis
         channels = head.fold_channels()
         scale, shift = torch.ones(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64)
-        for node in self.nodes[1:]:
+        for node in self.affine:
             affine = node.layer.channel_affine()
             assert affine is not None, "find_chains only takes layers that are affine"
             factor, offset = affine
@@ -46,7 +65,7 @@ class FusedChain:
             if offset is not None:
                 shift = shift + offset
         bias = shift if len(tensors) < 2 else shift + scale * tensors[1].double()
-        return fold_into_weight(tensors[0], scale, axis, head.fold_groups()), bias.float()
+        return [fold_into_weight(tensors[0], scale, axis, head.fold_groups()), bias.float()]
 
 
 def fold_into_weight(weight: torch.Tensor, scale: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
@@ -69,13 +88,17 @@ def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, Fu
     for node in nodes:
         if not _can_be_head(node):
             continue
-        chain = [node]
-        while (following := _next(chain[-1], readers, kept)) is not None:
-            if following.needs_backward or following.layer.channel_affine() is None:
+        chain = FusedChain([node])
+        while chain.activation is None and (following := _next(chain.nodes[-1], readers, kept)) is not None:
+            if following.needs_backward:
                 break
-            chain.append(following)
-        if len(chain) > 1:
-            chains[node.index] = FusedChain(chain)
+            if following.layer.activation() is not None:
+                chain.activation = following
+            elif following.layer.channel_affine() is None:
+                break
+            chain.nodes.append(following)
+        if len(chain.nodes) > 1:
+            chains[node.index] = chain
     return chains
 
 

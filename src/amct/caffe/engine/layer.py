@@ -40,7 +40,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape
 from amct.caffe.engine.fillers import lazy_fill
@@ -52,10 +52,12 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.packed import Activation
 
 TRAIN, TEST = 0, 1
 #: What torch hands to ``forward`` and ``backward`` of an autograd Function; anything may be kept on it.
 AutogradContext: TypeAlias = Any
+Made = TypeVar("Made")
 
 
 def _allow(shape: Shape, what: str) -> None:
@@ -71,6 +73,14 @@ class LayerContext:
     net_name: str = ""
     allow_python: bool = False
     check_size: Callable[[Shape, str], None] = _allow
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Parameters with the layers behind folded in, and the blobs they were computed from."""
+
+    parameters: list[torch.Tensor]
+    sources: list[Blob]
 
 
 class Layer:
@@ -99,7 +109,7 @@ class Layer:
         self.parameter_needs_gradient: list[bool] = []
         self.loss_weights: list[float] = []
         self.may_overwrite = False
-        self._derived: dict[str, tuple[tuple[int, ...], torch.Tensor]] = {}
+        self._derived: dict[str, tuple[tuple[list[int], object], Any]] = {}
 
     # ------------------------------------------------------------------ what a layer defines
 
@@ -122,6 +132,17 @@ class Layer:
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """Scale and shift per channel when the layer is nothing but that at inference, else None."""
         return None
+
+    def activation(self) -> Activation | None:
+        """What the layer does to every value by itself, in the terms of ``packed.py``, else None."""
+        return None
+
+    def forward_folded(
+        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
+    ) -> tuple[torch.Tensor, bool]:
+        """Run with folded parameters; say whether the activation was computed too."""
+        del activation
+        return self.forward([bottom], folded.parameters)[0], False
 
     def fold_channels(self) -> int:
         """How many output channels a foldable layer has."""
@@ -165,14 +186,15 @@ class Layer:
         self.blobs.append(blob)
         return blob
 
-    def derived(self, key: str, sources: Sequence[Blob], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Keep a tensor computed from parameters (a folded or re-laid-out weight) until one of them changes."""
-        epochs = tuple(blob.values.epoch for blob in sources)
+    def derived(self, key: str, sources: Sequence[Blob], make: Callable[[], Made], condition: object = None) -> Made:
+        """Keep something computed from parameters (a folded weight) until one of them, or ``condition``, changes."""
+        state = ([blob.values.epoch for blob in sources], condition)
         kept = self._derived.get(key)
-        if kept is not None and kept[0] == epochs and not any(blob.values.is_exposed for blob in sources):
-            return kept[1]
+        if kept is not None and kept[0] == state and not any(blob.values.is_exposed for blob in sources):
+            found: Made = kept[1]
+            return found
         made = make()
-        self._derived[key] = (tuple(blob.values.epoch for blob in sources), made)
+        self._derived[key] = (([blob.values.epoch for blob in sources], condition), made)
         return made
 
     def error(self, message: str) -> ModelError:

@@ -263,8 +263,7 @@ class Net:
         if device.type != "cpu":
             _move(step, device)
         if step.chain is not None:
-            result = layer.forward([step.bottoms[0].tensor], step.chain.parameters())
-            step.tops[0].set_tensor(result[0])
+            step.tops[0].set_tensor(step.chain.run(step.bottoms[0].tensor))
         elif node.needs_backward and layer.uses_autograd:
             record = record_forward(node, step.bottoms)
             self._records[node.index] = record

@@ -32,6 +32,7 @@ _V1_NAME, _V1_BLOBS, _V1_V0_LAYER = 4, 6, 1
 _V0_NAME, _V0_BLOBS = 1, 50
 _BLOB_SHAPE, _BLOB_DATA, _BLOB_DIFF, _BLOB_DOUBLE, _BLOB_INT8, _BLOB_INT32 = 7, 5, 6, 8, 10, 11
 _LEGACY_FIELDS = (1, 2, 3, 4)
+_STATE_ITER, _STATE_NET, _STATE_HISTORY, _STATE_STEP = 1, 2, 3, 4
 
 
 @dataclass
@@ -53,6 +54,16 @@ class StoredLayer:
     name: str
     type: str = ""
     blobs: list[StoredBlob] = field(default_factory=list)
+
+
+@dataclass
+class StoredState:
+    """What a solver state file holds."""
+
+    iteration: int = 0
+    learned_net: str | None = None
+    history: list[StoredBlob] = field(default_factory=list)
+    current_step: int = 0
 
 
 class _Reader:
@@ -145,6 +156,41 @@ def read_blob(data: bytes | memoryview, source: str) -> StoredBlob:
     """
     view = memoryview(data)
     return _blob(_Reader(view, source, 0, len(view)))
+
+
+def read_solver_state(data: bytes | memoryview, source: str) -> StoredState:
+    """A serialized SolverState (``.solverstate``); history arrays are views of ``data``.
+
+    Raises:
+        ParseError: The bytes are not a SolverState.
+    """
+    view = memoryview(data)
+    state = StoredState()
+    for number, _, value in _Reader(view, source, 0, len(view)).fields():
+        if isinstance(value, int):
+            if number == _STATE_ITER:
+                state.iteration = _signed(value)
+            elif number == _STATE_STEP:
+                state.current_step = _signed(value)
+        elif number == _STATE_NET:
+            state.learned_net = value.text()
+        elif number == _STATE_HISTORY:
+            state.history.append(_blob(value))
+    return state
+
+
+def state_parts(
+    iteration: int, learned_net: str, history: list[list[bytes | memoryview]], current_step: int
+) -> list[bytes | memoryview]:
+    """A SolverState in pieces; ``history`` holds the pieces of each blob."""
+    path = learned_net.encode()
+    parts: list[bytes | memoryview] = [
+        varint(_STATE_ITER << 3) + varint(iteration), length_delimited(_STATE_NET, len(path)), path
+    ]  # fmt: skip
+    for blob in history:
+        parts += [length_delimited(_STATE_HISTORY, sum(map(len, blob))), *blob]
+    parts.append(varint(_STATE_STEP << 3) + varint(current_step))
+    return parts
 
 
 def _layer(reader: _Reader, name_field: int, blobs_field: int) -> StoredLayer:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob, FloatArray
     from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.messages import ProtoMessage
 
     Arrays = dict[str, FloatArray]
 
@@ -66,6 +67,14 @@ class Net(EngineNet):
         self._caches: dict[str, Any] = {}
         if weights is not None:
             self.copy_from(weights)
+
+    @classmethod
+    def from_parameter(cls, parameter: ProtoMessage, **options: Any) -> Net:  # noqa: ANN401 - the engine Net's own
+        """A net from a NetParameter message; ``options`` as for the engine's Net (phase, level, stages, ...)."""
+        net = cls.__new__(cls)
+        EngineNet.__init__(net, parameter, **options)
+        net._caches = {}
+        return net
 
     # ------------------------------------------------------------------ dictionaries, in net order, made once
 

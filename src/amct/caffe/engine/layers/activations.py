@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.packed import Activation
 
 
 class Elementwise(Layer):
@@ -47,6 +48,10 @@ class ReLU(Elementwise):
         if self.slope != 0:
             return functional.leaky_relu(bottom, self.slope)
         return torch.relu_(bottom) if self.may_overwrite else torch.relu(bottom)
+
+    def activation(self) -> Activation:
+        """A slope of 0 or not."""
+        return ("leaky_relu", (self.slope,)) if self.slope != 0 else ("relu", ())
 
 
 @register("Sigmoid")
@@ -122,6 +127,10 @@ class Clip(Elementwise):
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """As it says."""
         return bottom.clamp_(self.low, self.high) if self.may_overwrite else bottom.clamp(self.low, self.high)
+
+    def activation(self) -> Activation:
+        """Two ends."""
+        return "hardtanh", (self.low, self.high)
 
 
 @register("Threshold")

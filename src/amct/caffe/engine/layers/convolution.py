@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer
+from amct.caffe.engine import packed
+from amct.caffe.engine.layer import Folded, Layer
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
 
@@ -190,13 +191,41 @@ class Convolution(_BaseConvolution):
         """Outputs first."""
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Without gradients the weights are kept in the kernel's own order."""
+        if not self._is_plain_image(bottoms[0]):
+            return super().forward(bottoms, parameters)
+        folded = Folded(parameters, self.blobs)
+        return [self._packed(bottom, folded, None) for bottom in bottoms]
+
+    def forward_folded(
+        self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
+    ) -> tuple[torch.Tensor, bool]:
+        """The activation is part of the kernel."""
+        if self._is_plain_image(bottom):
+            return self._packed(bottom, folded, activation), True
+        return super().forward([bottom], folded.parameters)[0], False
+
+    def _is_plain_image(self, bottom: torch.Tensor) -> bool:
+        return self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom)
+
+    def _packed(self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None) -> torch.Tensor:
+        bottom = bottom.contiguous(memory_format=torch.channels_last)
+        weight = self.derived(
+            "packed weight",
+            folded.sources,
+            lambda: packed.pack(folded.parameters[0], self.window, self.group, bottom.shape),
+            bottom.shape,
+        )
+        bias = folded.parameters[1] if len(folded.parameters) > 1 else None
+        return packed.convolve(bottom, weight, bias, self.window, self.group, activation or ("none", ()))
+
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Torch's convolution; pictures run in channels_last, which is about twice as fast on CPUs."""
         window, axes = self.window, bottom.dim() - 2
         if axes == IMAGE_AXES:
             bottom = bottom.contiguous(memory_format=torch.channels_last)
-            if not weight.requires_grad:
-                weight = weight.contiguous(memory_format=torch.channels_last)
+            weight = weight.contiguous(memory_format=torch.channels_last)
         if self.spatial_axes == 0:
             return functional.conv1d(bottom, weight, bias, groups=self.group)
         return _CONVOLVE[axes](bottom, weight, bias, window.stride, window.pad, window.dilation, self.group)
