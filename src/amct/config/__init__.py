@@ -8,5 +8,8 @@ Shared by all kinds of config: ``json_reader`` and ``json_writer``, ``problems``
 (what is known of a model), ``names``, ``precedence``, ``simple_config`` and ``algorithm_blocks`` (the parts of a simple
 config), ``full_config`` (the JSON with the origin of every value, and ``explain``), ``plan``.
 
-The kinds: ``ptq_pytorch``, ``kv_cache``, ``ptq_caffe``.
+The kinds: ``ptq_pytorch``, ``kv_cache``, ``ptq_caffe``; for retraining ``qat_pytorch``, ``qat_caffe``,
+``compress_pytorch`` (pruning, alone or with quantization) and ``prune_search`` (the search for pruning ratios). What
+the retraining kinds share: ``retrain_settings``, ``retrain_simple``, ``retrain_plan``, ``qat_dialect``, ``qat_expand``,
+``qat_json``, ``pruners``, ``prune_expand``.
 """

@@ -26,7 +26,7 @@ class LayerConfig:
         type: Its type name.
         data: The block as it is written.
         origins: Where each value comes from, by its dotted key (``activation_quant_params.num_bits``); the empty key is
-            the origin of the block as a whole.
+            the origin of the block as a whole, a key that ends in a dot that of a part which comes from elsewhere.
         implied: Values that hold although they are not written, by their dotted keys.
     """
 
@@ -39,6 +39,11 @@ class LayerConfig:
     def origin(self, key: str) -> Origin:
         """Where a value comes from: its own origin, or the built-in default."""
         return self.origins.get(key, DEFAULT)
+
+    def block_origin(self, key: str) -> Origin:
+        """Which block of the file applies to a value, whether or not the block sets it."""
+        own = self.origins.get(f"{key.partition('.')[0]}.")
+        return own or self.origin("")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ def explain(config: FullConfig) -> tuple[ExplainedSetting, ...]:
     for layer in config.layers:
         values = [*_leaves(layer.data), *layer.implied.items()]
         rows += [
-            ExplainedSetting(layer.name, layer.type, key, value, layer.origin(key), layer.origin(""))
+            ExplainedSetting(layer.name, layer.type, key, value, layer.origin(key), layer.block_origin(key))
             for key, value in values
         ]
     return tuple(rows)
