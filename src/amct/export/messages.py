@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from amct.errors import ExportError
 
@@ -116,15 +115,3 @@ def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None
             getattr(target, field.name).CopyFrom(value)
         else:
             setattr(target, field.name, value)
-
-
-def check_standard(model: ModelProto) -> None:
-    """Let ONNX's own checker read a model of standard operators.
-
-    Raises:
-        ExportError: the checker refuses it.
-    """
-    try:
-        onnx.checker.check_model(model)
-    except onnx.checker.ValidationError as error:
-        raise ExportError(f"the exported ONNX model is not valid: {error}") from error

@@ -235,11 +235,17 @@ def _bare_size(model: ModelProto) -> int:
     return bare.ByteSize()
 
 
-_TENSOR_OVERHEAD = 64
-
-
 def _message_size(tensor: TensorProto) -> int:
-    return _data_size(tensor) + len(tensor.name.encode()) + 10 * len(tensor.dims) + _TENSOR_OVERHEAD
+    """Serialized size of an initializer inside its graph; its data, up to the whole model, is not copied for it."""
+    bare = TensorProto()
+    copy_fields(tensor, bare, skip={"raw_data"})
+    data = len(tensor.raw_data)
+    size = bare.ByteSize() + (1 + _varint_size(data) + data if data else 0)
+    return 1 + _varint_size(size) + size
+
+
+def _varint_size(value: int) -> int:
+    return max(1, (value.bit_length() + 6) // 7)
 
 
 def _data_size(tensor: TensorProto) -> int:

@@ -1,0 +1,275 @@
+"""Names, groups of files, tensors in files of their own, opset."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+
+import numpy as np
+import onnx
+import pytest
+from export_nets import calibrate, residual, run
+from onnx import TensorProto, helper, numpy_helper
+
+from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
+from amct.export.inspect import count_integer_kernels
+from amct.export.onnx_ascend import ascend_model
+from amct.export.onnx_fake_quant import fake_quant_model
+from amct.export.onnx_qdq import qdq_model
+from amct.export.quant_json import quant_json
+from amct.export.result import Skip
+from amct.export.writer import (
+    OutputFile,
+    SavePath,
+    check_file_name,
+    check_opset,
+    model_opset,
+    save_model,
+    save_models,
+)
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def exported():
+    net, model = residual()
+    factors, tensors = calibrate(net, model)
+    return {
+        OutputFile.DEPLOY: ascend_model(model, net.bindings(), factors),
+        OutputFile.FAKE_QUANT: fake_quant_model(model, net.bindings(), factors),
+        OutputFile.QDQ: qdq_model(model, net.bindings(), factors, tensors=tensors),
+    }
+
+
+@pytest.fixture
+def models(exported):
+    return {output: result.model for output, result in exported.items()}
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("save_path", "deploy", "report"),
+    [
+        ("out/net", "out/net_deploy_model.onnx", "out/net_quant.json"),
+        ("net", "net_deploy_model.onnx", "net_quant.json"),
+        ("out/", "out/deploy_model.onnx", "out/quant.json"),
+        ("", "deploy_model.onnx", "quant.json"),
+        ("/a/b.c", "/a/b.c_deploy_model.onnx", "/a/b.c_quant.json"),
+    ],
+)
+def test_files_are_named_after_the_save_path(save_path, deploy, report):
+    path = SavePath.parse(save_path)
+    assert str(path.model(OutputFile.DEPLOY)) == deploy
+    assert str(path.quant_json) == report
+
+
+def test_all_models_have_their_names():
+    names = [SavePath.parse("p").model(output).name for output in OutputFile]
+    assert names == ["p_deploy_model.onnx", "p_fake_quant_model.onnx", "p_qdq_model.onnx"]
+    assert [output.external_suffix for output in OutputFile] == [
+        "_deploy.external",
+        "_fakequant.external",
+        "_qdq.external",
+    ]
+
+
+def test_a_prefix_may_have_241_characters():
+    assert SavePath.parse("out/" + "p" * 241).prefix == "p" * 241
+    with pytest.raises(ArgumentError, match="may have 241 characters, got 242"):
+        SavePath.parse("out/" + "p" * 242)
+
+
+@pytest.mark.parametrize("save_path", ["out/..", ".", "a\0b"])
+def test_a_prefix_that_is_no_file_name_is_refused(save_path):
+    with pytest.raises(ArgumentError, match='save_path: expected "folder/prefix"'):
+        SavePath.parse(save_path)
+
+
+def test_save_path_must_be_text():
+    with pytest.raises(ArgumentTypeError, match="save_path: expected text or a path, got int"):
+        SavePath.parse(7)
+
+
+def test_file_names_are_checked():
+    check_file_name("a/" + "n" * 254, "config_file")
+    for name in ("", "folder/", "a/.."):
+        with pytest.raises(ArgumentError, match="config_file: expected the name of a file"):
+            check_file_name(name, "config_file")
+    with pytest.raises(ArgumentError, match="may have 254 characters, got 255"):
+        check_file_name("n" * 255, "config_file")
+    with pytest.raises(ArgumentTypeError, match="config_file: expected the name of a file, got NoneType"):
+        check_file_name(None, "config_file")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_report_are_written_and_run(tmp_path, models):
+    target = SavePath.parse(str(tmp_path / "new" / "folder" / "net"))
+    written = save_models(target, models, quant_json="{}\n", opset=17)
+    assert [path.name for path in written] == [
+        "net_deploy_model.onnx",
+        "net_fake_quant_model.onnx",
+        "net_qdq_model.onnx",
+        "net_quant.json",
+    ]
+    assert listed(written[0].parent) == sorted(path.name for path in written)
+    assert stat.S_IMODE(written[0].stat().st_mode) == 0o640
+    assert stat.S_IMODE(written[0].parent.stat().st_mode) == 0o750
+    for output, path in zip(OutputFile, written, strict=False):
+        assert onnx.load(path) == models[output]
+    net, _ = residual()
+    assert run(str(written[2]), net.data())["y"].shape == (2, 5)
+
+
+def test_overwriting_only_warns(tmp_path, models, caplog):
+    target = SavePath.parse(str(tmp_path / "net"))
+    save_models(target, models)
+    with caplog.at_level(logging.WARNING):
+        save_models(target, models, quant_json="{}")
+    assert [record.message for record in caplog.records] == [
+        f"{target.model(output)} exists and is replaced" for output in OutputFile
+    ]
+
+
+def test_a_folder_that_cannot_be_is_said(tmp_path, models):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="one part of the path is a file"):
+        save_models(SavePath.parse(str(tmp_path / "file" / "net")), models)
+
+
+def test_a_name_that_is_a_folder_is_said_and_nothing_is_written(tmp_path, models):
+    (tmp_path / "net_qdq_model.onnx").mkdir()
+    with pytest.raises(FileError, match="it is a folder"):
+        save_models(SavePath.parse(str(tmp_path / "net")), models)
+    assert listed(tmp_path) == ["net_qdq_model.onnx"]
+
+
+def test_another_opset_than_asked_for_is_an_error_before_anything_is_written(tmp_path, models):
+    with pytest.raises(
+        ExportError, match=r'opset 16 was asked for, but the exporter made "net_deploy_model.onnx" with opset 17'
+    ):
+        save_models(SavePath.parse(str(tmp_path / "net")), models, opset=16)
+    assert listed(tmp_path) == []
+
+
+def test_opsets_that_can_be_asked_for():
+    for opset in (16, 21):
+        check_opset(opset)
+    for opset in (11, 15, 22):
+        with pytest.raises(ArgumentError, match=rf"opset: expected 16\.\.21, got {opset}"):
+            check_opset(opset)
+
+
+def test_opset_of_a_model():
+    graph = helper.make_graph([], "g", [], [])
+    opsets = [helper.make_opsetid("com.microsoft", 1), helper.make_opsetid("", 19)]
+    assert model_opset(helper.make_model(graph, opset_imports=opsets)) == 19
+
+
+# -- large models ----------------------------------------------------------------------------------------------------
+
+
+def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models):
+    target = SavePath.parse(str(tmp_path / "net"))
+    model = {OutputFile.FAKE_QUANT: models[OutputFile.FAKE_QUANT]}
+    size = len(model[OutputFile.FAKE_QUANT].SerializeToString())
+    before = model[OutputFile.FAKE_QUANT].SerializeToString()
+    written = save_models(target, model, external_threshold=size - 3000)
+    # first.w and second.w (2304 bytes each) are the largest; two are needed to save 3000 bytes.
+    assert sorted(path.name for path in written[1:]) == ["first.w_fakequant.external", "second.w_fakequant.external"]
+    assert {path.stat().st_size for path in written[1:]} == {2304}
+    assert written[0].stat().st_size < size - 3000
+    assert model[OutputFile.FAKE_QUANT].SerializeToString() == before
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(written[0]).graph.initializer}
+    expected = {tensor.name: numpy_helper.to_array(tensor) for tensor in model[OutputFile.FAKE_QUANT].graph.initializer}
+    assert stored.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(stored[name], value)
+    net, _ = residual()
+    np.testing.assert_array_equal(
+        run(str(written[0]), net.data())["y"], run(model[OutputFile.FAKE_QUANT], net.data())["y"]
+    )
+
+
+def test_small_models_stay_whole(tmp_path, models):
+    model = models[OutputFile.QDQ]
+    size = len(model.SerializeToString())
+    assert len(save_model(tmp_path / "whole.onnx", model, external_threshold=size + 8)) == 1
+    assert len(save_model(tmp_path / "split.onnx", model, external_threshold=size - 8)) == 2
+
+
+def test_file_names_of_tensors_are_safe_and_different(tmp_path):
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in "xy"]
+    weights = [numpy_helper.from_array(np.full(64, i, np.float32), name) for i, name in enumerate(("a/w", "a:w"))]
+    weights.append(helper.make_tensor("typed", TensorProto.FLOAT, [64], np.arange(64.0)))  # not stored as raw bytes
+    nodes = [helper.make_node("Sum", ["x", "a/w", "a:w", "typed"], ["y"], name="sum")]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", values[:1], values[1:], weights),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=10,
+    )
+    written = save_model(tmp_path / "m.onnx", model, external_threshold=320)
+    assert {path.name for path in written} == {"m.onnx", "a_w.external", "a_w_1.external", "typed.external"}
+    np.testing.assert_array_equal(run(str(written[0]), {"x": np.zeros(64, np.float32)})["y"], np.arange(64) + 1)
+
+
+def test_a_model_that_cannot_be_split_is_refused(tmp_path, models):
+    with pytest.raises(
+        ExportError, match="bytes remain besides the tensors that can be stored apart; the limit is 100"
+    ):
+        save_model(tmp_path / "m.onnx", models[OutputFile.QDQ], external_threshold=100)
+    assert listed(tmp_path) == []
+
+
+# -- <prefix>_quant.json ---------------------------------------------------------------------------------------------
+
+
+def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported):
+    net, model = residual()
+    factors, tensors = calibrate(net, model)
+    del tensors["second_out"]
+    results = {output.value: result for output, result in exported.items()}
+    results["qdq_model"] = qdq_model(model, net.bindings(), factors, tensors=tensors)
+    text = quant_json(results, absorbed={"stem": ["bn1"]}, skipped=[Skip("norm", "LayerNorm is not quantizable")])
+    document = json.loads(text)
+    assert document["version"] == 1
+    assert list(document["layers"]) == ["stem", "first", "second", "fc"]
+    stem = document["layers"]["stem"]
+    assert (stem["kind"], stem["activation_bits"], stem["absorbed"]) == ("conv", 8, ["bn1"])
+    assert stem["files"]["deploy_model"] == {
+        "node": "stem",
+        "operator": "Conv",
+        "weight_bits": 8,
+        "inserted": ["stem.quant", "stem.dequant"],
+    }
+    assert stem["files"]["qdq_model"]["weight_bits"] == 7
+    assert document["layers"]["fc"]["absorbed"] == []
+    assert document["skipped"] == [{"layer": "norm", "reason": "LayerNorm is not quantizable"}]
+    assert [skip["name"] for skip in document["files"]["qdq_model"]["skipped"]] == ["second_out"]
+    nodes = {node.name for node in exported[OutputFile.DEPLOY].model.graph.node}
+    assert all(set(entry["files"]["deploy_model"]["inserted"]) <= nodes for entry in document["layers"].values())
+
+
+def test_kernels_of_a_float_model_are_counted_as_float(tmp_path):
+    _, model = residual()
+    onnx.save(model, tmp_path / "float.onnx")
+    count = count_integer_kernels(tmp_path / "float.onnx")
+    assert (count.integer, count.total, count.share) == (0, 4, 0.0)
+
+
+def test_a_model_without_products_counts_as_all_integer(tmp_path):
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4]) for name in "xy"]
+    model = helper.make_model(
+        helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=10,
+    )
+    onnx.save(model, tmp_path / "relu.onnx")
+    assert count_integer_kernels(tmp_path / "relu.onnx").share == 1
