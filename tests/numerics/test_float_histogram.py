@@ -1,0 +1,115 @@
+"""The histogram of float bits against NumPy, and that order, pieces, threads and processes do not matter."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from amct.numerics.histogram import MANTISSA_BITS, FloatHistogram
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+ARRAYS = hnp.arrays(np.float32, st.integers(1, 60), elements=FINITE)
+
+
+def histogram_of(*pieces: np.ndarray, mantissa_bits: int = MANTISSA_BITS) -> FloatHistogram:
+    histogram = FloatHistogram(pieces[0].shape[0] if pieces[0].ndim == 2 else 1, mantissa_bits)
+    for piece in pieces:
+        histogram.add(torch.from_numpy(np.atleast_2d(piece)))
+    return histogram
+
+
+def same(first: FloatHistogram, second: FloatHistogram) -> bool:
+    return all(
+        np.array_equal(getattr(first.bins(channel), part), getattr(second.bins(channel), part))
+        for channel in range(first.channels)
+        for part in ("low", "high", "count")
+    )
+
+
+@given(ARRAYS, st.sampled_from([3, 6, 11]))
+def test_bins_hold_their_values_and_are_as_fine_as_promised(values, mantissa_bits):
+    bins = histogram_of(values, mantissa_bits=mantissa_bits).bins()
+    assert bins.count.sum() == values.size
+    assert (bins.low[1:] >= bins.high[:-1]).all()
+    exact = values.astype(np.float64)
+    for low, high, count in zip(bins.low, bins.high, bins.count, strict=True):
+        # A bin begins at the end that is nearer to zero, which belongs to it; the other end does not.
+        inside = (exact >= low) & (exact < high) if low >= 0 else (exact > low) & (exact <= high)
+        if low == 0 or high == 0:  # zero and the negative zero have a bin each
+            inside &= np.signbit(values) == (high == 0)
+        assert inside.sum() == count
+        outer = max(abs(low), abs(high))
+        assert high - low <= max(outer * 2.0**-mantissa_bits, 2.0 ** (-126 - mantissa_bits))
+
+
+@given(st.lists(ARRAYS, min_size=1, max_size=4), st.randoms())
+def test_pieces_and_order_do_not_matter(pieces, random):
+    together = np.concatenate(pieces)
+    shuffled = list(together)
+    random.shuffle(shuffled)
+    assert same(histogram_of(*pieces), histogram_of(np.array(shuffled, np.float32)))
+
+
+@given(ARRAYS, ARRAYS)
+def test_merging_equals_counting_together(first, second):
+    merged = histogram_of(first)
+    merged.merge(histogram_of(second))
+    assert same(merged, histogram_of(np.concatenate([first, second])))
+
+
+@given(ARRAYS)
+def test_a_copy_sent_to_another_process_can_go_on(values):
+    copy = pickle.loads(pickle.dumps(histogram_of(values)))
+    copy.add(torch.from_numpy(values[None]) * 0.5)
+    copy.merge(histogram_of(values))
+    assert same(copy, histogram_of(values, values * np.float32(0.5), values))
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(1, 30)), elements=FINITE))
+def test_channels_are_counted_apart(rows):
+    histogram = histogram_of(rows, mantissa_bits=6)
+    for channel, row in enumerate(rows):
+        alone, together = histogram_of(row, mantissa_bits=6).bins(), histogram.bins(channel)
+        assert np.array_equal(alone.count, together.count)
+        assert np.array_equal(alone.low, together.low)
+
+
+@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 30)), elements=FINITE))
+def test_the_way_for_gpus_counts_the_same(rows):
+    by_torch = FloatHistogram(rows.shape[0], 6)
+    by_torch._add_by_torch(torch.from_numpy(rows))
+    assert same(by_torch, histogram_of(rows, mantissa_bits=6))
+
+
+def test_threads_count_the_same():
+    values = torch.randn(1, 2_500_000, generator=torch.Generator().manual_seed(3))
+    before = torch.get_num_threads()
+    try:
+        histograms = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            histograms.append(FloatHistogram())
+            histograms[-1].add(values)
+    finally:
+        torch.set_num_threads(before)
+    assert same(*histograms)
+
+
+def test_every_power_of_two_finds_room():
+    exponents = np.arange(-149, 128, dtype=np.float64)
+    values = np.concatenate([2.0**exponents, -(2.0**exponents)]).astype(np.float32)
+    bins = histogram_of(values, mantissa_bits=2).bins()
+    assert bins.count.sum() == values.size
+    assert bins.high.max() == pytest.approx(2.0**127 * 1.25)
+
+
+def test_the_largest_float_has_a_finite_bin():
+    largest = np.finfo(np.float32).max
+    bins = histogram_of(np.array([largest, -largest], np.float32)).bins()
+    assert (bins.low[0], bins.high[-1]) == (-(2.0**128), 2.0**128)

@@ -1,0 +1,82 @@
+"""The min-max observer, and what all observers share about ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.min_max import MinMaxObserver
+
+ARRAYS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
+
+
+@given(st.lists(ARRAYS, min_size=1, max_size=3), st.booleans(), st.sampled_from([8, 12, 16]))
+def test_the_range_is_that_of_all_values(batches, asymmetric, bits):
+    observer = MinMaxObserver(bits=bits, asymmetric=asymmetric)
+    for batch in batches:
+        observer.observe(torch.from_numpy(batch))
+    values = np.concatenate(batches).astype(np.float64)
+    low, high = min(values.min(), 0), max(values.max(), 0)
+    if asymmetric:
+        scale = (high - low) / (2**bits - 1)
+    else:
+        negative = abs(values.min()) > abs(values.max())
+        scale = np.abs(values).max() / (2 ** (bits - 1) - (0 if negative else 1))
+    factors = observer.result()
+    if scale < 2**-23:
+        assert factors.scale.item() == 1.0
+        assert factors.tiny.item()
+        return
+    assert factors.scale.item() == pytest.approx(scale, rel=1e-6)
+    # The offset is rounded to a whole step, so an end of the range may be missed by half a step; symmetric: by one.
+    allowed = scale * (0.5 if asymmetric else 1) + 1e-5 * np.abs(values).max()
+    assert factors.clip_max.item() >= high - allowed
+    assert factors.clip_min.item() <= low + allowed
+    assert observer.batches == len(batches)
+
+
+@given(st.lists(ARRAYS, min_size=2, max_size=4))
+def test_shards_merge_to_the_whole(batches):
+    whole, merged = MinMaxObserver(), MinMaxObserver()
+    for batch in batches:
+        whole.observe(torch.from_numpy(batch))
+        shard = MinMaxObserver()
+        shard.observe(torch.from_numpy(batch))
+        merged.merge(shard)
+    assert merged.result().scale.item() == whole.result().scale.item()
+    assert merged.batches == whole.batches
+
+
+def test_per_channel_and_strided_input():
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    observer = MinMaxObserver(channel_axis=1)
+    observer.observe(x)
+    assert observer.result().clip_max.tolist() == pytest.approx([15.0, 19.0, 23.0])
+    other = MinMaxObserver(channel_axis=-2)
+    other.observe(x.transpose(0, 2).transpose(0, 2)[:, :, ::3])
+    assert other.result().clip_max.tolist() == pytest.approx([15.0, 19.0, 23.0])
+
+
+def test_channels_of_a_merged_observer_must_fit():
+    first, second = MinMaxObserver(channel_axis=0), MinMaxObserver(channel_axis=0)
+    first.observe(torch.ones(2, 3))
+    second.observe(torch.ones(4, 3))
+    with pytest.raises(ArgumentError, match="the number of channels along axis 0 changed: 2 before, now 4"):
+        first.merge(second)
+
+
+def test_nothing_observed():
+    with pytest.raises(CalibrationError, match="no activation values were observed in 0 batches; run the model"):
+        MinMaxObserver().result()
+
+
+def test_the_observed_tensor_is_left_alone():
+    x = torch.ones(4, requires_grad=True)
+    observer = MinMaxObserver()
+    observer.observe(x * 2)
+    assert not observer.result().scale.requires_grad
