@@ -186,6 +186,24 @@ def test_declared_types_of_inputs_constants_and_results():
     assert graph.element_type("nowhere") == TensorProto.FLOAT
 
 
+def test_declared_ranks():
+    _, model = residual()
+    graph = OnnxGraph(model)
+    assert (graph.rank("x"), graph.rank("fc.w"), graph.rank("flat_out"), graph.rank("nowhere")) == (4, 2, 2, None)
+
+
+def test_a_removed_node_leaves_its_place_to_another():
+    net, model = residual()
+    graph = OnnxGraph(model)
+    relu = graph.node("node_stem_relu")
+    graph.remove_node(relu)
+    assert graph.producer("stem_relu_out") is None
+    assert graph.consumers("stem_out") == []
+    graph.add_node("Relu", "node_stem_relu", ["stem_out"], ["stem_relu_out"])
+    feeds = net.data()
+    np.testing.assert_array_equal(run(graph.build(), feeds)["y"], run(model, feeds)["y"])
+
+
 def test_copying_fields_leaves_out_what_is_skipped():
     _, model = residual()
     copy = onnx.ModelProto()

@@ -126,6 +126,15 @@ class OnnxGraph:
                 return value.type.tensor_type.elem_type
         return TensorProto.FLOAT
 
+    def rank(self, tensor: str) -> int | None:
+        """How many dimensions a tensor has, where the model says it."""
+        if tensor in self._initializers:
+            return len(self._initializers[tensor].dims)
+        for value in (self._value_info.get(tensor), *self.inputs, *self._source.graph.output):
+            if value is not None and value.name == tensor and value.type.tensor_type.HasField("shape"):
+                return len(value.type.tensor_type.shape.dim)
+        return None
+
     def constant(self, tensor: str) -> NDArray[Any] | None:
         """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
         if not tensor:
@@ -276,6 +285,16 @@ class OnnxGraph:
     def forget_type(self, tensor: str) -> None:
         """Drop what the model declares about a tensor, because an edit changed it."""
         self._value_info.pop(tensor, None)
+
+    def remove_node(self, node: NodeProto) -> None:
+        """Take a node out; its outputs no longer have a producer."""
+        self.nodes = [other for other in self.nodes if other is not node]
+        self._by_name.pop(node.name, None)
+        for name in node.input:
+            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+        for name in node.output:
+            if self._producers.get(name) is node:
+                del self._producers[name]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
