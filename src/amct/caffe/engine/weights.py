@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from amct.atomic import FileGroup, open_write
-from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_weights
+from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_blob, read_weights
 from amct.errors import FileError, ModelError, ParseError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.graph import Graph, Node
+    from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.messages import ProtoMessage
 
     NumberArray = npt.NDArray[np.generic]
 
@@ -84,17 +86,28 @@ def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> Non
         if node is None:
             ignored.append(stored.name)
             continue
-        _check_blob_count(node, len(stored.blobs), source)
+        _check_blob_count(node.layer, len(stored.blobs), source)
         for index, (blob, content) in enumerate(zip(node.layer.blobs, stored.blobs, strict=True)):
             _copy_blob(blob, content, stored.name, index, source)
     if ignored:
         logger.info("%s: ignoring source layer(s) %s: the net has none of that name", source, ", ".join(ignored))
 
 
-def _check_blob_count(node: Node, stored: int, source: str) -> None:
-    if len(node.layer.blobs) != stored:
+def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> None:
+    """Fill a layer's parameters from BlobProto messages (weights that stand in the prototxt itself).
+
+    Raises:
+        ModelError: Number of blobs or shapes differ.
+    """
+    _check_blob_count(layer, len(blobs), source)
+    for index, (blob, message) in enumerate(zip(layer.blobs, blobs, strict=True)):
+        _copy_blob(blob, read_blob(message.SerializeToString(), source), layer.name, index, source)
+
+
+def _check_blob_count(layer: Layer, stored: int, source: str) -> None:
+    if len(layer.blobs) != stored:
         raise ModelError(
-            f"{source}: Incompatible number of blobs for layer {node.layer.name}: the net has {len(node.layer.blobs)}, "
+            f"{source}: Incompatible number of blobs for layer {layer.name}: the net has {len(layer.blobs)}, "
             f"the file {stored}. Is bias_term the same in both?"
         )
 
@@ -164,9 +177,15 @@ def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = F
     Raises:
         FileError: The file cannot be written.
     """
+    with FileGroup() as files:
+        write_hdf5(graph, files.path(path), with_diff=with_diff)
+
+
+def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
+    """Write an HDF5 caffemodel to that very path, for a caller who keeps several files together."""
     import h5py
 
-    with FileGroup() as files, h5py.File(files.path(path), "w") as file:
+    with h5py.File(path, "w") as file:
         groups = [("data", False), *([("diff", True)] if with_diff else [])]
         for group_name, is_diff in groups:
             group = file.create_group(group_name)
@@ -201,7 +220,7 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
 def _load_group(graph: Graph, node: Node, group: object, source: str) -> None:
     stored: dict[str, NumberArray] = {name: item[()] for name, item in group.items() if name.isdigit()}  # type: ignore[attr-defined]
     if len(stored) > len(node.layer.blobs):
-        _check_blob_count(node, len(stored), source)
+        _check_blob_count(node.layer, len(stored), source)
     for index, blob in enumerate(node.layer.blobs):
         values = stored.get(str(index))
         if values is not None:

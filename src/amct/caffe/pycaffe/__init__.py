@@ -13,14 +13,30 @@ from amct.caffe.engine.registry import layer_types as layer_type_list
 from amct.caffe.pycaffe import proto
 from amct.caffe.pycaffe.net import Net
 from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
+from amct.caffe.pycaffe.solver import (
+    AdaDeltaSolver,
+    AdaGradSolver,
+    AdamSolver,
+    NesterovSolver,
+    RMSPropSolver,
+    SGDSolver,
+    get_solver,
+)
 
 __version__ = "1.0.0"
 
 __all__ = [
     "TEST",
     "TRAIN",
+    "AdaDeltaSolver",
+    "AdaGradSolver",
+    "AdamSolver",
     "Blob",
+    "NesterovSolver",
     "Net",
+    "RMSPropSolver",
+    "SGDSolver",
+    "get_solver",
     "has_nccl",
     "init_log",
     "layer_type_list",

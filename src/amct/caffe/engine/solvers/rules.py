@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from amct.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -44,7 +45,7 @@ class Rule:
 def _sgd(
     gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
 ) -> torch.Tensor:
-    """h = momentum h + rate g; the rate is inside the history, unlike in torch."""
+    """The history is momentum times itself plus rate times gradient: the rate is inside, unlike in torch."""
     (history,) = histories
     history.mul_(parameter.momentum).add_(gradient, alpha=rate)
     return history.clone()

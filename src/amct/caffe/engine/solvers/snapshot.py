@@ -17,6 +17,8 @@ from amct.errors import ConfigError, FileError, ParseError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import h5py
+
     from amct.caffe.engine.graph import Graph
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -69,6 +71,112 @@ def write_snapshot(graph: Graph, state: StoredState, parameter: ProtoMessage) ->
             weights.write_hdf5(graph, files.path(model), with_diff=parameter.snapshot_diff)
             _write_state_hdf5(files.path(solver_state), state)
         else:
-            files.write_parts(model, weights.caffemodel_parts(graph, with_diff=parameter.snapshot_diff))
-            files.write_parts(solver_state, _state_parts(state))
+            _write(files, model, weights.caffemodel_parts(graph, with_diff=parameter.snapshot_diff))
+            history = [blob_parts(blob.shape, blob.values) for blob in state.history]
+            _write(files, solver_state, state_parts(state.iteration, model, history, state.current_step))
     return model, solver_state
+
+
+def _write(files: FileGroup, path: str, parts: Sequence[bytes | memoryview]) -> None:
+    with files.open(path) as file:
+        for part in parts:
+            file.write(part)
+
+
+def _write_state_hdf5(path: Path, state: StoredState) -> None:
+    import h5py
+
+    with h5py.File(path, "w") as file:
+        for name, value in (("iter", state.iteration), ("current_step", state.current_step)):
+            file.create_dataset(name, data=np.array([value], np.int32))
+        _write_c_string(file, "learned_net", state.learned_net or "")
+        group = file.create_group("history")
+        for index, blob in enumerate(state.history):
+            group.create_dataset(str(index), data=np.asarray(blob.values, np.float32).reshape(blob.shape))
+
+
+def _write_c_string(file: h5py.File, name: str, text: str) -> None:
+    """A string with its final zero, which Caffe relies on; h5py by itself writes none."""
+    import h5py
+
+    content = text.encode() + b"\0"
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(len(content))
+    kind.set_strpad(h5py.h5t.STR_NULLTERM)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
+    dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(content, f"S{len(content)}"), mtype=kind)
+
+
+def read_state(path: str) -> StoredState:
+    """Read a solver state; HDF5 is told by content.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It is not a solver state.
+    """
+    try:
+        if weights.is_hdf5(path):
+            return _read_state_hdf5(path)
+        return read_solver_state(weights.read_file(path), path)
+    except FileError as error:
+        raise FileError(f"File not found: {path} (the solver state; looked for in {Path.cwd()}): {error}") from error
+
+
+def _read_state_hdf5(path: str) -> StoredState:
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            group = file["history"]
+            arrays = [group[str(index)][()] for index in range(len(group))]
+            name = file["learned_net"][()] if "learned_net" in file else None
+            return StoredState(
+                iteration=int(file["iter"][0]),
+                learned_net=name.decode() if isinstance(name, bytes) else name,
+                history=[StoredBlob(array.shape, array.reshape(-1)) for array in arrays],
+                current_step=int(file["current_step"][0]),
+            )
+    except (KeyError, OSError, AttributeError, IndexError, ValueError, TypeError) as error:
+        raise ParseError(f"{path}: not an HDF5 solver state: {error}") from error
+
+
+def find_learned_net(state: StoredState, state_path: str) -> str:
+    """The caffemodel a state names: as stored (from the current folder), else beside the state file.
+
+    Raises:
+        FileError: It is in neither place.
+    """
+    stored = state.learned_net or ""
+    if Path(stored).is_file():
+        return stored
+    beside = Path(state_path).parent / Path(stored).name
+    if beside.is_file():
+        logger.info("%s names %s, which is not there; using %s", state_path, stored, beside)
+        return str(beside)
+    raise FileError(
+        f'{state_path}: the caffemodel it names, "{stored}", is neither there (paths count from the current folder, '
+        f"{Path.cwd()}) nor beside the state file ({beside})"
+    )
+
+
+def history_tensors(state: StoredState, shapes: Sequence[tuple[int, ...]], source: str) -> list[torch.Tensor]:
+    """The history of a state as tensors of the shapes a solver expects.
+
+    Raises:
+        ConfigError: Their number or a shape differs: the state is of another solver type or another net.
+    """
+    if len(state.history) != len(shapes):
+        raise ConfigError(
+            f"{source}: Incorrect length of history blobs: the file has {len(state.history)}, this solver needs "
+            f"{len(shapes)}. Is it of another solver type or net?"
+        )
+    tensors = []
+    for index, (blob, shape) in enumerate(zip(state.history, shapes, strict=True)):
+        legacy = (1,) * (4 - len(shape)) + tuple(shape)
+        if blob.shape != (legacy if blob.is_legacy else tuple(shape)) or blob.values.size != np.prod(shape):
+            raise ConfigError(
+                f"{source}: history blob {index} has shape {blob.shape} ({blob.values.size} values), this net needs "
+                f"{tuple(shape)}. Is the state of another net?"
+            )
+        tensors.append(torch.from_numpy(np.array(blob.values, np.float32)).reshape(tuple(shape)))
+    return tensors
