@@ -168,8 +168,9 @@ class Blob:
     def __init__(self, *shape: int) -> None:
         self._shape: Shape = ()
         self._values = Buffer()
-        self._diff = Buffer()
-        self.set_shape(shape)
+        self._diff: Buffer | None = None
+        if shape:
+            self.set_shape(shape)
 
     # ------------------------------------------------------------------ the face of pycaffe
 
@@ -181,7 +182,7 @@ class Blob:
     @property
     def diff(self) -> FloatArray:
         """The gradients: a writable float32 view in C order."""
-        return self._diff.array(self._shape)
+        return self.gradients.array(self._shape)
 
     @property
     def shape(self) -> Shape:
@@ -232,6 +233,8 @@ class Blob:
     @property
     def gradients(self) -> Buffer:
         """The buffer behind ``diff``."""
+        if self._diff is None:
+            self._diff = Buffer()
         return self._diff
 
     @property
@@ -242,19 +245,20 @@ class Blob:
     @property
     def gradient(self) -> torch.Tensor:
         """The gradients as a tensor."""
-        return self._diff.read(self._shape)
+        return self.gradients.read(self._shape)
 
     def set_tensor(self, value: torch.Tensor) -> None:
         """Make ``value`` the content; shape follows it."""
         shape = value.shape
         if shape != self._shape:
-            self._diff.resize(tuple(shape))
+            if self._diff is not None:
+                self._diff.resize(tuple(shape))
             self._shape = tuple(shape)
         self._values.write(value)
 
     def set_gradient(self, value: torch.Tensor) -> None:
         """Make ``value`` the gradients."""
-        self._diff.write(value)
+        self.gradients.write(value)
 
     def set_shape(self, shape: Sequence[int]) -> None:
         """Change the shape, keeping content where the memory suffices."""
@@ -263,7 +267,8 @@ class Blob:
             return
         check_shape(new)
         self._values.resize(new)
-        self._diff.resize(new)
+        if self._diff is not None:
+            self._diff.resize(new)
         self._shape = new
 
     def share_values(self, owner: Blob) -> None:

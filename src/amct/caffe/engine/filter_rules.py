@@ -40,13 +40,12 @@ def is_included(layer: ProtoMessage, state: ProtoMessage) -> bool:
 
 
 def filter_net(net: ProtoMessage) -> ProtoMessage:
-    """A copy of the net with the layers that its ``state`` includes.
+    """Remove the layers that the net's ``state`` does not include, in place, and return the net.
 
     Raises:
         ModelError: A layer has both include and exclude rules.
     """
-    kept = type(net)()
-    kept.CopyFrom(net)
-    del kept.layer[:]
-    kept.layer.extend(layer for layer in net.layer if is_included(layer, net.state))
-    return kept
+    dropped = [index for index, layer in enumerate(net.layer) if not is_included(layer, net.state)]
+    for index in reversed(dropped):
+        del net.layer[index]
+    return net

@@ -15,6 +15,7 @@ from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.needs_backward import decide_backward
 from amct.caffe.engine.registry import layer_class
+from amct.caffe.engine.weights import copy_messages
 from amct.errors import AmctError, ModelError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Graph:
 
 
 class GraphBuilder:
-    """Builds a Graph layer by layer."""
+    """Builds a Graph layer by layer, out of a net that is its own to change."""
 
     def __init__(self, net: ProtoMessage, *, allow_python: bool = False) -> None:
         self.net = net
@@ -105,9 +106,11 @@ class GraphBuilder:
         return self.graph
 
     def _add_layer(self, original: ProtoMessage) -> None:
-        parameter = type(original)()
-        parameter.CopyFrom(original)
-        del parameter.blobs[:]
+        parameter, stored = original, list(original.blobs)
+        if stored:
+            parameter = type(original)()
+            parameter.CopyFrom(original)
+            del parameter.blobs[:]
         if not parameter.HasField("phase"):
             parameter.phase = self.net.state.phase
         if parameter.propagate_down and len(parameter.propagate_down) != len(parameter.bottom):
@@ -124,6 +127,8 @@ class GraphBuilder:
         _check_counts(node)
         self._add_automatic_tops(node)
         self._set_up(node)
+        if stored:
+            copy_messages(layer, stored, f'the net "{self.graph.name}"')
         self._set_loss_weights(node)
         self._add_parameters(node)
         self.graph.nodes.append(node)

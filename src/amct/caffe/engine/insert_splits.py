@@ -50,35 +50,38 @@ class _Readers:
 
 
 def insert_splits(net: ProtoMessage) -> ProtoMessage:
-    """A copy of the net in which no blob is read twice.
+    """Change the net, in place, so that no blob is read twice, and return it.
 
     Raises:
         ModelError: A layer reads a blob that no layer before it makes.
     """
     layers = list(net.layer)
     readers = _Readers(layers)
+    if max(readers.count.values(), default=0) <= 1:
+        return net
     served: Counter[Top] = Counter()
-    result = type(net)()
-    result.CopyFrom(net)
-    del result.layer[:]
-    for index, original in enumerate(layers):
-        layer = result.layer.add()
-        layer.CopyFrom(original)
-        for position, blob in enumerate(original.bottom):
+    result = []
+    for index, layer in enumerate(layers):
+        result.append(layer)
+        for position, blob in enumerate(list(layer.bottom)):
             top = readers.source[index, position]
             if readers.count[top] > 1:
                 layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], served[top])
                 served[top] += 1
-        for position, blob in enumerate(original.top):
+        for position, blob in enumerate(layer.top):
             top = (index, position)
             if readers.count[top] <= 1:
                 continue
             weight = readers.loss_weight.get(top, 0.0)
-            result.layer.append(_split_layer(original.name, blob, position, readers.count[top], weight))
+            result.append(_split_layer(layer.name, blob, position, readers.count[top], weight))
             if weight:
                 layer.ClearField("loss_weight")
                 served[top] += 1
-    return result
+    split = type(net)()
+    split.layer.extend(result)
+    del net.layer[:]
+    net.MergeFrom(split)
+    return net
 
 
 def _split_layer(layer: str, blob: str, top: int, count: int, loss_weight: float) -> ProtoMessage:

@@ -53,7 +53,7 @@ def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.S
     return packed
 
 
-def convolve(  # noqa: PLR0913 - one argument per operand of the operator
+def convolve(
     bottom: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
