@@ -12,8 +12,8 @@ from numpy_nets import FakeQuantReference
 from onnx import TensorProto, numpy_helper
 from test_export_fake_quant import balanced
 
-from amct.errors import ExportError
-from amct.export.binding import LayerFactors, TensorFactors
+from amct.errors import ArgumentError, ExportError
+from amct.export.binding import LayerFactors
 from amct.export.inspect import KernelCount, count_integer_kernels
 from amct.export.onnx_qdq import Placement, Target, observed_tensors, qdq_model
 
@@ -501,7 +501,29 @@ def test_factors_may_come_as_plain_text_choices():
             model, net.bindings(), factors, tensors=tensors, placement=Placement.EXACT, target=Target.VNNI
         ).model
     )
-    with pytest.raises(ValueError, match="fastest"):
-        qdq_model(
-            model, net.bindings(), factors, tensors={"x": TensorFactors(scale=1, zero_point=0)}, placement="fastest"
-        )
+    for choice in ({"placement": "fastest"}, {"target": "arm"}):
+        with pytest.raises(ArgumentError, match=r"(placement|target): expected one of .*, got '(fastest|arm)'"):
+            qdq_model(model, net.bindings(), factors, tensors=tensors, **choice)
+
+
+def test_each_quantizer_is_told_under_the_layer_that_needs_it_first():
+    net, model = residual()
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
+    inserted = {report.layer: report.inserted for report in exported.layers}
+    assert inserted["stem"][:4] == (
+        "x.quantize",
+        "x.dequantize",
+        "stem_relu_out.quantize",
+        "stem_relu_out.dequantize",
+    )
+    assert "stem.w.dequantize" in inserted["stem"]
+    assert "stem_relu_out.quantize" not in inserted["first"]
+    assert "second_out.quantize" in inserted["second"]
+    told = [name for names in inserted.values() for name in names]
+    assert len(told) == len(set(told))
+    assert set(told) <= {node.name for node in exported.model.graph.node}
+    assert set(exported.tensors) == {"x", "gap_out", "flat_out", "join_relu_out", "second_out"} | {
+        "stem_relu_out",
+        "first_relu_out",
+    }

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from onnx import TensorProto
 
-from amct.errors import ExportError
+from amct.errors import ArgumentError, ExportError
 from amct.export.balance import fold_balance, insert_balance
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.finding import find_layers
@@ -26,7 +26,7 @@ from amct.export.result import ExportedModel, Skip
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
     from amct.export.binding import LayerBinding
     from amct.export.graph import OnnxGraph
@@ -48,8 +48,8 @@ def qdq_model(
     factors: Mapping[str, LayerFactors],
     *,
     tensors: Mapping[str, TensorFactors] | None = None,
-    placement: Placement = Placement.FAST,
-    target: Target = Target.PORTABLE,
+    placement: Placement | str = Placement.FAST,
+    target: Target | str = Target.PORTABLE,
 ) -> ExportedModel:
     """Turn a float ONNX model into its QDQ form.
 
@@ -63,6 +63,7 @@ def qdq_model(
 
     Raises:
         ExportError: the graph does not look as bound, or its opset is too old.
+        ArgumentError: there is no such placement or target.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
     if graph.opset < OLDEST_OPSET:
@@ -70,29 +71,29 @@ def qdq_model(
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
             "export it with a newer one"
         )
-    nodes = QdqNodes(graph, Target(target))
+    nodes = QdqNodes(graph, _choice(Target, target, "target"))
     placed = FastPlacement()
-    if Placement(placement) is Placement.FAST and tensors is not None and all(layer.is_wide_float for layer in layers):
-        layers = fold_balance(graph, layers)
-        placed = FastPlanner(graph, layers, tensors.get).run()
-    elif Placement(placement) is Placement.FAST:
-        nodes.notes.append(_why_exact(tensors))
-    scales = {layer.name: _input_factors(layer, placed).scale for layer in layers}
-    _apply(nodes, placed)
+    if _choice(Placement, placement, "placement") is Placement.FAST:
+        if tensors is not None and all(layer.is_wide_float for layer in layers):
+            layers = fold_balance(graph, layers)
+            placed = FastPlanner(graph, layers, tensors.get).run()
+        else:
+            nodes.notes.append(_why_exact(tensors))
     reports = []
-    for layer in layers:
+    for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
         before = len(graph.nodes)
         skipped += _quantize_inputs(nodes, layer, served=layer.name in placed.served)
-        nodes.weights(layer, scales[layer.name])
+        nodes.weights(layer, scale)
         if not layer.is_wide_float and not layer.kind.is_recurrent:
             _narrow_output(graph, layer)
-        report = layer_report(layer, [node.name for node in graph.nodes[before:]])
+        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])])
         reports.append(replace(report, weight_bits=nodes.weight_bits(layer)))
     return ExportedModel(
         model=graph.build(),
         layers=tuple(reports),
         skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
+        tensors=(*placed.some, *placed.everyone),
     )
 
 
@@ -138,6 +139,17 @@ class _Asked(TensorFactors):
     tensor: str
 
 
+_Choice = TypeVar("_Choice", Placement, Target)
+
+
+def _choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(member.value for member in kind)
+        raise ArgumentError(f"{argument}: expected one of {choices}, got {value!r}") from error
+
+
 def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
     reason = "the model is not float32 throughout"
     if tensors is None:
@@ -145,30 +157,55 @@ def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
     return f'{reason}: placement "exact" instead of "fast"'
 
 
-def _input_factors(layer: Layer, placed: FastPlacement) -> TensorFactors:
-    """How the input of a layer is quantized in this file."""
-    served = placed.factors(layer.reader.input[0]) if layer.name in placed.served else None
-    return served or layer_input_factors(layer.factors)
+def _with_shared_quantizers(
+    nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
+) -> list[tuple[Layer, list[str], float]]:
+    """Write the quantizers of placement ``fast``; returns each layer, the quantizers it is first to need, its scale_d.
+
+    A layer needs the quantizers of its input and of its result (behind its activation).
+    """
+    needed = {}
+    for layer in layers:
+        result = layer.node.output[0]
+        user = nodes.graph.only_consumer(result)
+        tensors = [layer.reader.input[0], result, *(user.output if user is not None else ())]
+        factors = placed.factors(tensors[0]) if layer.name in placed.served else None
+        needed[layer.name] = (tensors, (factors or layer_input_factors(layer.factors)).scale)
+    inserted = _apply(nodes, placed)
+    return [
+        (layer, [name for tensor in needed[layer.name][0] for name in inserted.pop(tensor, ())], needed[layer.name][1])
+        for layer in layers
+    ]
 
 
-def _apply(nodes: QdqNodes, placed: FastPlacement) -> None:
-    """Write the quantizers of placement ``fast``."""
+def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
+    """Write the quantizers of placement ``fast``; returns the names of the nodes by tensor."""
     graph = nodes.graph
     integers: dict[str, str] = {}
+    inserted: dict[str, list[str]] = {}
     sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
-    for tensor, factors in placed.some.items():
-        integers[tensor], result = nodes.activation(tensor, factors)
-        for reader in placed.readers[tensor]:
-            for index, name in enumerate(reader.input):
-                if name == tensor:
-                    graph.set_input(reader, index, result)
-    for tensor, factors in placed.everyone.items():
-        if tensor not in placed.pads:
-            integers[tensor] = nodes.behind(tensor, factors)
-    for tensor, pad in placed.pads.items():
-        integers[tensor] = nodes.padded(pad, integers[sources[tensor]], placed.everyone[tensor])
+    order = [*placed.some, *(tensor for tensor in placed.everyone if tensor not in placed.pads), *placed.pads]
+    for tensor in order:
+        before = len(graph.nodes)
+        if tensor in placed.some:
+            integers[tensor], result = nodes.activation(tensor, placed.some[tensor])
+            _redirect(graph, placed.readers[tensor], tensor, result)
+        elif tensor in placed.pads:
+            source = integers[sources[tensor]]
+            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.everyone[tensor])
+        else:
+            integers[tensor] = nodes.behind(tensor, placed.everyone[tensor])
+        inserted[tensor] = [node.name for node in graph.nodes[before:]]
     for node, index in placed.constants:
         nodes.constant(node, index)
+    return inserted
+
+
+def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, result: str) -> None:
+    for reader in readers:
+        for index, name in enumerate(reader.input):
+            if name == tensor:
+                graph.set_input(reader, index, result)
 
 
 def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, served: bool) -> list[Skip]:

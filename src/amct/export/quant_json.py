@@ -17,10 +17,11 @@
       },
       "skipped": [{"layer": "norm", "reason": "LayerNorm is not quantizable"}],
       "files": {                                    by file: tensors and layers that it leaves float, remarks
-        "qdq_model": {"skipped": [{"name": "conv2d_9", "reason": "…"}], "notes": []}
+        "qdq_model": {"tensors": ["relu_3"], "skipped": [{"name": "conv2d_9", "reason": "…"}], "notes": []}
       }
     }
 
+``tensors``: those that QDQ placement ``fast`` quantizes for all their readers together.
 ``inserted`` names a node once, under the first layer that needed it; layers that share a quantizer do not repeat it.
 """
 
@@ -66,6 +67,7 @@ def quant_json(
         "skipped": [{"layer": skip.name, "reason": skip.reason} for skip in skipped],
         "files": {
             file: {
+                "tensors": list(result.tensors),
                 "skipped": [{"name": skip.name, "reason": skip.reason} for skip in result.skipped],
                 "notes": list(result.notes),
             }

@@ -38,5 +38,7 @@ class ExportedModel:
     model: ModelProto
     layers: tuple[LayerReport, ...]
     skipped: tuple[Skip, ...] = ()
+    tensors: tuple[str, ...] = ()
+    """Tensors that are quantized beside or instead of single layers' inputs (QDQ, placement ``fast``)."""
     notes: tuple[str, ...] = ()
     """What a user should know: a type that the opset lacks, a rounding that replaced another."""
