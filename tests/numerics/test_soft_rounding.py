@@ -1,0 +1,90 @@
+"""The pieces of AdaRound against their formulas, autograd and finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from amct.errors import ArgumentError
+from amct.numerics.soft_rounding import AdaRoundSettings, SoftRounding
+
+ROWS = hnp.arrays(np.float32, (3, 7), elements=st.floats(-4, 4, width=32))
+
+
+def numpy_h(alpha: np.ndarray) -> np.ndarray:
+    return np.clip(1.2 / (1 + np.exp(-alpha)) - 0.1, 0, 1)
+
+
+@given(ROWS, st.integers(2, 8))
+def test_it_starts_at_the_float_weight(rows, bits):
+    scale = torch.tensor([0.25, 0.5, 1.0])
+    rounding = SoftRounding(torch.from_numpy(rows), scale, bits)
+    half = 2 ** (bits - 1)
+    expected = np.clip(rows / scale.numpy()[:, None], -half, half - 1) * scale.numpy()[:, None]
+    assert rounding.soft().numpy() == pytest.approx(expected, abs=1e-5)
+    assert np.array_equal(rounding.nearest.numpy(), np.clip(np.round(rows / scale.numpy()[:, None]), -half, half - 1))
+
+
+@given(ROWS, ROWS, st.integers(2, 8))
+def test_h_and_the_hard_rounding_follow_their_formulas(rows, alpha, bits):
+    rounding = SoftRounding(torch.from_numpy(rows), torch.ones(3), bits)
+    rounding.alpha = torch.from_numpy(alpha)
+    h = numpy_h(alpha.astype(np.float64))
+    assert rounding.h().numpy() == pytest.approx(h, abs=1e-6)
+    half = 2 ** (bits - 1)
+    hard = np.clip(np.floor(rows) + (h >= 0.5), -half, half - 1)
+    decided = np.abs(h - 0.5) > 1e-6
+    assert np.array_equal(rounding.hard().numpy()[decided], hard[decided])
+    assert set(np.unique(rounding.hard().numpy() % 1)) == {0.0}
+
+
+@pytest.mark.parametrize("beta", [None, 2.0, 7.5, 20.0])
+def test_the_gradient_is_that_of_the_loss_and_the_regularizer(beta):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(4, 9, generator=generator) * 3
+    slope = torch.randn(4, 9, generator=generator)
+    rounding = SoftRounding(rows, torch.full((4,), 0.5), 3)
+    rounding.alpha = torch.randn(4, 9, generator=generator) * 3
+    found = rounding.gradient(slope, beta, 0.01)
+
+    alpha = rounding.alpha.double().clone().requires_grad_()
+    h = (torch.sigmoid(alpha) * 1.2 - 0.1).clamp(0, 1)
+    weight = (rounding.floor.double() + h).clamp(-4, 3) * 0.5
+    loss = (weight * slope.double()).sum()
+    if beta is not None:
+        loss = loss + 0.01 * (1 - (2 * h - 1).abs() ** beta).sum()
+    loss.backward()
+    assert found.numpy() == pytest.approx(alpha.grad.numpy(), rel=1e-4, abs=1e-7)
+
+
+def test_beta_waits_for_the_warm_start_and_falls_along_a_cosine():
+    settings = AdaRoundSettings(num_iteration=100, warm_start=0.2, beta_range=(20, 2))
+    assert settings.beta_at(19) is None
+    assert settings.beta_at(20) == pytest.approx(20)
+    assert settings.beta_at(60) == pytest.approx(11)
+    assert settings.beta_at(80) == pytest.approx(2 + 9 * (1 + math.cos(math.pi * 0.75)))
+    betas = [settings.beta_at(iteration) for iteration in range(20, 100)]
+    assert betas == sorted(betas, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 9}, r"bits: AdaRound expects 2\.\.8, got 9"),
+        ({"num_iteration": -1}, "num_iteration >= 0"),
+        ({"batch_size": 0}, "batch_size >= 1"),
+        ({"reg_param": 0.0}, r"reg_param and warm_start inside \(0, 1\)"),
+        ({"warm_start": 1.0}, "warm_start"),
+        ({"beta_range": (2, 20)}, r"beta_range: expected start > end > 0, got \[2, 20\]"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a positive number"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        AdaRoundSettings(**settings)
