@@ -491,6 +491,28 @@ def test_a_clip_of_other_limits_is_not_absorbed(tmp_path):
     assert error(model, exported, net.data()) < 0.06
 
 
+def test_parts_of_a_split_stay_integer_and_places_of_a_maximum_are_left_alone(tmp_path):
+    net = Net(seed=13)
+    x = net.input("x", 1, 3, 8, 8)
+    y = net.add("Relu", "relu", net.layer("Conv", "stem", x, net.weight("stem.w", 8, 3, 3, 3)))
+    net.add("MaxPool", "pool", y, kernel_shape=[2, 2], strides=[2, 2], outputs=["largest", "places"])
+    net.add("Split", "split", "largest", net.constant("sizes", np.array([4, 4])), axis=1, outputs=["left", "right"])
+    y = net.add("Concat", "swap", "right", "left", axis=1)
+    net.layer("Conv", "next", y, net.weight("next.w", 4, 8, 1, 1), outputs=["y"])
+    net.add("Cast", "seen", "places", to=TensorProto.FLOAT, outputs=["where"])
+    model = net.model("y", "where")
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    onnx.checker.check_model(exported, full_check=True)
+    count = kernels(exported, tmp_path)
+    assert count.share == 1
+    assert count.operators["QLinearConcat"] == 1
+    feeds = net.data()
+    assert (
+        np.abs(run(exported, feeds)["y"] - run(model, feeds)["y"]).max() < 0.06 * np.abs(run(model, feeds)["y"]).max()
+    )
+
+
 def test_factors_may_come_as_plain_text_choices():
     net, model = residual()
     factors, tensors = calibrate(net, model)

@@ -165,7 +165,7 @@ class FastPlanner:
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
             return
-        if any(self._leads_to_integers(name) for name in node.output if name):
+        if any(self._leads_to_integers(name) for name in _moved(node)):
             self._want_moved(node)
 
     # -- what is asked of tensors ----------------------------------------------------------------------------------
@@ -184,9 +184,8 @@ class FastPlanner:
     def _want_moved(self, node: NodeProto) -> None:
         factors = self._factors(node.input[0])
         assert factors is not None
-        for name in node.output:
-            if name:
-                self._only_integer(name, factors)
+        for name in _moved(node):
+            self._only_integer(name, factors)
 
     def _require_output(self, node: NodeProto, consequence: str) -> None:
         output = self._behind_activation(node)
@@ -309,7 +308,7 @@ class FastPlanner:
         for user in self.graph.consumers(tensor):
             if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
                 return True
-            if user.op_type in VALUE_PICKING and any(self._leads_to_integers(name) for name in user.output if name):
+            if user.op_type in VALUE_PICKING and any(self._leads_to_integers(name) for name in _moved(user)):
                 return True
         return False
 
@@ -320,3 +319,8 @@ class FastPlanner:
                 continue
             if plan.factors(node.input[0]) == plan.everyone[node.output[0]]:
                 plan.pads[node.output[0]] = node
+
+
+def _moved(node: NodeProto) -> list[str]:
+    """The outputs that hold values of the input; the second one of MaxPool holds places."""
+    return [name for name in node.output if name] if node.op_type == "Split" else [node.output[0]]
