@@ -91,7 +91,7 @@ class Layer:
     same_count: ClassVar[bool] = False
     allows_in_place: ClassVar[bool] = True
     returns_views: ClassVar[bool] = False
-    shares_memory: ClassVar[bool] = False
+    shares_memory: bool = False
     default_loss_weight: ClassVar[float] = 0.0
     makes_missing_tops: ClassVar[bool] = False
     """A layer that may be written without its top (losses): the net invents one."""

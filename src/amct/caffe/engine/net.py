@@ -272,6 +272,8 @@ class Net:
         else:
             layer.may_overwrite = step.overwrite
             layer.run(step.bottoms, step.tops)
+        for blob in step.mirrors:
+            blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
         for blob in step.release:
             blob.values.release()
 

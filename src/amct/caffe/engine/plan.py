@@ -32,6 +32,8 @@ class Step:
     release: list[Blob] = field(default_factory=list)
     """Blobs nobody reads after this step."""
     overwrite: bool = False
+    mirrors: list[Blob] = field(default_factory=list)
+    """Blobs that in Caffe are the same memory as the one this in-place layer changes (Reshape's bottom, ...)."""
     shapes: list[tuple[int, ...]] | None = None
     """The bottoms' shapes that the layer was last prepared for."""
 
@@ -64,6 +66,8 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
             )
         )
     _allow_overwriting(graph, steps, kept)
+    if kept is None:
+        _find_mirrors(graph, steps)
     if kept is not None:
         _release_after_last_use(graph, steps, kept)
     return steps
@@ -84,6 +88,21 @@ def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | 
         else:
             fresh.difference_update(_tops(step))
             fresh.difference_update(node.bottoms)
+
+
+def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
+    """Where a layer shares its bottom's memory (Reshape), a layer that works in place behind it changes both in Caffe."""
+    source: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.layer.shares_memory and node.bottoms:
+            source.update(dict.fromkeys(node.tops, node.bottoms[0]))
+    for step in steps:
+        changed = _tops(step)
+        if len(changed) != 1 or step.node.bottoms[:1] != changed:
+            continue
+        index = changed[0]
+        while (index := source.get(index, -1)) >= 0:
+            step.mirrors.append(graph.blobs[index])
 
 
 def _tops(step: Step) -> list[int]:

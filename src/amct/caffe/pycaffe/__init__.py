@@ -12,6 +12,7 @@ from amct.caffe.engine.device import set_device, set_mode_cpu, set_mode_gpu
 from amct.caffe.engine.registry import layer_types as layer_type_list
 from amct.caffe.pycaffe import proto
 from amct.caffe.pycaffe.net import Net
+from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
 from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
 from amct.caffe.pycaffe.solver import (
     AdaDeltaSolver,
@@ -34,13 +35,16 @@ __all__ = [
     "Blob",
     "NesterovSolver",
     "Net",
+    "NetSpec",
     "RMSPropSolver",
     "SGDSolver",
     "get_solver",
     "has_nccl",
     "init_log",
     "layer_type_list",
+    "layers",
     "log",
+    "params",
     "proto",
     "set_device",
     "set_mode_cpu",
@@ -48,4 +52,5 @@ __all__ = [
     "set_random_seed",
     "solver_count",
     "solver_rank",
+    "to_proto",
 ]

@@ -52,6 +52,7 @@ class Concat(Layer):
             raise self.error("Either axis or concat_dim should be specified; not both")
         axis = options.concat_dim if options.HasField("concat_dim") else options.axis
         self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
+        self.shares_memory = len(bottoms) == 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The sum along the axis; all else must agree."""
@@ -88,6 +89,7 @@ class Slice(Layer):
         axis = options.slice_dim if options.HasField("slice_dim") else options.axis
         self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
         self.points = list(options.slice_point)
+        self.shares_memory = len(self.top_blobs) == 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The pieces."""
