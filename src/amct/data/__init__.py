@@ -1,1 +1,31 @@
-"""Placeholder docstring, to be replaced by the package owner."""
+"""Data from disk: pictures, .npy/.npz arrays, LMDBs of Datums, idx files; reading and preparing, no framework.
+
+``images.py`` decodes pictures, ``resample.py`` changes their size, ``datum.py`` and ``lmdb.py`` read Caffe's
+databases, ``arrays.py`` and ``idx.py`` the rest; ``samples.py`` puts one face on all of them; ``read_ahead.py`` fetches
+in the background. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from amct.data.arrays import read_array, read_arrays
+from amct.data.idx import read_idx
+from amct.data.images import decode_image, list_images, read_image
+from amct.data.read_ahead import ReadAhead
+from amct.data.resample import resize
+from amct.data.samples import Preparation, Sample, SampleSource, batches, open_samples
+
+__all__ = [
+    "Preparation",
+    "ReadAhead",
+    "Sample",
+    "SampleSource",
+    "batches",
+    "decode_image",
+    "list_images",
+    "open_samples",
+    "read_array",
+    "read_arrays",
+    "read_idx",
+    "read_image",
+    "resize",
+]

@@ -108,7 +108,8 @@ _POLICIES: dict[str, Callable[[ProtoMessage, int, int], tuple[Factor, int]]] = {
 def _power(base: float, exponent: float) -> np.float64:
     """C's pow: NaN for a negative base and a broken exponent (poly beyond max_iter), inf where it overflows."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        return np.float64(np.power(np.float64(base), np.float64(exponent)))
+        power: np.float64 = np.float64(base) ** np.float64(exponent)
+        return power
 
 
 def _check_gamma(parameter: ProtoMessage) -> None:

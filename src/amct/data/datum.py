@@ -1,0 +1,87 @@
+"""Caffe's Datum: one picture or array with its label, as a database stores it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from amct.data.images import decode_image
+from amct.errors import ArgumentError, ParseError
+from amct.schema import message_class
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+_COLORS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class DatumValues:
+    """The content of a Datum: (channels, height, width) of uint8 or float32, and the label."""
+
+    values: npt.NDArray[Any]
+    label: int
+    was_encoded: bool = False
+
+
+@cache
+def _datum_class() -> Any:  # noqa: ANN401 - made at run time from the descriptor set, no static type
+    return message_class("caffe.Datum", schema="caffe")
+
+
+def parse_datum(content: bytes, source: str, *, color: bool | None = None) -> DatumValues:
+    """Read a serialized Datum.
+
+    Args:
+        content: Its bytes.
+        source: What error messages call it.
+        color: For a Datum that holds a JPEG or PNG: True gives three channels, False one, None as stored. Channels come
+            in OpenCV's order: blue, green, red.
+
+    Raises:
+        ParseError: The bytes are not a Datum, its numbers do not fit its shape, or its picture is damaged.
+    """
+    datum = _datum_class()()
+    try:
+        datum.ParseFromString(content)
+    except DecodeError as error:
+        raise ParseError(f"{source}: not a Datum, or damaged: {error}") from error
+    if datum.encoded:
+        picture = decode_image(datum.data, source, color=color, upright=False)
+        return DatumValues(to_bgr(picture), datum.label, was_encoded=True)
+    shape = (datum.channels, datum.height, datum.width)
+    values = np.frombuffer(datum.data, np.uint8) if datum.data else np.array(datum.float_data, np.float32)
+    if min(shape) < 1 or values.size != shape[0] * shape[1] * shape[2]:
+        raise ParseError(
+            f"{source}: a Datum of {shape[0]} x {shape[1]} x {shape[2]} (channels, height, width) with {values.size} "
+            "values: the database is damaged or was not written by Caffe's tools"
+        )
+    return DatumValues(values.reshape(shape), datum.label)
+
+
+def to_bgr(picture: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """(height, width, channels) in red, green, blue order to (channels, height, width) in OpenCV's order."""
+    planes: npt.NDArray[Any] = picture.transpose(2, 0, 1)
+    return np.concatenate([planes[2::-1], planes[3:]]) if len(planes) >= _COLORS else planes
+
+
+def make_datum(values: npt.NDArray[Any], label: int = 0) -> bytes:
+    """Serialize a (channels, height, width) array: uint8 as bytes, anything else as floats.
+
+    Raises:
+        ArgumentError: The array has another number of axes.
+    """
+    if values.ndim != 3:
+        raise ArgumentError(f"a Datum holds an array of 3 axes (channels, height, width), got shape {values.shape}")
+    datum = _datum_class()(channels=values.shape[0], height=values.shape[1], width=values.shape[2], label=int(label))
+    if values.dtype == np.uint8:
+        datum.data = values.tobytes()
+    else:
+        datum.float_data.extend(values.astype(np.float32).ravel().tolist())
+    content: bytes = datum.SerializeToString()
+    return content

@@ -1,0 +1,73 @@
+"""The idx format of MNIST: one array in a file, perhaps gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.data.images import read_bytes
+from amct.errors import ParseError
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+_GZIP = b"\x1f\x8b"
+_DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_HEAD_BYTES, _SIZE_BYTES = 4, 4
+_MAX_AXES = 8
+
+
+def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
+    """Read an idx file, gzipped or not, in the machine's byte order.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It is not an idx file, truncated, or too long.
+    """
+    content = read_bytes(path, "the idx file")
+    if content.startswith(_GZIP):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ParseError(f"{path}: a damaged gzip file: {error}") from error
+    if len(content) < _HEAD_BYTES or content[:2] != b"\0\0" or content[2] not in _DTYPES:
+        raise ParseError(f"{path}: not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
+    axes = content[3]
+    start = _HEAD_BYTES + _SIZE_BYTES * axes
+    if not 1 <= axes <= _MAX_AXES or len(content) < start:
+        raise ParseError(f"{path}: not an idx file: its head says {axes} axes and ends early")
+    shape = struct.unpack(f">{axes}I", content[_HEAD_BYTES:start])
+    dtype = np.dtype(_DTYPES[content[2]])
+    expected = math.prod(shape) * dtype.itemsize
+    if len(content) - start != expected:
+        raise ParseError(
+            f"{path}: an idx file of shape {shape} has {expected} bytes of data, this one {len(content) - start}: "
+            "is it truncated?"
+        )
+    values = np.frombuffer(content, dtype, offset=start).reshape(shape)
+    return values.astype(dtype.newbyteorder("="))
+
+
+def is_idx_file(path: Path) -> bool:
+    """Whether the name or the first bytes say idx: ``train-images-idx3-ubyte``, ``x.idx``, either with ``.gz``."""
+    name = path.name.lower().removesuffix(".gz")
+    return name.endswith(".idx") or "-idx" in name or ".idx" in name
+
+
+def labels_beside(path: Path) -> Path | None:
+    """The file of labels that belongs to a file of pictures, by MNIST's names, if it is there."""
+    name = path.name
+    for pictures, labels in (("images-idx3", "labels-idx1"), ("images.idx3", "labels.idx1"), ("images", "labels")):
+        if pictures in name:
+            beside = path.with_name(name.replace(pictures, labels))
+            if beside.is_file():
+                return beside
+    return None

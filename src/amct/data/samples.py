@@ -1,0 +1,265 @@
+"""One face on every kind of data: a folder or list of pictures, .npy/.npz, LMDB, idx; prepared for a network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from amct.data.arrays import DATA_NAMES, LABEL_NAMES, choose, is_array_file, read_array, read_arrays
+from amct.data.datum import to_bgr
+from amct.data.idx import is_idx_file, labels_beside, read_idx
+from amct.data.images import list_images, read_image
+from amct.data.lmdb import LmdbReader, is_lmdb
+from amct.data.resample import resize
+from amct.errors import ArgumentError, FileError, ParseError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+ColorOrder = Literal["bgr", "rgb", "gray"]
+_PICTURE_AXES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """How a picture becomes an input: resize, crop the middle, subtract the mean, multiply.
+
+    Attributes:
+        size: Height and width to resize to; None leaves the size as it is.
+        crop: Height and width of the middle part that is kept; None keeps all.
+        color: The channels of decoded pictures: Caffe's blue-green-red, red-green-blue, or one. Arrays and databases
+            keep theirs.
+        mean: Nothing, one number, one a channel, or a whole picture of the size after the crop.
+        scale: What is multiplied with, after the mean was subtracted.
+    """
+
+    size: tuple[int, int] | None = None
+    crop: tuple[int, int] | None = None
+    color: ColorOrder = "bgr"
+    mean: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("size", "crop"):
+            value = getattr(self, name)
+            if value is not None and (len(value) != 2 or min(value) < 1):
+                raise ArgumentError(f"{name}: expected a height and a width of at least 1, got {value}")
+        if self.color not in ("bgr", "rgb", "gray"):
+            raise ArgumentError(f'color: expected "bgr", "rgb" or "gray", got {self.color!r}')
+
+    def apply(self, values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
+        """Prepare one (channels, height, width) array; others only get mean and scale.
+
+        Raises:
+            ArgumentError: The crop is larger than the picture, or the mean does not fit.
+        """
+        if values.ndim == _PICTURE_AXES:
+            if self.size is not None and values.shape[1:] != self.size:
+                values = resize(values.transpose(1, 2, 0), self.size).transpose(2, 0, 1)
+            if self.crop is not None:
+                values = _crop_middle(values, self.crop, source)
+        prepared = values.astype(np.float32)
+        if self.mean.size:
+            prepared -= _fitting_mean(self.mean, prepared.shape, source)
+        if self.scale != 1.0:
+            prepared *= np.float32(self.scale)
+        return np.ascontiguousarray(prepared)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One input: its name for messages, its values, and its label if there is one."""
+
+    name: str
+    values: npt.NDArray[np.float32]
+    label: int | None = None
+
+
+class SampleSource:
+    """A countable source of samples that can be gone through any number of times."""
+
+    def __init__(
+        self, name: str, count: int, raw: Callable[[], Iterator[tuple[str, Any, int | None]]], prepare: Preparation
+    ) -> None:
+        self.name = name
+        self._count = count
+        self._raw = raw
+        self._prepare = prepare
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sample]:
+        for name, values, label in self._raw():
+            yield Sample(name, self._prepare.apply(values, name), label)
+
+
+def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = None) -> SampleSource:
+    """Find out what a path holds and open it.
+
+    * a folder with ``data.mdb``: an LMDB of Datums;
+    * any other folder: all pictures in it; pictures in sub-folders get the number of their sub-folder as label;
+    * ``.npy``/``.npz``: samples along the first axis; labels from an array called labels, label or y;
+    * ``…idx3-ubyte``, ``.idx``, perhaps ``.gz``: pictures, labels from the file beside it;
+    * ``.txt``: a list, each line a picture (from the list's folder) and perhaps a label;
+    * one picture.
+
+    Raises:
+        FileError: There is nothing, or it cannot be read.
+        ParseError: It is not what it seems.
+    """
+    place = Path(path)
+    preparation = prepare or Preparation()
+    if not place.exists():
+        raise FileError(f"{path}: there is no such file or folder of data")
+    if is_lmdb(place):
+        return _lmdb_source(place, preparation)
+    if place.is_dir():
+        return _picture_source(str(path), _labelled_by_folder(place), preparation)
+    if is_array_file(place):
+        return _array_source(place, preparation)
+    if is_idx_file(place):
+        return _idx_source(place, preparation)
+    if place.suffix.lower() == ".txt":
+        entries = [(place.parent / name, label) for name, label in read_image_list(place)]
+        return _picture_source(str(path), entries, preparation)
+    return _picture_source(str(path), [(place, None)], preparation)
+
+
+def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
+    """Read Caffe's list of pictures: a path and a label a line, the label after the last blank (or none).
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It has no entry.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise FileError(f"{path}: the list of pictures cannot be read: {error.strerror or error}") from error
+    entries: list[tuple[str, int | None]] = []
+    for line in text.splitlines():
+        name, _, last = line.strip().rpartition(" ")
+        if name and last.lstrip("-").isdigit():
+            entries.append((name.strip(), int(last)))
+        elif line.strip():
+            entries.append((line.strip(), None))
+    if not entries:
+        raise ParseError(f"{path}: File is empty: the list names no picture")
+    return entries
+
+
+def batches(
+    source: SampleSource, size: int, *, drop_last: bool = False
+) -> Iterator[tuple[npt.NDArray[np.float32], list[int | None]]]:
+    """Stack samples to batches of ``size`` (the last may be smaller, unless dropped), with their labels.
+
+    Raises:
+        ArgumentError: The size is not positive, or samples of one batch have different shapes.
+    """
+    if size < 1:
+        raise ArgumentError(f"a batch has at least one sample, got size {size}")
+    waiting: list[Sample] = []
+    for sample in source:
+        if waiting and sample.values.shape != waiting[0].values.shape:
+            raise ArgumentError(
+                f"{source.name}: {sample.name} has shape {sample.values.shape} and {waiting[0].name} "
+                f"{waiting[0].values.shape}: they cannot be in one batch. Give a size to resize to, or batch size 1"
+            )
+        waiting.append(sample)
+        if len(waiting) == size:
+            yield np.stack([each.values for each in waiting]), [each.label for each in waiting]
+            waiting = []
+    if waiting and not drop_last:
+        yield np.stack([each.values for each in waiting]), [each.label for each in waiting]
+
+
+def _picture_source(name: str, entries: list[tuple[Path, int | None]], prepare: Preparation) -> SampleSource:
+    def raw() -> Iterator[tuple[str, Any, int | None]]:
+        for path, label in entries:
+            picture = read_image(path, color=prepare.color != "gray")
+            ordered = picture.transpose(2, 0, 1) if prepare.color == "rgb" else to_bgr(picture)
+            yield str(path), ordered, label
+
+    return SampleSource(name, len(entries), raw, prepare)
+
+
+def _labelled_by_folder(folder: Path) -> list[tuple[Path, int | None]]:
+    paths = list_images(folder)
+    below = sorted({path.relative_to(folder).parts[0] for path in paths if path.parent != folder})
+    numbers = {name: number for number, name in enumerate(below)}
+    return [(path, numbers.get(path.relative_to(folder).parts[0])) for path in paths]
+
+
+def _array_source(path: Path, prepare: Preparation) -> SampleSource:
+    arrays = read_arrays(path)
+    values = choose(arrays, DATA_NAMES)
+    values = read_array(path) if values is None else values
+    return _stacked_source(path, values, choose(arrays, LABEL_NAMES), prepare)
+
+
+def _idx_source(path: Path, prepare: Preparation) -> SampleSource:
+    values, beside = read_idx(path), labels_beside(path)
+    pictures = values[:, None] if values.ndim == _PICTURE_AXES else values
+    return _stacked_source(path, pictures, None if beside is None else read_idx(beside), prepare)
+
+
+def _stacked_source(
+    path: Path, values: npt.NDArray[Any], labels: npt.NDArray[Any] | None, prepare: Preparation
+) -> SampleSource:
+    if values.ndim < 1 or not len(values):
+        raise ParseError(f"{path}: no samples: the array has shape {values.shape}, samples lie along its first axis")
+    if values.dtype.kind not in "buif":
+        raise ParseError(f"{path}: the array holds {values.dtype}, not numbers")
+    if labels is not None and labels.shape[:1] != values.shape[:1]:
+        raise ParseError(f"{path}: {len(values)} samples but labels of shape {labels.shape}")
+
+    def raw() -> Iterator[tuple[str, Any, int | None]]:
+        for index, each in enumerate(values):
+            label = None if labels is None else int(np.asarray(labels[index]).reshape(-1)[0])
+            yield f"{path}[{index}]", each, label
+
+    return SampleSource(str(path), len(values), raw, prepare)
+
+
+def _lmdb_source(path: Path, prepare: Preparation) -> SampleSource:
+    reader = LmdbReader(path)
+
+    def raw() -> Iterator[tuple[str, Any, int | None]]:
+        for index, datum in enumerate(reader.datums()):
+            yield f"{path}[{index}]", datum.values, datum.label
+
+    return SampleSource(str(path), len(reader), raw, prepare)
+
+
+def _crop_middle(values: npt.NDArray[Any], crop: tuple[int, int], source: str) -> npt.NDArray[Any]:
+    height, width = values.shape[1:]
+    if height < crop[0] or width < crop[1]:
+        raise ArgumentError(
+            f"{source}: a crop of {crop[0]} x {crop[1]} does not fit into a picture of {height} x {width}"
+        )
+    top, left = (height - crop[0]) // 2, (width - crop[1]) // 2
+    return values[:, top : top + crop[0], left : left + crop[1]]
+
+
+def _fitting_mean(
+    mean: npt.NDArray[np.float32], shape: tuple[int, ...], source: str
+) -> npt.NDArray[np.float32] | np.float32:
+    if mean.size == 1:
+        return np.float32(mean.item())
+    fitting: npt.NDArray[np.float32] = mean
+    if mean.shape == shape:
+        return fitting
+    if mean.ndim == 1 and len(shape) == _PICTURE_AXES and len(mean) == shape[0]:
+        fitting = mean.reshape(-1, 1, 1)
+        return fitting
+    raise ArgumentError(
+        f"{source}: a mean of shape {mean.shape} does not fit an input of shape {shape}: give one number, one a "
+        "channel, or a picture of that shape"
+    )
