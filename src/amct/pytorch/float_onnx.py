@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
+from onnx import TensorProto, helper
 
-from amct.errors import ArgumentError, ExportError
+from amct.errors import ExportError
 from amct.export.binding import LayerBinding, LayerKind
+from amct.export.writer import check_opset, model_opset
 from amct.pytorch.arrays import as_array
 from amct.pytorch.onnx_layers import place_layers
 from amct.pytorch.onnx_names import ProgramTensors, name_dimensions, name_inputs_and_outputs
@@ -33,11 +35,10 @@ if TYPE_CHECKING:
     from amct.pytorch.fuse import Fused
     from amct.pytorch.trace import Traced
 
-OPSETS = range(16, 22)
 DEFAULT_OPSET = 18
 _LOWEST_OF_TORCH = 18  # torch.onnx writes this one when asked for less, and says nothing
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
-_LARGEST_MESSAGE = 2_000_000_000
+_LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
 
 _KINDS = MappingProxyType(
     {
@@ -82,8 +83,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
         ExportError: the model cannot be captured (with the user's line), or uses an operation that ONNX or the opset
             lacks.
     """
-    if isinstance(opset, bool) or not isinstance(opset, int) or opset not in OPSETS:
-        raise ArgumentError(f"opset: expected {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
+    check_opset(opset)
     if traced.program is None:
         raise ExportError(
             f"{type(traced.model).__name__} cannot be exported to ONNX, because it cannot be captured as a program: "
@@ -94,13 +94,13 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     tensors = ProgramTensors(traced.program, converted)
     name_inputs_and_outputs(converted.model, traced.names)
     name_dimensions(converted.model, traced.names)
-    unplaced = _simplified(converted.model)
     kinds = {name: _KINDS[facts.type] for name, facts in traced.layers.items()}
-    model, replaced = place_layers(unplaced, fused, kinds)
-    model = lower_opset(model, opset)
+    placed = place_layers(_simplified(converted.model), fused, kinds)
+    model = lower_opset(placed.model, opset)
     _finish(model, opset)
+    _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
     bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
-    return FloatOnnx(model=model, bindings=bindings, tensors=tensors.names_in(model, replaced))
+    return FloatOnnx(model=model, bindings=bindings, tensors=tensors.names_in(model, placed.replaced, placed.changed))
 
 
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
@@ -119,15 +119,28 @@ def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  to
         raise ExportError(f"torch.onnx cannot export the model: {failure_of(error)}") from error
 
 
+def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+
+
 def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
-    """Let the initializers hold the parameters and buffers of the folded model; they are named alike."""
+    """Let the initializers hold the parameters and buffers of the folded model; they are named alike.
+
+    Small ones, for they may take part in constants. Of large ones only type and shape, until the graph is done: copying
+    a model again and again takes longer than all the rest.
+    """
     from onnxscript import ir
 
-    stored = (*source.named_parameters(remove_duplicate=False), *source.named_buffers(remove_duplicate=False))
-    values = dict(stored)
+    stored = _stored_tensors(source)
     for name, initializer in model.graph.initializers.items():
-        if name in values:
-            initializer.const_value = ir.tensor(as_array(values[name]), name=name)
+        if name not in stored:
+            continue
+        if stored[name].numel() <= _LARGEST_CONSTANT:
+            initializer.const_value = ir.tensor(as_array(stored[name]), name=name)
+        else:
+            initializer.const_value = ir.ExternalTensor(
+                "later", None, None, initializer.dtype, shape=initializer.shape, name=name
+            )
 
 
 def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships partial types
@@ -136,7 +149,7 @@ def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships 
 
     with quiet_exporters():
         optimizer.inline(model)
-        optimizer.fold_constants(model, onnx_shape_inference=True)
+        optimizer.fold_constants(model, input_size_limit=_LARGEST_CONSTANT)
         optimizer.remove_unused_nodes(model)
     proto: ModelProto = ir.to_proto(model)
     return proto
@@ -151,12 +164,34 @@ def _finish(model: ModelProto, opset: int) -> None:
         del value.metadata_props[:]
     del model.graph.metadata_props[:]
     model.ir_version = _FILE_VERSIONS[opset]
-    written = {entry.domain: entry.version for entry in model.opset_import}
-    if written.get("") != opset:
-        raise ExportError(f"the exported file has opset {written.get('')}, not {opset} as asked for")
-    if model.ByteSize() >= _LARGEST_MESSAGE:
-        return  # the checker cannot read it in memory; it is checked where it is saved
+    if model_opset(model) != opset:
+        raise ExportError(f"the exported file has opset {model_opset(model)}, not {opset} as asked for")
     try:
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(_without_values(model))
     except onnx.checker.ValidationError as error:
         raise ExportError(f"the exported model is not valid ONNX of opset {opset}: {error}") from error
+
+
+def _without_values(model: ModelProto) -> ModelProto:
+    """The same graph with parameters that are not filled in yet as inputs."""
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    del light.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        else:
+            light.graph.initializer.append(tensor)
+    return light
+
+
+def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor]) -> None:
+    """Put the values of the parameters into the finished model."""
+    for tensor in model.graph.initializer:
+        if tensor.name in stored:
+            array = as_array(stored[tensor.name])
+            name = tensor.name
+            tensor.Clear()
+            tensor.name, tensor.data_type = name, helper.np_dtype_to_tensor_dtype(array.dtype)
+            tensor.dims.extend(array.shape)
+            tensor.raw_data = array.tobytes()

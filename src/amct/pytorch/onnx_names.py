@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from onnx import ModelProto
     from torch import fx
@@ -139,13 +139,18 @@ class ProgramTensors:
                     origin = items.get((origin, node.args[1]), origin)
                 self._values[origin] = by_name[node.name]  # of several, the last is the result
 
-    def names_in(self, model: ModelProto, replaced: Mapping[str, str]) -> dict[str, str]:
-        """The names of those that exist in the finished model; ``replaced`` leads from tensors that are gone."""
+    def names_in(self, model: ModelProto, replaced: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
+        """The names of those that exist in the finished model with the same values.
+
+        ``replaced`` leads from tensors that are gone to those in their place; ``changed`` are no longer what they were.
+        """
         existing = {output for node in model.graph.node for output in node.output}
         existing.update(value.name for value in model.graph.input)
         found: dict[str, str] = {}
         for origin, value in self._values.items():
             name = value.name
+            if name in changed:
+                continue
             while name in replaced:
                 name = replaced[name]
             if name in existing:
