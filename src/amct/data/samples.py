@@ -248,17 +248,12 @@ def _crop_middle(values: npt.NDArray[Any], crop: tuple[int, int], source: str) -
     return values[:, top : top + crop[0], left : left + crop[1]]
 
 
-def _fitting_mean(
-    mean: npt.NDArray[np.float32], shape: tuple[int, ...], source: str
-) -> npt.NDArray[np.float32] | np.float32:
-    if mean.size == 1:
-        return np.float32(mean.item())
-    fitting: npt.NDArray[np.float32] = mean
+def _fitting_mean(mean: npt.NDArray[np.float32], shape: tuple[int, ...], source: str) -> npt.NDArray[np.float32]:
     if mean.shape == shape:
-        return fitting
-    if mean.ndim == 1 and len(shape) == _PICTURE_AXES and len(mean) == shape[0]:
-        fitting = mean.reshape(-1, 1, 1)
-        return fitting
+        return mean
+    if mean.size == 1 or (mean.ndim == 1 and len(shape) == _PICTURE_AXES and len(mean) == shape[0]):
+        column: npt.NDArray[np.float32] = mean.reshape((-1,) + (1,) * (len(shape) - 1))
+        return column
     raise ArgumentError(
         f"{source}: a mean of shape {mean.shape} does not fit an input of shape {shape}: give one number, one a "
         "channel, or a picture of that shape"

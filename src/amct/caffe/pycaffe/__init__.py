@@ -10,7 +10,7 @@ from __future__ import annotations
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.device import set_device, set_mode_cpu, set_mode_gpu
 from amct.caffe.engine.registry import layer_types as layer_type_list
-from amct.caffe.pycaffe import proto
+from amct.caffe.pycaffe import io, proto
 from amct.caffe.pycaffe.net import Net
 from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
 from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
@@ -41,6 +41,7 @@ __all__ = [
     "get_solver",
     "has_nccl",
     "init_log",
+    "io",
     "layer_type_list",
     "layers",
     "log",

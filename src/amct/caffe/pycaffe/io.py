@@ -119,7 +119,8 @@ def datum_to_array(datum: ProtoMessage) -> AnyArray:
     if values.size != np.prod(shape):
         what = "an encoded picture, which must be decoded first" if datum.encoded else f"{values.size} values"
         raise ParseError(f"Datum of shape {shape}: it holds {what}")
-    return values.reshape(shape).copy()
+    copied: AnyArray = values.reshape(shape).copy()
+    return copied
 
 
 # ---------------------------------------------------------------------- pictures
