@@ -91,7 +91,7 @@ def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | 
 
 
 def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
-    """Where a layer shares its bottom's memory (Reshape), a layer that works in place behind it changes both in Caffe."""
+    """Where a layer shares its bottom's memory (Reshape), an in-place layer behind it changes both in Caffe."""
     source: dict[int, int] = {}
     for node in graph.nodes:
         if node.layer.shares_memory and node.bottoms:
