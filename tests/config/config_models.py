@@ -63,6 +63,13 @@ POOLS = layers(
     "c1:Conv2d", "c2:Conv2d", "ap1:AvgPool2d", "ap2:AvgPool2d", "big:AvgPool2d", "gap:AdaptiveAvgPool2d", "fc:Linear"
 )
 
+RETRAIN = layers(
+    "c1:Conv2d", "b1:BatchNorm2d", "c2:Conv2d", "b2:BatchNorm2d", "c3:Conv2d", "dw:Conv2d", "pool:AvgPool2d",
+    "fc1:Linear", "fc:Linear",
+    c1={"can_pack_int4": False, "has_bias": False},
+    dw={"can_pack_int4": False, "depthwise": True},
+)  # fmt: skip
+
 CAFFE_RESNET = layers(
     "data:Input", "conv1:Convolution", "bn_conv1:BatchNorm", "scale_conv1:Scale", "conv1_relu:ReLU", "pool1:Pooling",
     "res2a_branch1:Convolution", "res2a:Eltwise", "pool5:Pooling", "lstm1:LSTM", "fc1000:InnerProduct", "prob:Softmax",
@@ -89,6 +96,10 @@ _NETWORKS = {
     "small_shared_": SHARED,
     "small_matmul_": ATTENTION,
     "kv_": ATTENTION,
+    "qat_": RETRAIN,
+    "prune_": RETRAIN,
+    "sparse_": RETRAIN,
+    "compressed_": RETRAIN,
     "small_": POOLS,
 }
 

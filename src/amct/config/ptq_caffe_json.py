@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool, StrictStr
 
@@ -27,7 +27,7 @@ from amct.config.precedence import Level, Origin
 from amct.config.problems import ProblemList
 from amct.config.ptq_caffe import GLOBAL_KEYS, VERSION, activation_prefixes
 from amct.config.registry import CAFFE_ACTIVATION, CAFFE_WEIGHT
-from amct.config.settings import BatchNormUpdate, CheckedSettings
+from amct.config.settings import BatchNormUpdate, CheckedSettings, Version
 from amct.config.simple_config import quantizable_layers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ LAYER_KEYS = ("quant_enable", "activation_quant_params", "weight_quant_params")
 
 @dataclass(frozen=True, kw_only=True)
 class _Globals(CheckedSettings):
-    version: Literal[1] = 1
+    version: Version = 1
     batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
     activation_offset: StrictBool = True
     joint_quant: StrictBool = False  # accepted and ignored, never written

@@ -28,7 +28,7 @@ from amct.config.ptq_pytorch import GLOBAL_KEYS, UNPACKABLE, default_weight
 from amct.config.pytorch_rules import MIGRATION_RANGE, Asked, illegal_bits, unsupported
 from amct.config.pytorch_types import FUSIBLE_TYPES, PTQ_TYPES
 from amct.config.registry import PYTORCH_ACTIVATION, PYTORCH_WEIGHT
-from amct.config.settings import CheckedSettings
+from amct.config.settings import CheckedSettings, Version
 from amct.config.simple_config import quantizable_layers
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ LAYER_KEYS = ("quant_enable", "dmq_balancer_param", "activation_quant_params", "
 
 @dataclass(frozen=True, kw_only=True)
 class _Globals(CheckedSettings):
-    version: Literal[1] = 1
+    version: Version = 1
     batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
     activation_offset: StrictBool = True
     do_fusion: StrictBool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ from amct.config.qat_json import make_retrain_plan, read_layers
 from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT
 from amct.config.retrain_settings import bits_of
 from amct.config.retrain_simple import DATA_BLOCK, WEIGHT_BLOCK, RetrainSimple, part, read_retrain_simple
-from amct.config.settings import CheckedSettings
+from amct.config.settings import CheckedSettings, Version
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def default_config(layers: Iterable[LayerInfo]) -> FullConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class _Globals(CheckedSettings):
-    version: Literal[1] = 1
+    version: Version = 1
     batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
 
 

@@ -150,7 +150,8 @@ class QatExpander:
         note = self.noting(layer, block, enabled=enabled)
         skipped = self.skips.find(layer)
         if enabled and skipped is not None:
-            self.adjustments.note(layer.name, "quantized although skipped: an override switches on again", why.position)
+            what = "quantized although skipped, because an override speaks of these layers"
+            self.adjustments.note(layer.name, what, why.position)
         origins = {
             "": choice.origin,
             SWITCH_KEY: why,

@@ -23,7 +23,7 @@ from amct.config.qat_expand import VERSION, expand_quantization
 from amct.config.qat_json import make_retrain_plan, read_layers
 from amct.config.registry import RETRAIN_ACTIVATION, RETRAIN_WEIGHT
 from amct.config.retrain_simple import PRUNE_BLOCK, RetrainSimple, read_retrain_simple, sets
-from amct.config.settings import CheckedSettings
+from amct.config.settings import CheckedSettings, Version
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _refuse_pruning(simple: RetrainSimple, message: TextMessage, problems: Probl
 
 @dataclass(frozen=True, kw_only=True)
 class _Globals(CheckedSettings):
-    version: Literal[1] = 1
+    version: Version = 1
     fakequant_precision_mode: Literal["DEFAULT", "FORCE_FP16_QUANT"] = "DEFAULT"
     batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool
 from pydantic_core import PydanticCustomError
 
-from amct.config.settings import CheckedSettings, Count, OpenFraction, SettingsError
+from amct.config.settings import CheckedSettings, Count, ExactInteger, OpenFraction, SettingsError
 
 DataType = Literal["INT4", "INT8", "INT16"]
 WeightType = Literal["INT4", "INT8"]
@@ -126,7 +126,7 @@ class CaffeArqRetrainSettings(CheckedSettings):
     """ARQ of weights in a Caffe net, always 8 bits."""
 
     channel_wise: StrictBool = True
-    num_bits: Literal[8] = 8
+    num_bits: Annotated[Literal[8], ExactInteger] = 8
 
 
 @dataclass(frozen=True, kw_only=True)

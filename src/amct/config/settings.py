@@ -8,16 +8,27 @@ by the capability tables, not here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic_core import PydanticCustomError
 
 from amct.errors import ConfigError
+
+
+def _integer(value: Any) -> Any:  # noqa: ANN401  whatever stands in the file
+    """A literal of pydantic takes what is equal: 1.0 and true for 1."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("int_type", "not an integer")
+    return value
+
 
 Percentile = Annotated[float, Field(strict=True, gt=0.5, le=1.0)]
 OpenFraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(strict=True, gt=0.0)]
 Count = Annotated[int, Field(strict=True, ge=0)]
+ExactInteger = BeforeValidator(_integer)
+Version = Annotated[Literal[1], ExactInteger]
 
 # Values written in a .cfg pass through float32: ranges that touch each other must allow for its rounding.
 _FLOAT32_EPSILON = 1.2e-7
@@ -63,7 +74,7 @@ class HfmgSettings(CheckedSettings):
     """HFMG: search the activation range on a histogram."""
 
     num_bits: StrictInt = 8
-    num_of_bins: Literal[1024, 2048, 4096, 8192] = 4096
+    num_of_bins: Annotated[Literal[1024, 2048, 4096, 8192], ExactInteger] = 4096
     asymmetric: StrictBool = True
 
 
