@@ -181,6 +181,19 @@ def test_all_that_stands_between_layers_is_integer_too(tmp_path, activation, sym
     assert error(model, exported.model, net.data()) < 0.06
 
 
+def test_a_bias_follows_the_step_that_its_input_has_in_the_file():
+    """Behind a ReLU a symmetric input gets a finer step; onnxruntime takes the bias in steps of input times weight."""
+    net, model = many_operators("Clip")
+    factors, tensors = calibrate(net, model, symmetric=True)
+    stored = initializers(qdq_model(model, net.bindings(), factors, tensors=tensors).model)
+    step = stored["pool_out.scale"] * stored["left.w.scale"]
+    upper_limit = min(6, 127 * factors["left"].scale_d)
+    assert stored["pool_out.scale"] == pytest.approx(upper_limit / 255, rel=1e-6)
+    np.testing.assert_array_equal(stored["left.b.scale"], step)
+    original = initializers(model)["left.b"]
+    assert np.all(np.abs(stored["left.b.quantized"] * step - original) <= 0.5001 * step)
+
+
 @pytest.mark.parametrize("make", [NETS[name] for name in CONVOLUTIONAL], ids=CONVOLUTIONAL)
 def test_every_layer_with_an_integer_kernel_gets_it(tmp_path, make):
     net, model = make()

@@ -298,9 +298,9 @@ class FastPlanner:
         low, high = self._limits(producer)
         if low != 0:
             return factors
-        # Nothing lies below zero: the integers down there serve the values above. The step stays, unless an upper limit
-        # (ReLU6) leaves room for a finer one.
-        scale = min(factors.scale, high / 255)
+        # Nothing lies below zero: all integers serve the values from there to the upper limit, which stays (or becomes
+        # that of a ReLU6).
+        scale = min((127 - factors.zero_point) * factors.scale, high) / 255
         return replace(factors, scale=scale, zero_point=_LOWEST)
 
     def _leads_to_integers(self, tensor: str) -> bool:
