@@ -65,6 +65,7 @@ class Net:
         with_gradients: bool = True,
     ) -> None:
         self.graph: Graph = build_graph(parameter, phase, level, stages, allow_python=allow_python)
+        self._blob_index = {name: index for index, name in enumerate(self.graph.blob_names)}
         self._with_gradients = with_gradients and keep_blobs is True
         if not self._with_gradients:
             for node in self.graph.nodes:
@@ -120,11 +121,7 @@ class Net:
         Raises:
             ArgumentError: There is none.
         """
-        try:
-            return self.graph.blobs[self.graph.blob_names.index(name)]
-        except ValueError:
-            near = did_you_mean(name, self.graph.blob_names)
-            raise ArgumentError(f'net "{self.name}" has no blob "{name}".{near}') from None
+        return self.graph.blobs[self._index_of(name)]
 
     def named_blobs(self) -> OrderedDict[str, Blob]:
         """All blobs by name, in net order."""
@@ -150,7 +147,8 @@ class Net:
         """
         last = len(self.graph.nodes) - 1 if end is None else end
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
-        steps = self._plan(start, last, frozenset(self._index_of(name) for name in keep), literal=bool(watched))
+        kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
+        steps = self._plan(start, last, kept, literal=bool(watched))
         device = current_device()
         loss = 0.0
         with torch.no_grad():
@@ -240,8 +238,11 @@ class Net:
         return frozenset([*self.graph.inputs, *self.graph.outputs, *(self._index_of(name) for name in names)])
 
     def _index_of(self, name: str) -> int:
-        self.blob(name)
-        return self.graph.blob_names.index(name)
+        index = self._blob_index.get(name)
+        if index is None:
+            near = did_you_mean(name, self.graph.blob_names)
+            raise ArgumentError(f'net "{self.name}" has no blob "{name}".{near}')
+        return index
 
     def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> list[Step]:
         key = (start, end, keep, literal)
