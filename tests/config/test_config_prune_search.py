@@ -35,6 +35,12 @@ def test_all_fields():
     )
 
 
+def test_a_value_given_twice_keeps_the_last_one_with_a_warning():
+    config = read("compress_ratio: 2\ncompress_ratio: 3")
+    assert config.settings.compress_ratio == 3.0
+    assert [warning.position.line for warning in config.warnings] == [2]
+
+
 def test_layers_that_the_second_file_decides_about_are_not_searched():
     override = f"""skip_layers: "c1"
 regular_prune_skip_layers: "fc1"
