@@ -181,7 +181,7 @@ def resize_image(im: AnyArray, new_dims: Sequence[int], interp_order: int = 1) -
     return np.array(resize(np.asarray(im, np.float32), size, order=interp_order), np.float32)
 
 
-def oversample(images: Sequence[AnyArray], crop_dims: Sequence[int]) -> FloatArray:
+def oversample(images: Sequence[AnyArray] | AnyArray, crop_dims: Sequence[int] | AnyArray) -> FloatArray:
     """Ten crops of each (height, width, channels) picture: corners and middle, then the same mirrored.
 
     Raises:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overlo
 import numpy as np
 
 from amct.caffe.engine import weights as weight_files
+from amct.caffe.engine.data_layers.memory_data import MemoryData
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
-from amct.errors import ArgumentError, ArgumentTypeError, FileError
+from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -320,6 +321,17 @@ class Net(EngineNet):
     def save_hdf5(self, path: str, write_diff: bool = False) -> None:
         """Write an HDF5 caffemodel."""
         self.save_weights_hdf5(path, with_diff=write_diff)
+
+    def set_input_arrays(self, data: ArrayArgument, labels: ArrayArgument) -> None:
+        """Give the net's MemoryData layer, its first layer, arrays to go through.
+
+        Raises:
+            ModelError: The first layer is of another type, or the arrays do not fit it.
+        """
+        first = self.layers[0] if self.layers else None
+        if not isinstance(first, MemoryData):
+            raise ModelError("set_input_arrays may only be called if the first layer is a MemoryDataLayer")
+        first.set_arrays(data, labels)
 
     def clear_param_diffs(self) -> None:
         """Set the gradients of all parameters to zero."""

@@ -1,0 +1,173 @@
+"""HDF5Data: any arrays from HDF5 files named in a text file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.caffe.engine.data_layers.prefetch import PrefetchLayer
+from amct.caffe.engine.registry import register
+from amct.errors import AmctError, FileError, ParseError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import numpy.typing as npt
+
+    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.data_layers.prefetch import Arrays, BatchSource
+
+    Rows = npt.NDArray[np.float32]
+
+logger = logging.getLogger(__name__)
+
+
+def hdf5_library() -> ModuleType:
+    """The h5py package.
+
+    Raises:
+        AmctError: It is not installed.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise AmctError("HDF5 files need the h5py package, which is not installed: pip install amct[caffe]") from error
+    return h5py  # type: ignore[no-any-return]  # it ships no types
+
+
+class _RowBatches:
+    """Rows of the files one after the other, from the first again after the last; files and rows shuffled if asked."""
+
+    def __init__(self, files: list[str], tops: list[str], *, batch_size: int, seed: int | None) -> None:
+        self._files = files
+        self._tops = tops
+        self._batch_size = batch_size
+        self._random = None if seed is None else np.random.default_rng(seed)
+        self._file_order = np.arange(len(files))
+        self._shuffle(self._file_order)
+        self._file = 0
+        self._row = 0
+        self._arrays = self._load()
+        self._row_order = self._new_row_order()
+
+    @property
+    def row_shapes(self) -> list[Shape]:
+        """The shape of one row of each top."""
+        return [array.shape[1:] for array in self._arrays]
+
+    def next_batch(self) -> Arrays:
+        batch = [np.empty((self._batch_size, *shape), np.float32) for shape in self.row_shapes]
+        filled = 0
+        while filled < self._batch_size:
+            count = min(self._batch_size - filled, len(self._row_order) - self._row)
+            rows = self._row_order[self._row : self._row + count]
+            for target, array in zip(batch, self._arrays, strict=True):
+                target[filled : filled + count] = array[rows]
+            filled += count
+            self._row += count
+            if self._row == len(self._row_order):
+                self._next_file()
+        return batch
+
+    def _next_file(self) -> None:
+        self._row = 0
+        if len(self._files) > 1:
+            self._file += 1
+            if self._file == len(self._files):
+                self._file = 0
+                self._shuffle(self._file_order)
+            before = self.row_shapes
+            self._arrays = self._load()
+            if self.row_shapes != before:
+                path = self._files[self._file_order[self._file]]
+                raise ParseError(
+                    f"{path}: its rows have shapes {self.row_shapes}, those of the file before {before}: all files of "
+                    "one HDF5Data layer must have the same"
+                )
+        self._row_order = self._new_row_order()
+
+    def _new_row_order(self) -> npt.NDArray[np.intp]:
+        order = np.arange(len(self._arrays[0]))
+        self._shuffle(order)
+        return order
+
+    def _shuffle(self, order: npt.NDArray[np.intp]) -> None:
+        if self._random is not None:
+            self._random.shuffle(order)
+
+    def _load(self) -> list[Rows]:
+        path = self._files[self._file_order[self._file]]
+        logger.debug("Loading HDF5 file: %s", path)
+        arrays = read_datasets(path, self._tops)
+        lengths = {name: len(array) for name, array in zip(self._tops, arrays, strict=True)}
+        if len(set(lengths.values())) > 1:
+            raise ParseError(f"{path}: all datasets must have as many rows, these have {lengths}")
+        if not len(arrays[0]):
+            raise ParseError(f'{path}: dataset "{self._tops[0]}" is empty')
+        return arrays
+
+
+def read_datasets(path: str, names: list[str]) -> list[Rows]:
+    """Datasets of an HDF5 file as float32.
+
+    Raises:
+        FileError: The file cannot be opened.
+        ParseError: A dataset is missing, has no axis, or holds no numbers.
+    """
+    h5py = hdf5_library()
+    if not Path(path).is_file():
+        raise FileError(f"Failed opening HDF5 file: {path}: there is no such file (looked for in {Path.cwd()})")
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise ParseError(f"Failed opening HDF5 file: {path}: {error}") from error
+    with file:
+        arrays = []
+        for name in names:
+            dataset = file.get(name)
+            if not isinstance(dataset, h5py.Dataset):
+                raise ParseError(
+                    f'{path}: Failed to find HDF5 dataset "{name}" (named after the top). The file has: '
+                    f"{', '.join(sorted(file)) or 'nothing'}"
+                )
+            if dataset.dtype.kind not in "fiu" or not dataset.shape:
+                raise ParseError(
+                    f'{path}: dataset "{name}" must hold numbers along at least one axis, it is {dataset.dtype} of '
+                    f"shape {dataset.shape}"
+                )
+            try:
+                arrays.append(dataset[()].astype(np.float32))
+            except OSError as error:
+                raise ParseError(f'{path}: dataset "{name}" is damaged: {error}') from error
+        return arrays
+
+
+@register("HDF5Data")
+class HDF5Data(PrefetchLayer):
+    """Each top is the dataset of its name; values are passed on as they are."""
+
+    top_count = (1, None)
+
+    def open_source(self) -> tuple[BatchSource, list[Shape]]:
+        """Read the list and load the first file."""
+        options = self.parameter.hdf5_data_param
+        if self.parameter.HasField("transform_param"):
+            raise self.error("HDF5Data does not transform data: remove transform_param")
+        if not options.source or not options.batch_size:
+            raise self.error("hdf5_data_param needs source (a text file that lists HDF5 files) and batch_size > 0")
+        try:
+            files = Path(options.source).read_text(encoding="utf-8").split()
+        except OSError as error:
+            raise FileError(f"Failed to open source file: {options.source}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise ParseError(
+                f"{options.source}: not a text file; source must list HDF5 files, one a line, not be one itself"
+            ) from error
+        if not files:
+            raise self.error(f"Must have at least 1 HDF5 filename listed in {options.source}")
+        seed = self.new_seed() if options.shuffle else None
+        source = _RowBatches(files, list(self.parameter.top), batch_size=options.batch_size, seed=seed)
+        return source, [(options.batch_size, *shape) for shape in source.row_shapes]

@@ -1,0 +1,74 @@
+"""The base of layers that read batches ahead, in the background, from something that never ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from amct.caffe.engine.layer import Layer
+from amct.data.read_ahead import ReadAhead
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from amct.caffe.engine.blob import Blob, Shape
+
+    Arrays = list[npt.NDArray[np.float32]]
+
+#: How many batches wait at most; Caffe's default of ``prefetch``.
+DEPTH = 4
+
+
+class BatchSource(Protocol):
+    """Makes batches; it is used by the background thread alone and must not know the layer."""
+
+    def next_batch(self) -> Arrays:
+        """The next batch, an array for each top."""
+        ...
+
+
+class PrefetchLayer(Layer):
+    """A layer whose tops come from a BatchSource.
+
+    A subclass defines ``open_source``, which finds every mistake that can be found before the first batch.
+    """
+
+    bottom_count = (0, 0)
+    top_count: ClassVar[tuple[int, int | None]] = (1, 2)
+    depth = DEPTH
+
+    def open_source(self) -> tuple[BatchSource, list[Shape]]:
+        """Open the data; return the source and the shapes of the tops."""
+        raise NotImplementedError
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Open the data."""
+        del bottoms
+        source, self._shapes = self.open_source()
+        self._batches: ReadAhead[Arrays] = ReadAhead(source.next_batch, self.depth, f"read-ahead {self.name}")
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The shapes of the last batch (before any: of the first)."""
+        del bottoms
+        return list(self._shapes)
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Put the next batch into the tops."""
+        del bottoms
+        for blob, values in zip(tops, self._batches.take(), strict=True):
+            blob.set_tensor(torch.from_numpy(values))
+        self._shapes = [blob.shape for blob in tops]
+
+    def error_maker(self) -> Callable[[str], ModelError]:
+        """What ``self.error`` does, for a source: it must not know the layer."""
+        where = f'layer "{self.name}" ({self.type})'
+        return lambda message: ModelError(f"{where}: {message}")
+
+    def new_seed(self) -> int:
+        """A seed for the source's own random numbers, drawn from torch's generator (``set_random_seed``)."""
+        return int(torch.randint(2**62, ()).item())
