@@ -1,7 +1,8 @@
 """Programs that the tests of ``amct.atomic`` start in order to kill them: ``python atomic_writer.py <program> …``.
 
-``group FOLDER COUNT SIZE``   writes generation after generation of COUNT files of SIZE bytes until killed
-``crash FOLDER``              kills itself at every single step of writing a group to two folders, and reports each
+``group FOLDER COUNT SIZE``     writes generation after generation of COUNT files of SIZE bytes until killed
+``unsynced FOLDER COUNT SIZE``  the same without waiting for the disk: much time goes to the renames then
+``crash FOLDER``                kills itself at every single step of writing a group to two folders, and reports each
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def group(folder: Path, count: int, size: int) -> None:
         os.write(1, b"%d\n" % generation)
         write_generation(folder, count, size, generation)
         generation += 1
+
+
+def unsynced(folder: Path, count: int, size: int) -> None:
+    os.fsync = lambda _: None  # a kill, unlike a power cut, loses nothing that was written
+    group(folder, count, size)
 
 
 class Countdown:
@@ -85,4 +91,4 @@ def words(folder: Path) -> str:
 
 if __name__ == "__main__":
     program, where, *numbers = sys.argv[1:]
-    {"group": group, "crash": crash}[program](Path(where), *map(int, numbers))
+    {"group": group, "unsynced": unsynced, "crash": crash}[program](Path(where), *map(int, numbers))

@@ -407,16 +407,16 @@ def test_sigkill_while_writing_a_group_of_50_megabytes(tmp_path):
 
 
 def test_sigkill_between_the_renames(tmp_path):
-    count, size = 400, 8
-    write_generation(tmp_path, count, size, 0)
+    count, size = 500, 8
     landed = 0
-    for _ in range(100):
-        if landed >= 8:
+    for _ in range(40):
+        if landed >= 4:
             break
-        process = start("group", tmp_path, count, size)
+        process = start("unsynced", tmp_path, count, size)
         assert process.stdout is not None
-        while not next(tmp_path.glob(".amct-*.journal"), None):
+        while not any(name.endswith(".journal") for name in os.listdir(tmp_path)):  # noqa: PTH208 - names only: faster
             assert process.poll() is None
+            time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
@@ -425,7 +425,7 @@ def test_sigkill_between_the_renames(tmp_path):
         atomic.recover(tmp_path)
         whole_generation(tmp_path, count, size)
         assert hidden(tmp_path) == []
-    assert landed >= 8
+    assert landed >= 4
 
 
 # ------------------------------------------------------------------------------------------------------------ modify
