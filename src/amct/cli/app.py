@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import config, record
+from amct.cli import caffe, config, record
 
 app = typer.Typer(
     name="amct",
@@ -34,5 +34,6 @@ def root(
     """Options that stand before a command."""
 
 
+app.add_typer(caffe.app)
 app.add_typer(config.app)
 app.add_typer(record.app)

@@ -1,0 +1,150 @@
+"""``amct caffe``: train and test Caffe nets, and run scripts written for pycaffe; no Caffe installed."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from enum import Enum
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from amct.errors import AmctError, ArgumentError, FileError
+
+if TYPE_CHECKING:
+    import signal
+
+    from amct.caffe.engine.solvers import Action
+
+app = typer.Typer(
+    name="caffe",
+    help="Train and test Caffe nets, and run scripts written for pycaffe. No Caffe needs to be installed.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+INTERRUPTED = 130
+SCRIPT_FAILED = 1
+
+
+class Effect(str, Enum):
+    """What a signal does to training."""
+
+    none = "none"
+    stop = "stop"
+    snapshot = "snapshot"
+
+
+WeightsHelp = "Weights to start from: a caffemodel, or several separated by commas."
+GpuOption = Annotated[bool, typer.Option("--gpu", help="Run on a CUDA device.")]
+DeviceOption = Annotated[int | None, typer.Option("--device", help="Which CUDA device; 0 unless the solver says.")]
+LevelOption = Annotated[int, typer.Option("--level", help="The level that include/exclude rules see.")]
+StageOption = Annotated[list[str] | None, typer.Option("--stage", help="A stage that include/exclude rules see.")]
+PythonOption = Annotated[bool, typer.Option("--allow-python", help="Let Python layers run: they execute code.")]
+
+
+@app.command()
+def train(  # noqa: PLR0913 - a command's options are its arguments
+    solver: Annotated[str, typer.Option("--solver", help="The solver prototxt.")],
+    weights: Annotated[str | None, typer.Option("--weights", help=WeightsHelp)] = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", help="A solver state to go on from.")] = None,
+    gpu: GpuOption = False,
+    device: DeviceOption = None,
+    level: LevelOption = 0,
+    stage: StageOption = None,
+    sigint_effect: Annotated[Effect, typer.Option(help="What Ctrl-C does (a second Ctrl-C stops at once).")] = (
+        Effect.stop
+    ),
+    sighup_effect: Annotated[Effect, typer.Option(help="What a hang-up signal does.")] = Effect.snapshot,
+    allow_python: PythonOption = False,
+) -> int:
+    """Train a net as its solver prototxt says. Ctrl-C finishes the iteration, writes a snapshot and stops."""
+    from amct import log
+    from amct.caffe.engine.solvers import Solver, choose_device, read_solver, signal_actions
+
+    if weights is not None and snapshot is not None:
+        raise ArgumentError("give --snapshot to go on or --weights to start from, not both")
+    log.start("amct_caffe")
+    parameter = read_solver(solver)
+    if weights is not None:
+        parameter.ClearField("weights")
+        parameter.weights.append(weights)
+    if level:
+        parameter.train_state.level = level
+    parameter.train_state.stage.extend(stage or [])
+    choose_device(gpu=gpu, device=device, parameter=parameter)
+    running = Solver(parameter, allow_python=allow_python)
+    with signal_actions(_effects(sigint_effect, sighup_effect)) as requests:
+        running.action_source = requests
+        running.solve(snapshot)
+    return INTERRUPTED if running.stopped_early else 0
+
+
+@app.command(name="test")
+def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
+    model: Annotated[str, typer.Option("--model", help="The net's prototxt.")],
+    weights: Annotated[str, typer.Option("--weights", help=WeightsHelp)],
+    iterations: Annotated[int, typer.Option("--iterations", help="How many batches to run.")] = 50,
+    gpu: GpuOption = False,
+    device: DeviceOption = None,
+    level: LevelOption = 0,
+    stage: StageOption = None,
+    allow_python: PythonOption = False,
+) -> None:
+    """Run the TEST phase of a net over some batches and print the mean of each output."""
+    from amct import log
+    from amct.caffe.engine.layer import TEST
+    from amct.caffe.engine.net import Net
+    from amct.caffe.engine.solvers import choose_device, evaluate
+
+    log.start("amct_caffe")
+    choose_device(gpu=gpu, device=device)
+    net = Net.from_file(
+        model, phase=TEST, level=level, stages=stage or [], allow_python=allow_python, with_gradients=False
+    )
+    for path in weights.split(","):
+        net.load_weights(path.strip())
+    for line in evaluate(net, iterations).lines():
+        typer.echo(line)
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="The script; what follows it is passed on to it.")],
+    force: Annotated[bool, typer.Option("--force", help="Hide a real Caffe that is installed too.")] = False,
+) -> int:
+    """Run a script that says ``import caffe`` with this toolkit as caffe."""
+    import runpy
+
+    from amct import log
+    from amct.caffe.pycaffe.install import install_as_caffe
+
+    if not script.is_file():
+        raise FileError(f"{script}: there is no such script")
+    log.start("amct_caffe")
+    install_as_caffe(force=force)
+    arguments, folder = sys.argv, str(script.resolve().parent)
+    sys.argv = [str(script), *context.args]
+    sys.path.insert(0, folder)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except AmctError:
+        traceback.print_exc()  # the script's author needs the line, not only the sentence
+        return SCRIPT_FAILED
+    finally:
+        sys.argv = arguments
+        sys.path.remove(folder)
+    return 0
+
+
+def _effects(sigint: Effect, sighup: Effect) -> dict[signal.Signals, Action]:
+    import signal
+
+    from amct.caffe.engine.solvers import Action
+
+    effects = {signal.SIGINT: Action(sigint.value)}
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        effects[signal.SIGHUP] = Action(sighup.value)
+    return effects
