@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import fake_quantize
-from amct.numerics.hfmg import HfmgObserver, LinearHistogram, _losses, _ranges
+from amct.numerics.hfmg import HfmgObserver, LinearHistogram, _losses, _losses_by_bin, _losses_by_cell, _ranges
 from amct.numerics.histogram import Bins
 
 if TYPE_CHECKING:
@@ -99,9 +99,17 @@ def test_the_same_range_simply_adds():
 
 @given(hnp.arrays(np.int64, 32, elements=st.integers(0, 9)), st.integers(0, 9), st.integers(20, 31))
 def test_the_loss_is_the_distance_to_cell_centres(count, first, last):
-    found = _losses(count.astype(np.float64), 0.25, np.array([[first, last]]), 16)[0]
-    expected = loss_by_sampling(count, 0.25, first, last, 16)
-    assert found == pytest.approx(expected, rel=2e-3, abs=1e-12)  # 4000 points a bin, up to 3 borders in it
+    for cells in (16, 64):  # fewer and more than bins: two ways to compute it
+        found = _losses(count.astype(np.float64), 0.25, np.array([[first, last]]), cells)[0]
+        expected = loss_by_sampling(count, 0.25, first, last, cells)
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-12)  # 4000 points a bin, up to 3 borders in it
+
+
+def test_both_ways_to_compute_the_loss_agree():
+    count = np.random.default_rng(0).poisson(np.exp(-(np.linspace(-4, 4, BINS) ** 2) / 2) * 50).astype(np.float64)
+    ranges = _ranges(count, 1, BINS // 4)
+    by_cell, by_bin = _losses_by_cell(count, ranges, 256), _losses_by_bin(count, ranges, 256)
+    assert by_cell == pytest.approx(by_bin, rel=1e-9)
 
 
 def test_the_cut_takes_the_thinner_side_and_stops_at_a_quarter():

@@ -156,21 +156,26 @@ def _ranges(count: Values, step: int, kept: int) -> Counts:
     return found[:number]
 
 
-@compiled_sum
 def _losses(count: Values, width: float, ranges: Counts, cells: int) -> Values:
     """The squared distance of all values to the centres of the cells, for every range."""
-    losses = np.zeros(ranges.shape[0])
+    by_cell = cells < count.size
+    losses = _losses_by_cell(count, ranges, cells) if by_cell else _losses_by_bin(count, ranges, cells)
+    cell = width * (ranges[:, 1] - ranges[:, 0] + 1) / cells
+    return np.where(cell < SMALLEST_SCALE, 0.0, losses * width * width)
+
+
+@compiled_sum
+def _losses_by_bin(count: Values, ranges: Counts, cells: int) -> Values:
+    """Bin by bin, in units of one bin; for more cells than bins."""
+    losses = np.empty(ranges.shape[0])
     for number in range(ranges.shape[0]):
         first = ranges[number, 0]
-        cell = width * (ranges[number, 1] - first + 1) / cells
-        if cell < SMALLEST_SCALE:
-            continue
-        half = cell / 2
-        whole = 2 * half * half * half / 3
+        cell = (ranges[number, 1] - first + 1) / cells
+        whole = cell * cell * cell / 12
         total = 0.0
         for place in range(count.size):
-            begin = (place - first) * width
-            end = begin + width
+            begin = np.float64(place - first)
+            end = begin + 1
             first_cell = min(max(math.floor(begin / cell), 0.0), cells - 1.0)
             last_cell = min(max(math.floor(end / cell), 0.0), cells - 1.0)
             # To the end of the first cell, whole cells between, from the start of the last one; for a bin inside one
@@ -179,5 +184,39 @@ def _losses(count: Values, width: float, ranges: Counts, cells: int) -> Values:
             above = end - (last_cell + 0.5) * cell
             area = (above * above * above - below * below * below) / 3 + (last_cell - first_cell) * whole
             total += count[place] * area
-        losses[number] = total / width
+        losses[number] = total
+    return losses
+
+
+@compiled
+def _losses_by_cell(count: Values, ranges: Counts, cells: int) -> Values:
+    """Cell by cell, in units of one bin; what lies left of a cell's border is known from sums up to its bin."""
+    # Sums of 1, x and x² over the values below each border of bins; x counts from the middle, against cancellation.
+    sums = np.zeros((count.size + 1, 3))
+    middle = count.size / 2
+    for place in range(count.size):
+        x = place - middle
+        sums[place + 1, 0] = sums[place, 0] + count[place]
+        sums[place + 1, 1] = sums[place, 1] + count[place] * (x + 0.5)
+        sums[place + 1, 2] = sums[place, 2] + count[place] * (x * x + x + 1 / 3)
+    losses = np.empty(ranges.shape[0])
+    for number in range(ranges.shape[0]):
+        first = ranges[number, 0]
+        cell = (ranges[number, 1] - first + 1) / cells
+        total, n0, n1, n2 = 0.0, 0.0, 0.0, 0.0
+        for index in range(cells):
+            if index == cells - 1:  # the last cell takes in all that lies beyond it, as the first does on its side
+                m0, m1, m2 = sums[count.size, 0], sums[count.size, 1], sums[count.size, 2]
+            else:
+                border = first + (index + 1) * cell
+                place = min(int(border), count.size - 1)
+                x, part = place - middle, border - place
+                share = count[place] * part
+                m0 = sums[place, 0] + share
+                m1 = sums[place, 1] + share * (x + part / 2)
+                m2 = sums[place, 2] + share * (x * x + x * part + part * part / 3)
+            centre = first + (index + 0.5) * cell - middle
+            total += (m2 - n2) - 2 * centre * (m1 - n1) + centre * centre * (m0 - n0)
+            n0, n1, n2 = m0, m1, m2
+        losses[number] = total
     return losses

@@ -52,8 +52,9 @@ class Samples:
 
     def merge(self, other: Samples) -> None:
         """Take in all that ``other`` has; ``other`` stays as it is."""
-        self.merged = self.merged or other.merged or (self.range.count > 0 and other.range.count > 0)
+        joined = self.range.count > 0 and other.range.count > 0
         self.range.merge(other.range)
+        self.merged = self.merged or other.merged or joined
         if other._histogram is not None:
             self._histogram_now().merge(other._histogram)
         elif self.exact and self.range.count <= EXACT_LIMIT:

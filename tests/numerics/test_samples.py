@@ -1,0 +1,92 @@
+"""What an observer remembers does not grow with the data it sees."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from amct.errors import ArgumentError
+from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.samples import EXACT_LIMIT, Samples
+
+
+def batch(seed: int, count: int = 200_000) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def peak_of_observing(batches: int, count: int) -> int:
+    """NumPy tells tracemalloc of every array, so this sees buffers and histograms alike."""
+    tracemalloc.start()
+    observer = IfmrObserver()
+    for seed in range(batches):
+        observer.observe(batch(seed, count))
+    observer.result()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def test_no_number_of_batches_needs_more_than_the_exact_search_did():
+    peak_of_observing(1, EXACT_LIMIT + 1)  # loading compiled code takes memory of its own
+    exact = peak_of_observing(5, EXACT_LIMIT // 5)
+    assert exact < 16 << 20
+    assert peak_of_observing(6, EXACT_LIMIT // 5) < exact
+    assert peak_of_observing(40, EXACT_LIMIT // 5) < exact
+
+
+def test_one_large_batch_needs_no_copy():
+    peak_of_observing(1, EXACT_LIMIT + 1)
+    assert peak_of_observing(1, 4_000_000) < 8 << 20  # the batch alone has 16 MB
+
+
+def test_the_state_is_small_enough_to_send():
+    observer = IfmrObserver()
+    for seed in range(10):
+        observer.observe(batch(seed))
+    size = len(pickle.dumps(observer))
+    assert size < 1 << 20
+    for seed in range(10, 30):
+        observer.observe(batch(seed))
+    # Three times the data reaches less than two powers of two nearer to zero, and one farther out, on both sides.
+    assert len(pickle.dumps(observer)) < size + 6 * (16 << 10) + 1024
+    assert pickle.loads(pickle.dumps(observer)).result().scale.item() == observer.result().scale.item()
+
+
+def test_an_observed_tensor_may_change_afterwards():
+    x = torch.ones(10)
+    observer = IfmrObserver()
+    observer.observe(x)
+    before = observer.result().scale.item()
+    x.fill_(100.0)
+    assert observer.result().scale.item() == before
+
+
+def test_all_values_are_kept_up_to_the_limit():
+    samples = Samples()
+    samples.add(batch(0, 1000).reshape(10, 100))
+    samples.add(batch(1, 50))
+    assert samples.exact
+    assert np.array_equal(samples.sorted_values(0), torch.cat([batch(0, 1000), batch(1, 50)]).sort().values.numpy())
+    assert [piece.size for piece in samples.batches_of(0)] == [1000, 50]
+
+
+def test_a_histogram_ends_at_the_exact_minimum_and_maximum():
+    x = batch(3, EXACT_LIMIT + 1)
+    samples = Samples()
+    samples.add(x)
+    bins = samples.bins(0)
+    assert (bins.low[0], bins.high[-1]) == (float(x.min()), float(x.max()))
+    assert bins.count.sum() == x.numel()
+
+
+def test_a_refused_merge_changes_nothing():
+    first, second = Samples(channel_axis=0), Samples(channel_axis=0)
+    first.add(torch.ones(2, 3))
+    second.add(torch.ones(3, 3))
+    with pytest.raises(ArgumentError, match="2 before, now 3"):
+        first.merge(second)
+    assert (first.merged, first.range.batches, first.range.count) == (False, 1, 6)
