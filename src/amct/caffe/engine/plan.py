@@ -117,7 +117,8 @@ def _release_after_last_use(graph: Graph, steps: list[Step], kept: Collection[in
     keep = {id(graph.blobs[index]) for index in kept}
     last: dict[int, tuple[Step, Blob]] = {}
     for step in steps:
-        for blob in (*step.bottoms, *step.tops):
+        merged = [graph.blobs[top] for node in (step.chain.nodes if step.chain else ()) for top in node.tops]
+        for blob in (*step.bottoms, *merged, *step.tops):
             if id(blob) not in keep:
                 last[id(blob)] = (step, blob)
     for step, blob in last.values():

@@ -1,0 +1,190 @@
+"""Merging layers, reusing and freeing memory: the results are those of running each layer by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from amct.caffe import pycaffe as caffe
+from amct.caffe.engine import packed
+from amct.errors import ArgumentError, ModelError
+
+# BatchNorm and Scale folded in float64 then rounded once to float32: a few ulps of the largest value.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+HEAD = 'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 8 dim: 40 dim: 40 } } }'
+CONV = """
+layer {{ name: "conv" type: "{type}" bottom: "data" top: "conv"
+  convolution_param {{ num_output: 8 kernel_size: 3 {more} }} }}
+"""
+TAIL = """
+layer {{ name: "bn" type: "BatchNorm" bottom: "conv" top: "{bn}" }}
+layer {{ name: "scale" type: "Scale" bottom: "{bn}" top: "{scale}" scale_param {{ bias_term: true }} }}
+layer {{ name: "bias" type: "Bias" bottom: "{scale}" top: "{bias}" }}
+layer {{ name: "relu" type: "{activation}" bottom: "{bias}" top: "{relu}" {options} }}
+"""
+IN_PLACE = {"bn": "conv", "scale": "conv", "bias": "conv", "relu": "conv"}
+APART = {"bn": "bn", "scale": "scale", "bias": "bias", "relu": "relu"}
+ACTIVATIONS = {
+    "ReLU": "",
+    "leaky": "relu_param { negative_slope: 0.1 }",
+    "Clip": "clip_param { min: -0.5 max: 1 }",
+    "TanH": "",
+}
+
+
+def randomize(net, seed=0):
+    random = np.random.RandomState(seed)
+    for name, blobs in net.params.items():
+        for index, blob in enumerate(blobs):
+            values = random.randn(*blob.shape)
+            blob.data[...] = np.abs(values) + 0.5 if name == "bn" and index > 0 else values * 0.3
+    return net
+
+
+def text(names, kind="Convolution", more="", activation="ReLU"):
+    name = "ReLU" if activation == "leaky" else activation
+    tail = TAIL.format(**names, activation=name, options=ACTIVATIONS[activation])
+    return HEAD + CONV.format(type=kind, more=more) + tail
+
+
+def literal(path, data):
+    """The same net with a callback, which makes every layer run by itself."""
+    net = randomize(caffe.Net(path, caffe.TEST))
+    seen = []
+    net.after_forward(seen.append)
+    out = net.forward(data=data)
+    assert len(seen) == len(net.layers)
+    return {name: value.copy() for name, value in out.items()}, net
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("Convolution", ""), ("Convolution", "bias_term: false group: 2 pad: 1"), ("Deconvolution", "group: 2 stride: 2")],
+    ids=["conv", "grouped", "deconv"],
+)
+@pytest.mark.parametrize("names", [IN_PLACE, APART], ids=["in place", "apart"])
+@pytest.mark.parametrize("keep_blobs", [True, False], ids=["all blobs", "lean"])
+def test_merged_layers_give_the_same(write, names, kind, more, activation, keep_blobs):
+    path = write(text(names, kind, more, activation))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40).astype(np.float32)
+    want, reference = literal(path, data)
+    net = randomize(caffe.Net(path, caffe.TEST, keep_blobs=keep_blobs))
+    for _ in range(2):
+        got = net.forward(data=data)
+        for name, value in want.items():
+            np.testing.assert_allclose(got[name], value, **TOLERANCE)
+    if keep_blobs:
+        for name, blob in reference.blobs.items():
+            np.testing.assert_allclose(net.blobs[name].data, blob.data, **TOLERANCE)
+
+
+def test_a_change_to_any_merged_parameter_is_noticed(write):
+    path = write(text(IN_PLACE))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    for layer, index in (("conv", 0), ("conv", 1), ("bn", 0), ("bn", 2), ("scale", 1), ("bias", 0)):
+        net = randomize(caffe.Net(path, caffe.TEST))
+        before = net.forward(data=data)["conv"].copy()
+        net.params[layer][index].data[...] *= 1.5
+        after = net.forward(data=data)["conv"].copy()
+        assert not np.allclose(before, after)
+        reference = randomize(caffe.Net(path, caffe.TEST))
+        reference.params[layer][index].data[...] *= 1.5
+        reference.after_forward(lambda _: None)
+        np.testing.assert_allclose(after, reference.forward(data=data)["conv"], **TOLERANCE)
+
+
+def test_stopping_inside_a_merged_chain_shows_the_value_there(write):
+    path = write(text(IN_PLACE))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    net = randomize(caffe.Net(path, caffe.TEST))
+    net.blobs["data"].data[...] = data
+    net.forward(end="conv")
+    plain = net.blobs["conv"].data.copy()
+    net.forward(start="bn", end="bn")
+    mean, variance, weight = (blob.data for blob in net.params["bn"])
+    want = (plain - (mean / weight)[:, None, None]) / np.sqrt((variance / weight)[:, None, None] + 1e-5)
+    np.testing.assert_allclose(net.blobs["conv"].data, want, **TOLERANCE)
+
+
+def test_batch_statistics_are_never_merged(write):
+    net = randomize(caffe.Net(write(text(IN_PLACE)), caffe.TRAIN))
+    net.forward(data=np.random.RandomState(1).randn(2, 8, 40, 40))
+    assert net.params["bn"][2].data[0] != pytest.approx(0.0)
+    factor = net.params["bn"][2].data[0]
+    net.forward()
+    assert net.params["bn"][2].data[0] == pytest.approx(factor * 0.999 + 1, rel=1e-6)
+
+
+BRANCHES = (
+    HEAD
+    + """
+layer { name: "a" type: "Convolution" bottom: "data" top: "a" convolution_param { num_output: 4 kernel_size: 1 } }
+layer { name: "b" type: "ReLU" bottom: "a" top: "b" }
+layer { name: "c" type: "Slice" bottom: "b" top: "c0" top: "c1" }
+layer { name: "d" type: "Power" bottom: "c0" top: "d" power_param { scale: 2 } }
+layer { name: "e" type: "ReLU" bottom: "c1" top: "c1" }
+layer { name: "f" type: "Concat" bottom: "d" bottom: "c1" top: "f" }
+layer { name: "g" type: "Eltwise" bottom: "f" bottom: "b" top: "g" }
+layer { name: "h" type: "Flatten" bottom: "g" top: "h" }
+layer { name: "i" type: "Sigmoid" bottom: "h" top: "h" }
+"""
+)
+
+
+def test_lean_mode_frees_and_says_so(write):
+    path = write(BRANCHES)
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    want, reference = literal(path, data)
+    net = randomize(caffe.Net(path, caffe.TEST, keep_blobs=False))
+    out = net.forward(data=data, blobs=["f"])
+    np.testing.assert_allclose(out["h"], want["h"], **TOLERANCE)
+    np.testing.assert_allclose(out["f"], reference.blobs["f"].data, **TOLERANCE)
+    with pytest.raises(ArgumentError, match="freed after its last use"):
+        _ = net.blobs["a"].data
+    with pytest.raises(ModelError, match="made without gradients"):
+        net.backward()
+    named = randomize(caffe.Net(path, caffe.TEST, keep_blobs=["d"]))
+    named.forward(data=data)
+    np.testing.assert_allclose(named.blobs["d"].data, reference.blobs["d"].data, **TOLERANCE)
+    with pytest.raises(ArgumentError, match='no blob "nope"'):
+        caffe.Net(path, caffe.TEST, keep_blobs=["nope"])
+
+
+def test_in_place_behind_flatten_changes_both_as_in_caffe(write):
+    net = randomize(caffe.Net(write(BRANCHES), caffe.TEST))
+    net.forward(data=np.random.RandomState(1).randn(2, 8, 40, 40))
+    np.testing.assert_array_equal(net.blobs["g"].data.reshape(2, -1), net.blobs["h"].data)
+
+
+def test_without_the_packed_kernels_everything_still_agrees(write, monkeypatch):
+    path = write(text(IN_PLACE, more="group: 2"))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    fast = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
+    monkeypatch.setattr(packed, "is_available", lambda: False)
+    plain = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
+    np.testing.assert_allclose(plain, fast, **TOLERANCE)
+
+
+def test_packed_kernels_are_not_used_where_they_do_not_compute(monkeypatch):
+    packed.is_available.cache_clear()
+
+    def broken(*_):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(packed.torch.ops.mkldnn, "_convolution_pointwise", broken)
+    assert packed.is_available() is False
+    packed.is_available.cache_clear()
+
+
+def test_a_net_can_change_its_input_size_between_merged_forwards(write):
+    path = write(text(IN_PLACE))
+    net = randomize(caffe.Net(path, caffe.TEST))
+    for size in (40, 33, 50):
+        data = np.random.RandomState(size).randn(1, 8, size, size)
+        net.blobs["data"].reshape(*data.shape)
+        reference = randomize(caffe.Net(path, caffe.TEST))
+        reference.after_forward(lambda _: None)
+        reference.blobs["data"].reshape(*data.shape)
+        np.testing.assert_allclose(net.forward(data=data)["conv"], reference.forward(data=data)["conv"], **TOLERANCE)
