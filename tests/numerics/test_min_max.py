@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.min_max import MinMaxObserver
 
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
@@ -60,6 +61,17 @@ def test_per_channel_and_strided_input():
     other = MinMaxObserver(channel_axis=-2)
     other.observe(x.transpose(0, 2).transpose(0, 2)[:, :, ::3])
     assert other.result().clip_max.tolist() == pytest.approx([15.0, 19.0, 23.0])
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+def test_the_memory_format_does_not_matter(axis):
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    results = []
+    for tensor in (x, x.to(memory_format=torch.channels_last)):
+        observer = IfmrObserver(channel_axis=axis)
+        observer.observe(tensor)
+        results.append(observer.result().scale.tolist())
+    assert results[0] == results[1]
 
 
 def test_channels_of_a_merged_observer_must_fit():

@@ -6,19 +6,31 @@ run on a machine pays for compiling. The GIL is released: loops may run in sever
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import numba
+
+logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
     """The same function as machine code, compiled when first called; arithmetic stays in the order written."""
-    return cast("Function", numba.njit(cache=True, nogil=True)(function))
+    return _compiled(function, reorder_sums=False)
 
 
 def compiled_sum(function: Function) -> Function:
     """Like ``compiled``, for a loop whose sums may be reordered into vector lanes: a rounding apart, much faster."""
-    return cast("Function", numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})(function))
+    return _compiled(function, reorder_sums=True)
+
+
+def _compiled(function: Function, *, reorder_sums: bool) -> Function:
+    fastmath = {"reassoc", "nsz"} if reorder_sums else False
+    try:
+        return cast("Function", numba.njit(cache=True, nogil=True, fastmath=fastmath)(function))
+    except RuntimeError as error:  # numba found no folder to write to
+        logger.info("%s is compiled anew in every process: %s", function.__qualname__, error)
+        return cast("Function", numba.njit(nogil=True, fastmath=fastmath)(function))
