@@ -209,6 +209,7 @@ class GraphBuilder:
             )
         if not given and layer.default_loss_weight:
             given = [layer.default_loss_weight] + [0.0] * (len(node.tops) - 1)
+            layer.parameter.loss_weight.extend(given)  # Caffe writes it into saved models too
         layer.loss_weights = given or [0.0] * len(node.tops)
         for index, weight in zip(node.tops, layer.loss_weights, strict=True):
             self.graph.loss_weights[index] = weight
