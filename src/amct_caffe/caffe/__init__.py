@@ -1,8 +1,12 @@
-"""pycaffe's names, served by this toolkit: ``from amct_caffe import caffe``."""
+"""pycaffe's names, served by this toolkit: ``from amct_caffe import caffe``, ``import amct_caffe.caffe.io``."""
 
 from __future__ import annotations
 
 from amct.caffe.pycaffe import *  # noqa: F403 - everything pycaffe has
-from amct.caffe.pycaffe import __all__, __version__
+from amct.caffe.pycaffe import __all__ as _names
+from amct.caffe.pycaffe import __version__
+from amct.caffe.pycaffe.install import alias_modules
 
-__all__ += ["__version__"]
+alias_modules(__name__)
+
+__all__ = [*_names, "__version__"]

@@ -60,6 +60,8 @@ def filler_function(filler: ProtoMessage, shape: Shape, owner: str) -> Callable[
         )
     if filler.sparse != -1 and filler.type != "gaussian":
         raise ModelError(f'layer "{owner}": sparsity is only supported by the gaussian filler, not by "{filler.type}"')
+    if filler.type == "uniform" and filler.min > filler.max:
+        raise ModelError(f'layer "{owner}": uniform filler: min {filler.min} must not be above max {filler.max}')
     if filler.type == "bilinear":
         _check_bilinear(shape, owner)
     return lambda generator: make(filler, shape, generator)

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.device import set_device, set_mode_cpu, set_mode_gpu
+from amct.caffe.engine.python_layers import PythonLayer as Layer
+from amct.caffe.engine.python_layers import allow_python_layers
 from amct.caffe.engine.registry import layer_types as layer_type_list
 from amct.caffe.pycaffe import io, proto
+from amct.caffe.pycaffe.classifier import Classifier
+from amct.caffe.pycaffe.detector import Detector
 from amct.caffe.pycaffe.net import Net
 from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
 from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
@@ -33,11 +37,15 @@ __all__ = [
     "AdaGradSolver",
     "AdamSolver",
     "Blob",
+    "Layer",
+    "Classifier",
+    "Detector",
     "NesterovSolver",
     "Net",
     "NetSpec",
     "RMSPropSolver",
     "SGDSolver",
+    "allow_python_layers",
     "get_solver",
     "has_nccl",
     "init_log",

@@ -39,6 +39,12 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
         for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
             del sys.modules[name]
     sys.modules["caffe"] = package
-    for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
-        sys.modules["caffe" + module.name.removeprefix(_PACKAGE)] = importlib.import_module(module.name)
+    alias_modules("caffe")
     return package
+
+
+def alias_modules(name: str) -> None:
+    """Let the modules of this package also be imported as ``<name>.io``, ``<name>.proto.caffe_pb2``, ..."""
+    package = importlib.import_module(_PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
+        sys.modules[name + module.name.removeprefix(_PACKAGE)] = importlib.import_module(module.name)

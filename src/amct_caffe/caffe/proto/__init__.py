@@ -1,7 +1,0 @@
-"""The message types: ``from amct_caffe.caffe.proto import caffe_pb2``."""
-
-from __future__ import annotations
-
-from amct.caffe.pycaffe.proto import caffe_pb2
-
-__all__ = ["caffe_pb2"]
