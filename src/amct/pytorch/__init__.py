@@ -1,1 +1,27 @@
-"""Placeholder docstring, to be replaced by the package owner."""
+"""Quantize PyTorch models.
+
+>>> import amct.pytorch as amct                                     # doctest: +SKIP
+>>> quantized = amct.quantize(model, calibration_loader)            # doctest: +SKIP
+>>> print(quantized.summary())                                      # doctest: +SKIP
+>>> quantized.save("out/resnet")                                    # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
+from amct.pytorch.quant_config import LayerConfig, QuantConfig
+from amct.pytorch.quantize import IoOptions, QuantizedModel, quantize
+from amct.record import Record
+
+__all__ = [
+    "AdaRoundSettings",
+    "ArqSettings",
+    "HfmgSettings",
+    "IfmrSettings",
+    "IoOptions",
+    "LayerConfig",
+    "QuantConfig",
+    "QuantizedModel",
+    "Record",
+    "quantize",
+]

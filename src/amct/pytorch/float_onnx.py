@@ -116,7 +116,14 @@ def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  to
                 custom_translation_table=dict(translations()),
             )
     except Exception as error:
-        raise ExportError(f"torch.onnx cannot export the model: {failure_of(error)}") from error
+        raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """What the innermost exception says; torch.onnx wraps it in general advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return failure_of(error).reason
 
 
 def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

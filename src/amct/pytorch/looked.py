@@ -45,7 +45,7 @@ def look(
     """``trace``, or what it told of this model before; arguments and errors are its own."""
     names = {"input_names": input_names, "output_names": output_names, "dynamic_axes": dynamic_axes}
     if not isinstance(model, nn.Module):
-        return trace(model, input_data, **names)  # type: ignore[arg-type]  # refuses it
+        return trace(model, input_data)  # refuses it
     model = unwrap(model)
     refuse_operators(model)
     inputs = example_inputs(model, input_data)

@@ -60,11 +60,10 @@ def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind]
         placing.complete(_main_node(layer, nodes[layer], operators), layer, fused.model.get_submodule(layer))
     for norm in fused.fusions.values():
         placing.bypass_norm(nodes[norm])
-    changed = set(placing.replaced.values())
     for node in [node for node in placing.graph.nodes if node.op_type == "Identity"]:
         placing.bypass(node.input[0], node.output[0], [node])
     return Placed(
-        model=placing.graph.build(), parameters=placing.parameters, replaced=placing.replaced, changed=changed
+        model=placing.graph.build(), parameters=placing.parameters, replaced=placing.replaced, changed=placing.changed
     )
 
 
@@ -92,6 +91,7 @@ class _Placing:
         self.graph = OnnxGraph(model)
         self.parameters: dict[str, torch.Tensor] = {}
         self.replaced: dict[str, str] = {}
+        self.changed: set[str] = set()
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +144,7 @@ class _Placing:
         ]
         sources = [name for name in reads if not graph.is_constant(name)]
         assert len(sources) == len(written) == 1  # a batch norm has one input and one output
+        self.changed.add(sources[0])
         self.bypass(sources[0], written[0], nodes)
 
     def bypass(self, source: str, target: str, nodes: Sequence[NodeProto]) -> None:

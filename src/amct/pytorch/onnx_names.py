@@ -126,6 +126,7 @@ class ProgramTensors:
     """Which value of the graph holds which activation of the topology; remembers the values, asks their names late."""
 
     def __init__(self, program: ExportedProgram, converted: Any) -> None:  # noqa: ANN401  torch.onnx.ONNXProgram
+        originals = {node.name: node for node in program.graph.nodes}
         items = {
             (node.args[0].name, node.args[1]): node.name
             for node in program.graph.find_nodes(op="call_function", target=operator.getitem)
@@ -133,11 +134,13 @@ class ProgramTensors:
         by_name = {value.name: value for value in _values(converted.model.graph)}
         self._values: dict[str, GraphValue] = {}
         for node in converted.exported_program.graph.nodes:
-            if node.op in ("call_function", "placeholder") and node.name in by_name:
-                origin = _origin(node)
-                if node.target is operator.getitem:
-                    origin = items.get((origin, node.args[1]), origin)
-                self._values[origin] = by_name[node.name]  # of several, the last is the result
+            if node.op not in ("call_function", "placeholder") or node.name not in by_name:
+                continue
+            origin = originals.get(_origin(node))
+            if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
+                origin = originals.get(items.get((origin.name, node.args[1]), ""))
+            if origin is not None and _same_shape(node, origin):
+                self._values[origin.name] = by_name[node.name]  # of several, the last is the result
 
     def names_in(self, model: ModelProto, replaced: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
         """The names of those that exist in the finished model with the same values.
@@ -156,6 +159,11 @@ class ProgramTensors:
             if name in existing:
                 found[origin] = name
         return found
+
+
+def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    shapes = [str(getattr(item.meta.get("val"), "shape", None)) for item in (node, other)]
+    return shapes[0] == shapes[1] != "None"
 
 
 def _origin(node: fx.Node) -> str:

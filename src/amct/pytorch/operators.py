@@ -33,12 +33,12 @@ AMCT_OPERATORS = frozenset(
 """Class names of the original's operators."""
 
 MARK = "amct_operator"
-"""A module class of ours that must not be compressed again has a class attribute of this name, set to True."""
+"""A module that must not be compressed again has an attribute of this name, of its class or its own, set to True."""
 
 
 def is_operator(module: nn.Module) -> bool:
     """Whether the module was put into the model by a compression step."""
-    return type(module).__name__ in AMCT_OPERATORS or getattr(type(module), MARK, False) is True
+    return type(module).__name__ in AMCT_OPERATORS or getattr(module, MARK, False) is True
 
 
 def refuse_operators(model: nn.Module) -> None:

@@ -95,7 +95,7 @@ class _Builder:
     def _layer_owner(self, operation: Operation) -> ModuleCall | None:
         """The outermost quantizable layer or batch norm in whose call the operation was done."""
         for caller in operation.callers:
-            module = self.modules.get(caller.path)
+            module = self.modules.get(caller.path) if caller.path else None
             if module is not None and (layer_type(type_name(module)) or _is_batch_norm(module)):
                 return caller
         return None

@@ -175,6 +175,8 @@ def _sorted_out(
 
 
 def _refusal(name: str, module: nn.Module, calls: Sequence[Call], sharing: Mapping[int, Sequence[str]]) -> str | None:
+    if not name:
+        return "the model is this one layer; put it into a module (nn.Sequential) so that it can be exchanged"
     if not calls:
         return "it is not called in forward (a functional call may use its weight)"
     if len(calls) > 1:

@@ -1,0 +1,146 @@
+"""The calibration model: a folded copy with quantized weights whose layers show their inputs to a session."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from amct.calibration import CalibrationSession, RecordFiles, Stream
+from amct.calibration.session import HIDDEN, INPUT
+from amct.export.binding import TensorFactors
+from amct.export.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.pytorch.layer_hooks import Balance, observe_inputs, run_inside
+from amct.pytorch.layer_weights import channel_axis
+from amct.pytorch.operators import MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch.utils.hooks import RemovableHandle
+
+    from amct.calibration import CalibrationResult
+    from amct.numerics.observer import ActivationFactors
+    from amct.pytorch.between import TensorWatch
+    from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.preparation import Preparation
+    from amct.record import LayerRecord, Record
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """A model to be run on calibration data, and the session that watches it."""
+
+    model: nn.Module
+    session: CalibrationSession
+
+
+def start_calibration(
+    preparation: Preparation, *, record_file: Path | None = None, between: TensorWatch | None = None
+) -> Calibration:
+    """Make the calibration model.
+
+    Args:
+        preparation: the model with its plan and quantized weights.
+        record_file: where the record is written: the weights' factors now, the rest when calibration ends.
+        between: what to observe between the layers.
+
+    Raises:
+        FileError: the record cannot be written.
+    """
+    model = preparation.quantized_copy()
+    files = None
+    if record_file is not None:
+        files = RecordFiles(record_file, stale=[tensor_factors_path(record_file)])
+    cleanup: list[Callable[[], None]] = []
+
+    def end(result: CalibrationResult) -> None:
+        if files is not None:
+            text = tensor_factors_text(tensor_factors(result)) if between is not None else None
+            beside = {tensor_factors_path(files.record): text} if text is not None else {}
+            files.complete(complete_record(preparation, result), beside)
+        for undo in cleanup:
+            undo()
+
+    session = CalibrationSession(
+        _streams(preparation),
+        tensors=between.observers() if between is not None else None,
+        on_progress=files.note if files is not None else None,
+        on_end=end,
+    )
+    cleanup += _attach(model, preparation, session, between)
+    if files is not None:
+        files.begin(preparation.record(), session.progress)
+    return Calibration(model=model, session=session)
+
+
+def _streams(preparation: Preparation) -> Iterator[Stream]:
+    for layer in preparation.layers:
+        recurrent = isinstance(preparation.fused.model.get_submodule(layer.name), nn.RNNBase)
+        for name in (INPUT, HIDDEN) if recurrent else (INPUT,):
+            yield Stream(
+                layer=layer.name,
+                name=name,
+                settings=layer.activation,
+                batch_num=layer.batch_num,
+                force_fp16=layer.force_fp16,
+            )
+
+
+def _attach(
+    model: nn.Module, preparation: Preparation, session: CalibrationSession, between: TensorWatch | None
+) -> list[Callable[[], None]]:
+    """Hook the session up; returns what unhooks it."""
+    handles: list[RemovableHandle] = []
+    for name, weights in preparation.weights.items():
+        module = model.get_submodule(name)
+        setattr(module, MARK, True)
+        if weights.balance is not None:  # stays when calibration is over: the weights are balanced
+            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+        handles += observe_inputs(session, name, module)
+    watching = between.attach(model, session) if between is not None else None
+
+    @contextmanager
+    def surroundings(arguments: Arguments) -> Iterator[None]:
+        with session.batch():
+            if watching is None:
+                yield
+            else:
+                with watching.forward(arguments):
+                    yield
+
+    undo = [handle.remove for handle in handles]
+    if watching is not None:
+        undo.append(watching.detach)
+    return [*undo, run_inside(model, surroundings)]
+
+
+def complete_record(preparation: Preparation, result: CalibrationResult) -> Record:
+    """The record with the factors of the activations."""
+    record = preparation.record()
+    return record.with_layers(
+        {name: _with_activations(record[name], result.layers[name]) for name in preparation.weights}
+    )
+
+
+def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactors]) -> LayerRecord:
+    found = factors[INPUT]
+    entry = replace(entry, scale_d=float(found.scale), offset_d=int(found.offset), act_type=f"INT{found.bits}")
+    hidden = factors.get(HIDDEN)
+    if hidden is None:
+        return entry
+    return replace(entry, scale_h=float(hidden.scale), offset_h=int(hidden.offset))
+
+
+def tensor_factors(result: CalibrationResult) -> dict[str, TensorFactors]:
+    """The factors of the tensors between layers, as the exporter wants them."""
+    return {
+        name: TensorFactors(scale=float(found.scale), zero_point=int(found.offset), bits=found.bits)
+        for name, found in result.tensors.items()
+    }

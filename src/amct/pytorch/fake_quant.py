@@ -1,0 +1,81 @@
+"""The quantized model simulated in torch: inputs and weights of its layers rounded to their grids, arithmetic in float.
+
+It computes what the fake-quant file computes, up to float rounding, and is an ordinary module for any evaluation loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from amct.errors import AmctError
+from amct.numerics.affine import dequantize, quantize_bias
+from amct.numerics.arq import factors_per_row
+from amct.pytorch.layer_hooks import Balance, FakeQuantize
+from amct.pytorch.layer_weights import channel_axis, put_weight
+from amct.pytorch.operators import MARK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from amct.numerics.arq import WeightFactors
+    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.quantized_weights import LayerWeights
+    from amct.record import LayerRecord, Record
+
+logger = logging.getLogger(__name__)
+
+
+def fake_quant_copy(preparation: Preparation, record: Record) -> nn.Module:
+    """A copy of the folded model that computes as quantized; its record must be complete."""
+    model = preparation.quantized_copy()
+    for name, weights in preparation.weights.items():
+        module, entry = model.get_submodule(name), record[name]
+        setattr(module, MARK, True)
+        if weights.balance is not None:
+            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+        module.register_forward_pre_hook(_quantizer(entry), with_kwargs=True)
+        try:
+            _round_biases(module, weights, entry)
+        except AmctError as error:
+            logger.warning('layer "%s": the bias stays float in the simulated model: %s', name, error)
+    return model
+
+
+def _quantizer(entry: LayerRecord) -> FakeQuantize:
+    bits = int(entry.activation_type.removeprefix("INT"))
+    assert entry.scale_d is not None
+    assert entry.offset_d is not None
+    state = None
+    if entry.scale_h is not None and entry.offset_h is not None:
+        state = _factors(entry.scale_h, entry.offset_h)
+    return FakeQuantize(bits, _factors(entry.scale_d, entry.offset_d), state)
+
+
+def _factors(scale: float, offset: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor(scale, dtype=torch.float32), torch.tensor(offset, dtype=torch.int32)
+
+
+def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) -> None:
+    """Round each bias to the steps of the accumulator that it is added to."""
+    if isinstance(module, nn.RNNBase):
+        pairs = [("bias_ih_l0", "weight_ih_l0", entry.scale_d), ("bias_hh_l0", "weight_hh_l0", entry.scale_h)]
+    else:
+        pairs = [("bias", "weight", entry.scale_d)]
+    for attribute, weight, scale in pairs:
+        bias = getattr(module, attribute, None)
+        if isinstance(bias, torch.Tensor) and weight in weights.factors and scale is not None:
+            put_weight(module, attribute, _rounded_bias(bias.detach(), weights.factors[weight], scale))
+
+
+def _rounded_bias(bias: Tensor, factors: WeightFactors, scale: float) -> Tensor:
+    step = factors_per_row(factors, bias.numel()).scale.to(bias.device)
+    data = torch.tensor(scale, dtype=torch.float32, device=bias.device)
+    integers = quantize_bias(bias.float(), step, data)
+    product = step * data
+    axis = 0 if product.numel() > 1 else None
+    zero = torch.zeros_like(product, dtype=torch.int32)
+    return dequantize(integers, product, zero, axis=axis).to(bias.dtype)

@@ -1,0 +1,156 @@
+"""What watches or changes the layers of a copied model while the user's loop runs it.
+
+Hooks keep the user's module a plain ``nn.Module`` of its own class: nothing is wrapped, names stay, ``.to()`` and
+``state_dict`` work as ever. All hooks of a copy can be taken away at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from amct.calibration.session import HIDDEN
+from amct.numerics.affine import fake_quantize
+from amct.numerics.dmq import balance_activation
+from amct.pytorch.layer_weights import channel_axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch.utils.hooks import RemovableHandle
+
+    from amct.calibration import CalibrationSession
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def given_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that a layer was called with; None for what is no tensor (a PackedSequence)."""
+    value = args[0] if args else kwargs.get("input")
+    return value if isinstance(value, Tensor) else None
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another input."""
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
+
+
+def given_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  a tensor, a pair or None
+    """The first state that a recurrent layer was called with."""
+    return args[1] if len(args) > 1 else kwargs.get("hx")
+
+
+class Balance:
+    """Divides a layer's input by DMQ's factors, because its weights are multiplied by them."""
+
+    def __init__(self, factors: Tensor, axis: int) -> None:
+        self.factors = factors
+        self.axis = axis
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """As torch calls a forward pre-hook with keyword arguments."""
+        x = given_input(args, kwargs)
+        if x is None:
+            return args, kwargs
+        return with_input(args, kwargs, balance_activation(x, self.factors.to(x.device), self.axis))
+
+
+class FakeQuantize:
+    """Rounds a layer's input, and the first state of a recurrent layer, to their grids."""
+
+    def __init__(self, bits: int, factors: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor] | None = None) -> None:
+        self.bits = bits
+        self.factors = factors
+        self.state = state
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """As torch calls a forward pre-hook with keyword arguments."""
+        x = given_input(args, kwargs)
+        if x is not None:
+            args, kwargs = with_input(args, kwargs, fake_quantize(x, *self.factors, self.bits))
+        state = given_state(args, kwargs) if self.state is not None else None
+        if state is None:
+            return args, kwargs
+        assert self.state is not None
+        h = state[0] if isinstance(state, (tuple, list)) else state
+        h = fake_quantize(h, *self.state, self.bits)
+        state = (h, *state[1:]) if isinstance(state, (tuple, list)) else h
+        return ((*args[:1], state), kwargs) if len(args) > 1 else (args, {**kwargs, "hx": state})
+
+
+def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) -> list[RemovableHandle]:
+    """Let a session see what a layer is given; of a recurrent layer also every state that enters its matrix."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is not None:
+            session.observe(name, x)
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
+        assert isinstance(module, nn.RNNBase)
+        session.observe(name, _states(module, given_state(args, kwargs), output[0]), HIDDEN)
+
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    if isinstance(module, nn.RNNBase):
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    return handles
+
+
+def _states(module: nn.RNNBase, state: Any, output: Tensor) -> Tensor:  # noqa: ANN401  a tensor, a pair or None
+    """The state before the first step (zero when none is given) and after every step but the last."""
+    h = state[0] if isinstance(state, (tuple, list)) else state
+    later = output[:, :-1] if module.batch_first else output[:-1]
+    if h is None:
+        h = output.new_zeros(module.hidden_size)
+    return torch.cat([h.reshape(-1), later.reshape(-1)])
+
+
+def observe_balance(observe: Callable[[str, Tensor, int], None], name: str, module: nn.Module) -> RemovableHandle:
+    """Call ``observe(name, x, channel_axis)`` with what a layer is given."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is not None:
+            observe(name, x, channel_axis(module))
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def run_inside(
+    model: nn.Module, surroundings: Callable[[Arguments], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Let every forward of a copied model run without gradients and inside ``surroundings(arguments)``.
+
+    Returns:
+        What takes the surroundings away again; the model still runs without gradients then.
+    """
+    forward = _Surrounded(model.forward, surroundings)
+    model.forward = forward  # of this object only
+
+    def undo() -> None:
+        forward.surroundings = None
+
+    return undo
+
+
+class _Surrounded:
+    """A forward inside something; an object and not a closure, so that a deep copy of the model calls its own."""
+
+    def __init__(
+        self, forward: Callable[..., Any], surroundings: Callable[[Arguments], AbstractContextManager[object]] | None
+    ) -> None:
+        functools.update_wrapper(self, forward)  # keeps the signature
+        self.forward = forward
+        self.surroundings = surroundings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever the user's forward takes and gives
+        with torch.no_grad():
+            if self.surroundings is None:
+                return self.forward(*args, **kwargs)
+            with self.surroundings((args, kwargs)):
+                return self.forward(*args, **kwargs)

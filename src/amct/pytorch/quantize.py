@@ -1,0 +1,241 @@
+"""Quantize a model in one call: our own API, on the same engine as AMCT's functions."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amct import atomic, log
+from amct.calibration import RecordFiles
+from amct.config.settings import AdaRoundSettings
+from amct.errors import ArgumentTypeError, ExportError
+from amct.export.onnx_qdq import Placement
+from amct.export.qdq_nodes import Target
+from amct.export.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.writer import SavePath
+from amct.pytorch.balancing import balance_of
+from amct.pytorch.batches import Batches
+from amct.pytorch.calibrating import complete_record, start_calibration, tensor_factors
+from amct.pytorch.comparing import compare_layers
+from amct.pytorch.fake_quant import fake_quant_copy
+from amct.pytorch.fast_placement import watch_between
+from amct.pytorch.float_onnx import DEFAULT_OPSET, FloatOnnx
+from amct.pytorch.looked import look
+from amct.pytorch.model_copy import unwrap
+from amct.pytorch.modified_onnx import file_notes
+from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
+from amct.pytorch.quant_config import AnyConfig, plan_of
+from amct.pytorch.saving import ExportOptions, save_files
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from amct.export.binding import TensorFactors
+    from amct.pytorch.batches import BatchInputs
+    from amct.pytorch.preparation import AdaRoundMode
+    from amct.record import Record
+    from amct.report.compare import LayerComparison
+    from amct.topology import Skip
+
+logger = logging.getLogger(__name__)
+
+RECORD = "record"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IoOptions:
+    """Names and open axes of the exported models, as in ``torch.onnx.export``."""
+
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    dynamic_axes: Mapping[str, Any] | None = None
+
+
+def quantize(
+    model: nn.Module,
+    calibration_data: object,
+    config: AnyConfig = None,
+    *,
+    inputs: BatchInputs | None = None,
+    io: IoOptions | None = None,
+    adaround: AdaRoundMode = "plain",
+) -> QuantizedModel:
+    """Quantize a model with calibration data: fold batch norms, quantize weights, find the ranges of activations.
+
+    Without a config: IFMR with offset for activations, ARQ per output channel for weights, 8 bits, every layer that can
+    be quantized, all the data.
+
+    Args:
+        model: any nn.Module; it stays as it is.
+        calibration_data: a tensor, an iterable of batches or a DataLoader; see ``Batches``.
+        config: a simple config (``.cfg``) or full config (``.json``), the latter as a dict, or a ``QuantConfig``.
+        inputs: makes of a batch what the model is called with, where its form does not tell: ``lambda b: b["image"]``.
+        io: names and open axes of the exported models.
+        adaround: "plain" learns by forwards as AMCT does, "fast" from the Gram matrix of each layer's input.
+
+    Raises:
+        AmctError: a subclass says what is wrong: config, model, data or files.
+    """
+    log.start("amct_pytorch")
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if adaround not in ("plain", "fast"):
+        raise ArgumentTypeError(f'adaround: expected "plain" or "fast", got {adaround!r}')
+    io = io or IoOptions()
+    batches = Batches(unwrap(model), calibration_data, inputs)
+    args, kwargs = batches.first()
+    traced = look(
+        model,
+        (*args, kwargs),
+        input_names=io.input_names,
+        output_names=io.output_names,
+        dynamic_axes=io.dynamic_axes,
+    )
+    plan, open_ended = plan_of(config, traced.config_layers(), batches.length)
+    if plan.balanced or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled):
+        batches.keep()
+    limit = None if open_ended else plan.batch_num
+    preparation = prepare(
+        traced,
+        plan,
+        balance=balance_of(traced, plan, batches.limited(limit)),
+        data=lambda: batches.limited(limit),
+        adaround=adaround,
+    )
+    onnx = try_float_onnx(preparation)
+    between = watch_between(preparation, onnx) if isinstance(onnx, FloatOnnx) else None
+    calibration = start_calibration(preparation, between=between)
+    for args, kwargs in batches.limited(limit):
+        calibration.model(*args, **kwargs)
+    if open_ended:
+        calibration.session.finish()
+    result = calibration.session.result
+    return QuantizedModel(
+        preparation,
+        complete_record(preparation, result),
+        tensor_factors(result) if between is not None else None,
+        onnx,
+    )
+
+
+class QuantizedModel:
+    """A quantized model: its factors, its simulation in torch, and its way into files.
+
+    Attributes:
+        record: The quantization factors of every layer.
+    """
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        record: Record,
+        tensors: Mapping[str, TensorFactors] | None,
+        onnx: FloatOnnx | ExportError,
+    ) -> None:
+        self.record = record
+        self._preparation = preparation
+        self._tensors = tensors
+        self._onnx = {DEFAULT_OPSET: onnx}
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The quantized model simulated in torch, for evaluation; an ordinary module in eval mode."""
+        return fake_quant_copy(self._preparation, self.record)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that are quantized, in execution order."""
+        return tuple(self._preparation.weights)
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """What stays float, and why."""
+        return self._preparation.skips
+
+    def summary(self) -> str:
+        """What was quantized, what was folded, what stays float and why, as text."""
+        kinds = Counter(
+            f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights"
+            for entry in self.record.values()
+        )
+        name = type(self._preparation.traced.model).__name__
+        folded = len(self._preparation.fused.fusions)
+        lines = [f"{name}: {len(self.layers)} layers quantized, {folded} batch norms folded"]
+        lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
+        if self.skipped:
+            width = max(len(skip.layer) for skip in self.skipped)
+            lines.append(f"{len(self.skipped)} left as they are:")
+            lines += [f"  {skip.layer:<{width}}  {skip.reason}" for skip in self.skipped]
+        return "\n".join(lines)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        formats: Iterable[str] = ("qdq", "deploy", "fake_quant", RECORD),
+        *,
+        placement: str = Placement.FAST.value,
+        target: str = Target.PORTABLE.value,
+        opset: int | None = None,
+    ) -> list[Path]:
+        """Write the quantized model as ``<path>_qdq_model.onnx``, ``<path>_quant.json`` and so on.
+
+        Args:
+            path: ``folder/prefix``.
+            formats: of "qdq" (onnxruntime's integer kernels), "deploy" (Ascend), "fake_quant" (simulation by standard
+                operators) and "record" (``<path>_record.txt``, the factors).
+            placement: of the QDQ file: "fast" also quantizes between the layers, "exact" only what the record says.
+            target: of the QDQ file: "portable" (7-bit weights, right on every CPU), "vnni" or "exact8".
+            opset: 16 to 21.
+
+        Returns:
+            The files written.
+
+        Raises:
+            ArgumentError: an unknown format, placement, target or opset, or an impossible path.
+            ExportError: the model cannot be exported.
+            FileError: a file cannot be written; nothing was.
+        """
+        where = SavePath.parse(path)
+        atomic.check_writable(where.folder)
+        names = (formats,) if isinstance(formats, str) else tuple(formats)
+        models = tuple(name for name in names if name != RECORD)
+        options = ExportOptions(formats=models, placement=placement, target=target)
+        written: list[Path] = []
+        if models:
+            onnx = self._float_onnx(opset if opset is not None else DEFAULT_OPSET)
+            written += save_files(where, onnx.model, self.record, file_notes(self._preparation), self._tensors, options)
+        if RECORD in names:
+            written += self._save_record(where.file("record.txt"))
+        return written
+
+    def _save_record(self, path: Path) -> list[Path]:
+        beside = {}
+        if self._tensors is not None:
+            beside[tensor_factors_path(path)] = tensor_factors_text(self._tensors)
+        RecordFiles(path).complete(self.record, beside)
+        return [path, *beside]
+
+    def compare(self, data: object, inputs: BatchInputs | None = None) -> list[LayerComparison]:
+        """Run the float and the quantized model on data, and compare the output of every quantized layer.
+
+        Args:
+            data: as ``calibration_data``.
+            inputs: as for ``quantize``.
+        """
+        batches = Batches(self._preparation.fused.model, data, inputs)
+        return compare_layers(self._preparation.fused.model, self.model, self.layers, batches)
+
+    def _float_onnx(self, opset: int) -> FloatOnnx:
+        if opset not in self._onnx:
+            self._onnx[opset] = self._preparation.float_onnx(opset)
+        onnx = self._onnx[opset]
+        if isinstance(onnx, ExportError):
+            raise onnx
+        return onnx

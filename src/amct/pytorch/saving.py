@@ -1,0 +1,129 @@
+"""From float ONNX, record and factors between layers to the files of one save path."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.errors import ArgumentError, did_you_mean
+from amct.export.binding import LayerFactors, bindings_by_name
+from amct.export.onnx_ascend import ascend_model
+from amct.export.onnx_fake_quant import fake_quant_model
+from amct.export.onnx_qdq import Placement, qdq_model
+from amct.export.qdq_nodes import Target
+from amct.export.quant_json import quant_json
+from amct.export.result import ExportedModel, Skip
+from amct.export.writer import OutputFile, SavePath, save_models
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from onnx import ModelProto
+
+    from amct.export.binding import TensorFactors
+    from amct.pytorch.modified_onnx import FileNotes
+    from amct.record import LayerRecord, Record
+
+logger = logging.getLogger(__name__)
+
+FORMATS = {"deploy": OutputFile.DEPLOY, "fake_quant": OutputFile.FAKE_QUANT, "qdq": OutputFile.QDQ}
+"""Names of the exported models, as ``QuantizedModel.save`` takes them."""
+
+
+def layer_factors(entry: LayerRecord) -> LayerFactors:
+    """What the record says of a layer, as the exporters want it."""
+    assert entry.scale_d is not None
+    assert entry.offset_d is not None
+    one = (1.0,)
+    balance = np.array(entry.tensor_balance_factor, dtype=np.float32) if entry.tensor_balance_factor else None
+    return LayerFactors(
+        scale_d=entry.scale_d,
+        offset_d=entry.offset_d,
+        act_bits=int(entry.activation_type.removeprefix("INT")),
+        scale_w=np.array(entry.scale_w or one, dtype=np.float32),
+        wts_bits=int(entry.weight_type.removeprefix("INT")),
+        scale_h=entry.scale_h,
+        offset_h=entry.offset_h,
+        scale_r=np.array(entry.scale_r, dtype=np.float32) if entry.scale_r else None,
+        balance=balance,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Which models are exported, and how the QDQ file is made.
+
+    Attributes:
+        formats: Of ``FORMATS``.
+        placement: "fast" or "exact".
+        target: "portable", "vnni" or "exact8".
+
+    Raises:
+        ArgumentError: an unknown format, placement or target.
+    """
+
+    formats: tuple[str, ...] = tuple(FORMATS)
+    placement: str = Placement.FAST.value
+    target: str = Target.PORTABLE.value
+
+    def __post_init__(self) -> None:
+        for name in self.formats:
+            if name not in FORMATS:
+                raise ArgumentError(
+                    f'formats: "{name}" is unknown.{did_you_mean(str(name), FORMATS)} Choose from {", ".join(FORMATS)}'
+                )
+        for argument, kind in (("placement", Placement), ("target", Target)):
+            known = [item.value for item in kind]
+            value = getattr(self, argument)
+            if value not in known:
+                raise ArgumentError(f"{argument}: expected one of {', '.join(known)}, got {value!r}")
+
+
+def save_files(
+    save_path: SavePath,
+    model: ModelProto,
+    record: Record,
+    notes: FileNotes,
+    tensors: Mapping[str, TensorFactors] | None,
+    options: ExportOptions = ExportOptions(),  # noqa: B008  frozen
+) -> list[Path]:
+    """Export the models asked for and write them, with their report, all or none.
+
+    Args:
+        save_path: where to.
+        model: the float ONNX model; its nodes carry the names of their layers.
+        record: complete and checked.
+        notes: what else is known of the model.
+        tensors: factors of the tensors between layers; None when nothing was observed.
+        options: what to export.
+
+    Raises:
+        ExportError: a model cannot be exported.
+        FileError: a file cannot be written; nothing was.
+    """
+    bindings = bindings_by_name(model, record)
+    factors = {name: layer_factors(entry) for name, entry in record.items()}
+    exported: dict[OutputFile, ExportedModel] = {}
+    for output in dict.fromkeys(FORMATS[name] for name in options.formats):
+        if output is OutputFile.DEPLOY:
+            exported[output] = ascend_model(model, bindings, factors)
+        elif output is OutputFile.FAKE_QUANT:
+            exported[output] = fake_quant_model(model, bindings, factors)
+        else:
+            placement, target = Placement(options.placement), Target(options.target)
+            exported[output] = qdq_model(model, bindings, factors, tensors=tensors, placement=placement, target=target)
+        for note in exported[output].notes:
+            logger.info("%s: %s", output.value, note)
+    report = quant_json(
+        {output.value: result for output, result in exported.items()},
+        absorbed=notes.fusions,
+        skipped=[Skip(name, reason) for name, reason in notes.skipped.items()],
+    )
+    models = {output: result.model for output, result in exported.items()}
+    written = save_models(save_path, models, quant_json=report)
+    logger.info("wrote %s", ", ".join(str(path) for path in written))
+    return written
