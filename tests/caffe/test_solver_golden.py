@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -108,8 +109,7 @@ def check_model(net, recorded):
 
 def read_net(path):
     message = caffe_pb2.NetParameter()
-    with open(path, "rb") as file:  # noqa: PTH123 - relative to the case's folder
-        message.ParseFromString(file.read())
+    message.ParseFromString(Path(path).read_bytes())
     return message
 
 
@@ -188,7 +188,7 @@ def test_a_state_read_and_written_again_is_byte_for_byte_caffes(run_folder):
 
 @pytest.mark.parametrize("run_folder", ["sgd_snapshot"], indirect=True)
 def test_caffes_snapshot_goes_on_to_caffes_end(run_folder):
-    data = np.load("data.npz")
+    data = np.load(run_folder / "data.npz")
     solver = caffe.get_solver("solver.prototxt")
     solver.restore("snap_iter_10.solverstate")
     feed(solver.net, data)
@@ -237,7 +237,7 @@ def test_hdf5_snapshots_are_caffes(run_folder, ending):
 
 @pytest.mark.parametrize("run_folder", EVOLUTIONS, indirect=True)
 def test_batch_norm_statistics_evolve_as_in_caffe(run_folder):
-    data = np.load("data.npz")
+    data = np.load(run_folder / "data.npz")
     net = caffe.Net("net.prototxt", caffe.TRAIN)
     for step, values in enumerate(data["in:x"]):
         net.blobs["x"].data[...] = values
