@@ -145,24 +145,31 @@ class Threshold(Elementwise):
 
 @register("Dropout")
 class Dropout(Elementwise):
-    """While training, zeroes a part of the values and scales the rest up; else the identity."""
+    """While training, zeroes a part of the values and scales the rest up; else the identity.
+
+    With ``scale_train: false`` (Faster R-CNN's) the rest stays as it is, and values are scaled down while testing.
+    """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the ratio."""
         del bottoms
         self.ratio: float = self.parameter.dropout_param.dropout_ratio
+        self.scale_train: bool = self.parameter.dropout_param.scale_train
         if not 0.0 < self.ratio < 1.0:
             raise self.error(f"dropout_ratio must lie between 0 and 1, got {self.ratio}")
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """As it says."""
         if self.is_training:
-            return functional.dropout(bottom, self.ratio, training=True)
+            kept = functional.dropout(bottom, self.ratio, training=True)
+            return kept if self.scale_train else kept * (1 - self.ratio)
+        if not self.scale_train:
+            return bottom * (1 - self.ratio)
         return bottom if self.may_overwrite else bottom.clone()
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """Nothing to do at inference."""
-        return None if self.is_training else (None, None)
+        return None if self.is_training or not self.scale_train else (None, None)
 
 
 @register("PReLU")

@@ -1,0 +1,208 @@
+"""Pooling inside regions of a feature map: ROIPooling, PSROIPooling, ROIAlign.
+
+Regions are rows (picture, x1, y1, x2, y2) in pixels of the picture; ``spatial_scale`` brings them to the feature map.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import count, require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+REGIONS = 1
+COLUMNS = 5
+IMAGE_BLOB_AXES = 4
+SMALLEST = 0.1
+
+
+class _RegionPooling(Layer):
+    """Bottoms: features (N, C, H, W) and regions (R, 5). Top: (R, channels, pooled height, pooled width)."""
+
+    bottom_count = (2, 2)
+    allows_in_place = False
+    channels: int
+    pooled: tuple[int, int]
+    scale: float
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """A picture of fixed size for each region."""
+        features, regions = bottoms
+        require_axes(features, IMAGE_BLOB_AXES, self.name)
+        if count(regions) != regions[0] * COLUMNS:
+            raise self.error(f"regions must be rows of (picture, x1, y1, x2, y2), got shape {regions}")
+        self.check_channels(features[1])
+        return [(regions[0], self.channels, *self.pooled)]
+
+    def check_channels(self, channels: int) -> None:
+        """By default a region has the channels of the features."""
+        self.channels = channels
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Region by region."""
+        del parameters
+        features = bottoms[0]
+        results = []
+        for picture, *region in bottoms[1].detach().reshape(-1, COLUMNS).tolist():
+            if not 0 <= picture < features.shape[0]:
+                raise self.error(f"a region is of picture {picture:g}, the batch has {features.shape[0]}")
+            results.append(self.pool(features[int(picture)], *region))
+        if not results:
+            return [features.new_zeros(0, self.channels, *self.pooled)]
+        return [torch.stack(results)]
+
+    def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
+        """One region of one picture (C, H, W)."""
+        raise NotImplementedError
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """Regions have no gradient."""
+        return bottom != REGIONS
+
+    def read_size(self, height: int, width: int, scale: float) -> None:
+        """Set and check pooled size and scale."""
+        if height <= 0 or width <= 0:
+            raise self.error(f"pooled_h and pooled_w must be > 0, got {height} and {width}")
+        self.pooled, self.scale = (height, width), scale
+
+
+def _round(value: float) -> int:
+    """To the nearest whole number, halves away from 0, as C's round."""
+    return math.floor(abs(value) + 0.5) * (-1 if value < 0 else 1)
+
+
+@register("ROIPooling")
+class ROIPooling(_RegionPooling):
+    """The largest value of each cell; cells have whole pixels and may share borders. As in Fast R-CNN."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        options = self.parameter.roi_pooling_param
+        self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
+
+    def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
+        """Rows inside, columns outside: of equal values the first in reading order gets the gradient."""
+        height, width = features.shape[1:]
+        rows = _cells(_round(y1 * self.scale), _round(y2 * self.scale), self.pooled[0], height)
+        columns = _cells(_round(x1 * self.scale), _round(x2 * self.scale), self.pooled[1], width)
+        empty = features.new_zeros(features.shape[0])
+        by_column = [features[:, :, a:b].max(2).values if b > a else None for a, b in columns]
+        return torch.stack(
+            [
+                torch.stack([empty if part is None or b <= a else part[:, a:b].max(1).values for part in by_column], -1)
+                for a, b in rows
+            ],
+            1,
+        )
+
+
+def _cells(start: int, end: int, cells: int, limit: int) -> list[tuple[int, int]]:
+    """First pixel and the one after the last of every cell along one axis."""
+    size = max(end - start + 1, 1) / cells
+    return [
+        (_clip(math.floor(cell * size) + start, limit), _clip(math.ceil((cell + 1) * size) + start, limit))
+        for cell in range(cells)
+    ]
+
+
+def _clip(value: int, limit: int) -> int:
+    return min(max(value, 0), limit)
+
+
+@register("PSROIPooling")
+class PSROIPooling(_RegionPooling):
+    """The mean of each cell, every cell out of channels of its own. As in R-FCN."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        options = self.parameter.psroi_pooling_param
+        if not self.parameter.HasField("psroi_pooling_param") or options.output_dim <= 0:
+            raise self.error("needs psroi_pooling_param with spatial_scale, output_dim > 0 and group_size > 0")
+        self.read_size(options.group_size, options.group_size, options.spatial_scale)
+        self.outputs: int = options.output_dim
+
+    def check_channels(self, channels: int) -> None:
+        """A set of channels for each cell."""
+        cells = self.pooled[0] * self.pooled[1]
+        if channels != self.outputs * cells:
+            raise self.error(
+                f"input channel number does not match layer parameters: {channels}, expected output_dim "
+                f"{self.outputs} * group_size^2 {cells}"
+            )
+        self.channels = self.outputs
+
+    def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
+        """Cell by cell."""
+        size, (height, width) = self.pooled[0], features.shape[1:]
+        grouped = features.reshape(self.channels, size, size, height, width)
+        rows = self._borders(y1, y2, height)
+        columns = self._borders(x1, x2, width)
+        result = [
+            [
+                grouped[:, row, column, a:b, c:d].mean((1, 2)) if b > a and d > c else grouped.new_zeros(self.channels)
+                for column, (c, d) in enumerate(columns)
+            ]
+            for row, (a, b) in enumerate(rows)
+        ]
+        return torch.stack([torch.stack(row, -1) for row in result], 1)
+
+    def _borders(self, first: float, last: float, limit: int) -> list[tuple[int, int]]:
+        start, end = _round(first) * self.scale, (_round(last) + 1) * self.scale
+        cells = self.pooled[0]
+        step = max(end - start, SMALLEST) / cells
+        return [
+            (_clip(math.floor(cell * step + start), limit), _clip(math.ceil((cell + 1) * step + start), limit))
+            for cell in range(cells)
+        ]
+
+
+@register("ROIAlign")
+class ROIAlign(_RegionPooling):
+    """The mean of points inside each cell, interpolated: no rounding of coordinates. As in Mask R-CNN."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        options = self.options = self.parameter.roi_align_param
+        self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
+        if options.roi_end_mode not in (0, 1):
+            raise self.error(
+                f"roi_end_mode must be 0 or 1 (the last pixel counts as inside), got {options.roi_end_mode}"
+            )
+
+    def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
+        """Weights per axis: the interpolation is separable."""
+        height, width = features.shape[1:]
+        down = self._weights(y1, y2, self.pooled[0], height).to(features)
+        across = self._weights(x1, x2, self.pooled[1], width).to(features)
+        return torch.einsum("ph,chw,qw->cpq", down, features, across)
+
+    def _weights(self, first: float, last: float, cells: int, size: int) -> torch.Tensor:
+        """How much each of ``size`` pixels counts in each cell."""
+        start = first * self.scale
+        end = (last + self.options.roi_end_mode) * self.scale
+        step = max(end - start, 1.0) / cells
+        points = self.options.sampling_ratio if self.options.sampling_ratio > 0 else math.ceil(step)
+        weights = torch.zeros(cells, size, dtype=torch.float64)
+        for cell in range(cells):
+            for point in range(points):
+                place = start + (cell + (point + 0.5) / points) * step
+                if not -1 <= place <= size:
+                    continue
+                place = min(max(place, 0.0), size - 1.0)
+                low = min(int(place), size - 1)
+                high = min(low + 1, size - 1)
+                weights[cell, low] += (1 - (place - low)) / points
+                weights[cell, high] += (place - low) / points
+        return weights
