@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from amct.errors import ArgumentError, FileError, ParseError, did_you_mean
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -27,10 +27,11 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
         ParseError: It is not what its name says, or holds pickled objects.
     """
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {"data": loaded}
-        with loaded:
+        # opened here, because np.load forgets to close a damaged .npz
+        with Path(path).open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {"data": loaded}
             return {name: loaded[name] for name in loaded.files}
     except FileNotFoundError as error:
         raise FileError(f"{path}: there is no such file") from error

@@ -52,7 +52,7 @@ def parse_datum(content: bytes, source: str, *, color: bool | None = None) -> Da
     except DecodeError as error:
         raise ParseError(f"{source}: not a Datum, or damaged: {error}") from error
     if datum.encoded:
-        picture = decode_image(datum.data, source, color=color, upright=False)
+        picture = decode_image(datum.data, source, color=color, upright=color is not None)  # as OpenCV
         return DatumValues(to_bgr(picture), datum.label, was_encoded=True)
     shape = (datum.channels, datum.height, datum.width)
     values = np.frombuffer(datum.data, np.uint8) if datum.data else np.array(datum.float_data, np.float32)
