@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.messages import new_message
 from amct.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -73,20 +72,24 @@ def insert_splits(net: ProtoMessage) -> ProtoMessage:
             if readers.count[top] <= 1:
                 continue
             weight = readers.loss_weight.get(top, 0.0)
-            result.append(_split_layer(layer.name, blob, position, readers.count[top], weight))
+            split = type(layer)(**_split_fields(layer.name, blob, position, readers.count[top], weight))
+            result.append(split)
             if weight:
                 layer.ClearField("loss_weight")
                 served[top] += 1
-    split = type(net)()
-    split.layer.extend(result)
+    whole = type(net)(layer=result)
     del net.layer[:]
-    net.MergeFrom(split)
+    net.MergeFrom(whole)
     return net
 
 
-def _split_layer(layer: str, blob: str, top: int, count: int, loss_weight: float) -> ProtoMessage:
-    split = new_message("LayerParameter", name=split_layer_name(layer, blob, top), type="Split", bottom=[blob])
-    split.top.extend(split_blob_name(layer, blob, top, reader) for reader in range(count))
+def _split_fields(layer: str, blob: str, top: int, count: int, loss_weight: float) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "name": split_layer_name(layer, blob, top),
+        "type": "Split",
+        "bottom": [blob],
+        "top": [split_blob_name(layer, blob, top, reader) for reader in range(count)],
+    }
     if loss_weight:
-        split.loss_weight.extend([loss_weight] + [0.0] * (count - 1))
-    return split
+        fields["loss_weight"] = [loss_weight] + [0.0] * (count - 1)
+    return fields

@@ -12,6 +12,8 @@ from amct.schema import descriptor, message_class, parse_text
 if TYPE_CHECKING:
     import os
 
+    from amct.caffe.proto_merge import CustomSchema
+
 #: A message of caffe.proto. Its class is made at run time from the descriptor set, so static types end here.
 ProtoMessage: TypeAlias = Any
 
@@ -26,13 +28,20 @@ def new_message(message: str, /, **fields: object) -> ProtoMessage:
     return _class(message)(**fields)
 
 
-def parse_message(text: str, name: str, source: str = "prototxt") -> ProtoMessage:
-    """Read a message from prototxt text; ``source`` is what error messages call it.
+def parse_message(text: str, name: str, source: str = "prototxt", schema: CustomSchema | None = None) -> ProtoMessage:
+    """Read a message from prototxt text.
+
+    Args:
+        text: The prototxt.
+        name: The message's name, for example NetParameter.
+        source: What error messages call the text.
+        schema: Messages joined with a user's own; ours by default.
 
     Raises:
         ParseError: The text is not a prototxt of that message, with line and column.
     """
-    return parse_text(text, descriptor(f"caffe.{name}", schema="caffe"), source).to_message()
+    found = descriptor(f"caffe.{name}", schema="caffe") if schema is None else schema.descriptor(name)
+    return parse_text(text, found, source).to_message()
 
 
 def read_text_file(path: str | os.PathLike[str]) -> str:
@@ -47,11 +56,11 @@ def read_text_file(path: str | os.PathLike[str]) -> str:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
 
 
-def read_message(path: str | os.PathLike[str], name: str) -> ProtoMessage:
+def read_message(path: str | os.PathLike[str], name: str, schema: CustomSchema | None = None) -> ProtoMessage:
     """Read a prototxt file, for example ``read_message("deploy.prototxt", "NetParameter")``.
 
     Raises:
         FileError: The file cannot be read.
         ParseError: Its text is not such a message.
     """
-    return parse_message(read_text_file(path), name, str(path))
+    return parse_message(read_text_file(path), name, str(path), schema)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.messages import new_message
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
             )
         upgrade_v0_layers(net, source)
         for old in net.layers:
-            net.layer.append(upgrade_v1_layer(old, source))
+            upgrade_v1_layer(old, net.layer.add(), source)
         del net.layers[:]
     for layer in net.layer:
         _move_transform(layer)
@@ -68,15 +67,15 @@ def v1_type_name(layer: ProtoMessage) -> str:
     return _V1_SPECIAL.get(name, "".join(word.capitalize() for word in name.split("_")))
 
 
-def upgrade_v1_layer(old: ProtoMessage, source: str = "net") -> ProtoMessage:
-    """Today's form of a V1 layer (``layers { type: CONVOLUTION ... }``).
+def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage, source: str = "net") -> None:
+    """Fill ``new``, a LayerParameter, from a V1 layer (``layers { type: CONVOLUTION ... }``).
 
     Raises:
         ModelError: It still holds a V0 layer.
     """
     if old.HasField("layer"):
         raise ModelError(f'{source}: layer "{old.name}" mixes the V0 and V1 forms; write it in one of them')
-    new = new_message("LayerParameter", type=v1_type_name(old))
+    new.type = v1_type_name(old)
     for field, value in old.ListFields():
         if field.name in _V1_OWN_FIELDS:
             continue
@@ -98,7 +97,6 @@ def upgrade_v1_layer(old: ProtoMessage, source: str = "net") -> ProtoMessage:
             while len(new.param) <= index:
                 new.param.add()
             setattr(new.param[index], name, value)
-    return new
 
 
 def _move_transform(layer: ProtoMessage) -> None:
@@ -129,12 +127,13 @@ def _input_layer(net: ProtoMessage, source: str) -> None:
     if shapes:
         if len(shapes) != len(names):
             raise ModelError(f"{source}: {len(names)} input field(s) but {len(shapes)} input_shape: give one for each")
-        layer = new_message("LayerParameter", name="input", type="Input", top=names)
+        whole = type(net)()
+        layer = whole.layer.add(name="input", type="Input", top=names)
         for dims in shapes:
             layer.input_param.shape.add().dim.extend(dims)
-        rest = [layer, *net.layer]
+        whole.layer.extend(net.layer)
         del net.layer[:]
-        net.layer.extend(rest)
+        net.layer.extend(whole.layer)
     else:
         logger.warning("%s: input fields without input_dim or input_shape are dropped", source)
     for field in ("input", "input_shape", "input_dim"):

@@ -13,6 +13,7 @@ from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.data_layers.memory_data import MemoryData
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
+from amct.caffe.proto_merge import load_custom_schema
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _SIGNATURE = (
     "keep_blobs=True, allow_python=False"
 )
 _POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
-_EXTRA = ("keep_blobs", "allow_python")
+_EXTRA = ("keep_blobs", "allow_python", "custom_proto")
 
 
 Made = TypeVar("Made")
@@ -57,8 +58,9 @@ class Net(EngineNet):
         for file in (path, weights):
             if file is not None and not Path(file).is_file():
                 raise NetFileError(f"Could not open file {file}")
+        schema = load_custom_schema(options["custom_proto"]) if options.get("custom_proto") else None
         super().__init__(
-            read_message(path, "NetParameter"),
+            read_message(path, "NetParameter", schema),
             phase=options["phase"],
             level=options["level"],
             stages=list(options["stages"] or ()),

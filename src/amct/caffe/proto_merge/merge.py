@@ -1,0 +1,237 @@
+"""Joins a custom.proto with Caffe's messages and the toolkit's own, and says what clashes.
+
+Three parties: the user's file, the toolkit's layers (LayerParameter numbers from 200000 on, and reserved names),
+and caffe.proto.
+
+* A message name or a LayerParameter field of the user that the toolkit uses: an error that names both.
+* A LayerParameter number of the user that caffe.proto uses under another name: an error that names both.
+* A message, or a LayerParameter field, of the same name as in caffe.proto: the user's wins, with a note.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+from amct.atomic import write_text
+from amct.caffe.proto_merge.reader import read_proto
+from amct.caffe.proto_merge.resolve import resolve_types
+from amct.caffe.proto_merge.writer import write_proto
+from amct.errors import ConfigError, FileError, Problem
+from amct.schema import file_protos
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, MutableSequence
+
+    from google.protobuf.descriptor import Descriptor
+
+    from amct.caffe.engine.messages import ProtoMessage
+
+logger = logging.getLogger(__name__)
+
+LAYER = "LayerParameter"
+#: The LayerParameter numbers of quantization's own layers.
+OWN_NUMBERS = range(200_000, 200_100)
+#: Names a user's file must not define, whether or not a message of that name exists here.
+RESERVED = (
+    "QuantParameter",
+    "DeQuantParameter",
+    "IFMRParameter",
+    "LSTMQuantParameter",
+    "SearchNParameter",
+    "RetrainDataQuantParameter",
+    "RetrainWeightQuantParameter",
+    "SingleLayerRecord",
+    "ScaleOffsetRecord",
+)
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """The joined file and what was noted on the way."""
+
+    file: FileDescriptorProto
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CustomSchema:
+    """The joined messages, ready to read prototxt files with."""
+
+    result: MergeResult
+
+    @cached_property
+    def _pool(self) -> DescriptorPool:
+        pool = DescriptorPool()
+        pool.AddSerializedFile(self.result.file.SerializeToString())
+        return pool
+
+    def descriptor(self, name: str) -> Descriptor:
+        """The descriptor of a message: ``descriptor("NetParameter")``."""
+        return self._pool.FindMessageTypeByName(f"caffe.{name}")
+
+    def new_message(self, message: str, /, **fields: object) -> ProtoMessage:
+        """A message of the joined schema."""
+        return GetMessageClass(self.descriptor(message))(**fields)
+
+
+def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
+    """Join a custom.proto with ours, for running nets that use its messages.
+
+    Raises:
+        FileError, ParseError, ConfigError: It cannot be read, is no .proto file, or clashes.
+    """
+    return CustomSchema(merge(_read(custom), _ours()))
+
+
+def merge_files(
+    custom: str | os.PathLike[str], output: str | os.PathLike[str], caffe: str | os.PathLike[str] | None = None
+) -> MergeResult:
+    """Join a custom.proto with caffe.proto (ours by default) and the toolkit's layers, and write the result.
+
+    Raises:
+        FileError, ParseError, ConfigError: A file cannot be read or written, is no .proto file, or clashes.
+    """
+    base = _ours() if caffe is None else _with_own_layers(_read(caffe))
+    result = merge(_read(custom), base)
+    write_text(output, write_proto(result.file))
+    return result
+
+
+def merge(custom: FileDescriptorProto, base: FileDescriptorProto) -> MergeResult:
+    """Join two parsed files; ``base`` is caffe.proto with the toolkit's layers in it.
+
+    Raises:
+        ConfigError: They clash; every clash is listed.
+    """
+    problems = [*_clashes_with_own(custom, base), *_clashing_numbers(custom, base)]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    joined = FileDescriptorProto()
+    joined.CopyFrom(base)
+    joined.name = "merged.proto"
+    notes = [*_join_layer_fields(joined, _layer_fields(custom)), *_join_types(joined, custom)]
+    for note in notes:
+        logger.info("%s", note)
+    resolve_types(joined, custom.name)
+    return MergeResult(joined, notes)
+
+
+def _read(path: str | os.PathLike[str]) -> FileDescriptorProto:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {error}") from error
+    return read_proto(text, str(path))
+
+
+def _ours() -> FileDescriptorProto:
+    (file,) = file_protos("caffe")
+    copy = FileDescriptorProto()
+    copy.CopyFrom(file)
+    return copy
+
+
+def _message(file: FileDescriptorProto, name: str) -> DescriptorProto | None:
+    return next((message for message in file.message_type if message.name == name), None)
+
+
+def _layer_fields(file: FileDescriptorProto) -> list[FieldDescriptorProto]:
+    layer = _message(file, LAYER)
+    return list(layer.field) if layer is not None else []
+
+
+def _own_fields(file: FileDescriptorProto) -> list[FieldDescriptorProto]:
+    return [item for item in _layer_fields(file) if item.number in OWN_NUMBERS]
+
+
+def _with_own_layers(base: FileDescriptorProto) -> FileDescriptorProto:
+    """Put the toolkit's layers into somebody else's caffe.proto."""
+    layer = _message(base, LAYER)
+    if layer is None:
+        raise ConfigError(f"{base.name}: not a caffe.proto: it has no message {LAYER}")
+    ours = _ours()
+    base.package = ours.package
+    known = {item.name for item in layer.field}
+    for item in _own_fields(ours):
+        message = _message(ours, item.type_name.rpartition(".")[2])
+        if item.name not in known and message is not None:
+            layer.field.add().CopyFrom(item)
+            if _message(base, message.name) is None:
+                base.message_type.add().CopyFrom(message)
+    return base
+
+
+def _clashes_with_own(custom: FileDescriptorProto, base: FileDescriptorProto) -> Iterable[Problem]:
+    own = _own_fields(base)
+    taken = {*RESERVED, *(item.type_name.rpartition(".")[2] for item in own)}
+    for message in custom.message_type:
+        if message.name in taken:
+            yield Problem(
+                f"{custom.name}: message {message.name} clashes with AMCT's own message {message.name}: give yours "
+                "another name"
+            )
+    for item in _layer_fields(custom):
+        for other in own:
+            if item.name == other.name or item.number == other.number:
+                yield Problem(
+                    f"{custom.name}: {LAYER} field {item.name} = {item.number} clashes with AMCT's own field "
+                    f"{other.name} = "
+                    f"{other.number}: give yours another {'name' if item.name == other.name else 'number'}"
+                )
+
+
+def _clashing_numbers(custom: FileDescriptorProto, base: FileDescriptorProto) -> Iterable[Problem]:
+    for item in _layer_fields(custom):
+        for other in _layer_fields(base):
+            if item.number == other.number and item.name != other.name and other.number not in OWN_NUMBERS:
+                yield Problem(
+                    f"{custom.name}: {LAYER} field {item.name} = {item.number} has the number of caffe.proto's field "
+                    f"{other.name} = {other.number}: give yours another number, best one below 5000 that is free"
+                )
+
+
+def _join_layer_fields(joined: FileDescriptorProto, fields: list[FieldDescriptorProto]) -> Iterable[str]:
+    layer = _message(joined, LAYER)
+    assert layer is not None, "caffe.proto has LayerParameter"
+    for item in fields:
+        for index, other in enumerate(layer.field):
+            if other.name == item.name:
+                del layer.field[index]
+                if other.number != item.number:
+                    yield (
+                        f"{LAYER} field {item.name} = {item.number} of the custom proto replaces caffe.proto's "
+                        f"{other.name} = "
+                        f"{other.number}"
+                    )
+                break
+        layer.field.add().CopyFrom(item)
+
+
+def _join_types(joined: FileDescriptorProto, custom: FileDescriptorProto) -> Iterable[str]:
+    for message in custom.message_type:
+        if message.name == LAYER:
+            continue
+        if _remove(joined.message_type, message.name):
+            yield f"message {message.name} of the custom proto replaces the one in caffe.proto"
+        joined.message_type.add().CopyFrom(message)
+    for enum in custom.enum_type:
+        if _remove(joined.enum_type, enum.name):
+            yield f"enum {enum.name} of the custom proto replaces the one in caffe.proto"
+        joined.enum_type.add().CopyFrom(enum)
+
+
+def _remove(items: MutableSequence[Any], name: str) -> bool:
+    for index, item in enumerate(items):
+        if item.name == name:
+            del items[index]
+            return True
+    return False

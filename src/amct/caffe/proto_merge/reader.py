@@ -1,0 +1,239 @@
+"""Reads the .proto language (version 2, as Caffe uses it) into protobuf's own descriptors.
+
+Messages, enums, nested ones, oneof, defaults and packed fields are read; options nobody here needs are passed over.
+Imports, services, groups and extensions are refused, with the line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypeAlias
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
+
+from amct.caffe.proto_merge.tokens import TokenStream
+
+if TYPE_CHECKING:
+    from amct.caffe.proto_merge.tokens import Token
+
+MAX_DEPTH = 50
+_LABELS = {
+    "optional": FieldDescriptorProto.LABEL_OPTIONAL,
+    "required": FieldDescriptorProto.LABEL_REQUIRED,
+    "repeated": FieldDescriptorProto.LABEL_REPEATED,
+}
+SCALARS = {
+    name: getattr(FieldDescriptorProto, f"TYPE_{name.upper()}")
+    for name in (
+        "double", "float", "int64", "uint64", "int32", "fixed64", "fixed32", "bool", "string", "bytes", "uint32",
+        "sfixed32", "sfixed64", "sint32", "sint64",
+    )
+}  # fmt: skip
+_LARGEST_NUMBER = 2**29 - 1
+_RESERVED_NUMBERS = range(19000, 20000)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'", "0": "\0"}
+_SKIPPED = ("option", "reserved", "extensions")
+_REFUSED = ("import", "service", "extend", "group", "map")
+
+Owner: TypeAlias = "FileDescriptorProto | DescriptorProto"
+
+
+def read_proto(text: str, source: str) -> FileDescriptorProto:
+    """Read the text of a .proto file; names of types are left as they stand.
+
+    Raises:
+        ParseError: It is not such a file, with line and column.
+    """
+    stream = TokenStream(text, source)
+    file = FileDescriptorProto(name=source, syntax="proto2")
+    while stream.current.kind != "end":
+        _file_statement(stream, file)
+    return file
+
+
+def _file_statement(stream: TokenStream, file: FileDescriptorProto) -> None:
+    word = stream.expect("name") if stream.current.text != ";" else stream.take()
+    if word.text == "message":
+        _message(stream, file.message_type.add(), 0)
+    elif word.text == "enum":
+        _enum(stream, file.enum_type.add())
+    elif word.text == "package":
+        file.package = stream.expect("name").text
+        stream.expect("sign", ";")
+    elif word.text == "syntax":
+        stream.expect("sign", "=")
+        syntax = stream.expect("string")
+        if syntax.text[1:-1] != "proto2":
+            raise stream.error(
+                f"only proto2 is understood, as Caffe is written in it; found {syntax.text}", syntax.offset
+            )
+        stream.expect("sign", ";")
+    elif word.text in _SKIPPED:
+        _skip(stream)
+    elif word.text != ";":
+        raise _refusal(stream, word)
+
+
+def _refusal(stream: TokenStream, word: Token) -> Exception:
+    if word.text in _REFUSED:
+        return stream.error(
+            f'"{word.text}" is not supported in a custom.proto: write messages and enums only', word.offset
+        )
+    return stream.error(f'expected message, enum, package or syntax, found "{word.text}"', word.offset)
+
+
+def _skip(stream: TokenStream) -> None:
+    while not stream.accept(";"):
+        if stream.current.kind == "end":
+            raise stream.error("expected ;, found the end of the file", stream.current.offset)
+        stream.take()
+
+
+def _message(stream: TokenStream, message: DescriptorProto, depth: int) -> None:
+    name = stream.expect("name")
+    if depth > MAX_DEPTH:
+        raise stream.error(f"messages are nested more than {MAX_DEPTH} deep", name.offset)
+    message.name = name.text
+    stream.expect("sign", "{")
+    while not stream.accept("}"):
+        _message_statement(stream, message, depth)
+
+
+def _message_statement(stream: TokenStream, message: DescriptorProto, depth: int) -> None:
+    word = stream.current
+    if word.text == ";":
+        stream.take()
+    elif word.text == "message":
+        stream.take()
+        _message(stream, message.nested_type.add(), depth + 1)
+    elif word.text == "enum":
+        stream.take()
+        _enum(stream, message.enum_type.add())
+    elif word.text == "oneof":
+        stream.take()
+        _oneof(stream, message)
+    elif word.text in _LABELS:
+        stream.take()
+        _field(stream, message, _LABELS[word.text])
+    elif word.text in _SKIPPED:
+        _skip(stream)
+    elif word.text in _REFUSED:
+        raise _refusal(stream, word)
+    elif word.kind == "end":
+        stream.expect("sign", "}")
+    else:
+        raise stream.error(f'a field starts with optional, required or repeated; found "{word.text}"', word.offset)
+
+
+def _oneof(stream: TokenStream, message: DescriptorProto) -> None:
+    message.oneof_decl.add(name=stream.expect("name").text)
+    index = len(message.oneof_decl) - 1
+    stream.expect("sign", "{")
+    while not stream.accept("}"):
+        field = _field(stream, message, FieldDescriptorProto.LABEL_OPTIONAL)
+        field.oneof_index = index
+
+
+def _field(stream: TokenStream, message: DescriptorProto, label: int) -> FieldDescriptorProto:
+    kind = stream.expect("name")
+    if kind.text == "group":
+        raise _refusal(stream, kind)
+    name = stream.expect("name")
+    stream.expect("sign", "=")
+    token = stream.expect("number")
+    number = _whole(stream, token)
+    if not 1 <= number <= _LARGEST_NUMBER or number in _RESERVED_NUMBERS:
+        raise stream.error(
+            f"a field number is 1 to {_LARGEST_NUMBER}, not 19000 to 19999; found {number}", token.offset
+        )
+    for other in message.field:
+        if other.number == number or other.name == name.text:
+            raise stream.error(
+                f"{message.name}: field {name.text} = {number} has the name or number of {other.name} = {other.number}",
+                name.offset,
+            )
+    field = message.field.add(name=name.text, number=number)
+    field.label = label  # type: ignore[assignment]
+    if kind.text in SCALARS:
+        field.type = SCALARS[kind.text]
+    else:
+        field.type_name = kind.text
+    if stream.accept("["):
+        _field_options(stream, field)
+    stream.expect("sign", ";")
+    return field
+
+
+def _field_options(stream: TokenStream, field: FieldDescriptorProto) -> None:
+    while True:
+        name = _option_name(stream)
+        stream.expect("sign", "=")
+        value = _constant(stream)
+        if name == "default":
+            field.default_value = value
+        elif name == "packed":
+            field.options.packed = value == "true"
+        elif name == "deprecated":
+            field.options.deprecated = value == "true"
+        if not stream.accept(","):
+            break
+    stream.expect("sign", "]")
+
+
+def _option_name(stream: TokenStream) -> str:
+    if stream.accept("("):
+        name = stream.expect("name").text
+        stream.expect("sign", ")")
+        return f"({name})"
+    return stream.expect("name").text
+
+
+def _constant(stream: TokenStream) -> str:
+    sign = "-" if stream.accept("-") else ""
+    token = stream.take()
+    if token.kind == "string":
+        return _unescape(token.text[1:-1])
+    if token.kind == "number" and token.text[:2].lower() == "0x":
+        return f"{sign}{int(token.text, 16)}"
+    if token.kind not in ("name", "number"):
+        raise stream.error(f"expected a value, found {token.text!r}", token.offset)
+    return sign + token.text
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text)
+
+
+def _whole(stream: TokenStream, token: Token) -> int:
+    try:
+        return int(token.text, 0)
+    except ValueError:
+        raise stream.error(f"expected a whole number, found {token.text}", token.offset) from None
+
+
+def _enum(stream: TokenStream, enum: EnumDescriptorProto) -> None:
+    enum.name = stream.expect("name").text
+    stream.expect("sign", "{")
+    while not stream.accept("}"):
+        if stream.accept(";"):
+            continue
+        name = stream.expect("name")
+        if name.text in _SKIPPED:
+            _skip(stream)
+            continue
+        stream.expect("sign", "=")
+        negative = stream.accept("-")
+        number = _whole(stream, stream.expect("number"))
+        enum.value.add(name=name.text, number=-number if negative else number)
+        if stream.accept("["):
+            while not stream.accept("]"):
+                if stream.take().kind == "end":
+                    raise stream.error("expected ], found the end of the file", name.offset)
+        stream.expect("sign", ";")
+    if not enum.value:
+        raise stream.error(f"enum {enum.name} has no values", stream.current.offset)

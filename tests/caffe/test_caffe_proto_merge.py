@@ -1,0 +1,262 @@
+"""custom.proto: the guide's four scenarios on its literal texts, the reader against protoc, nets with own messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+
+from amct.caffe import proto_merge
+from amct.caffe import pycaffe as caffe
+from amct.caffe.engine.layers.activations import Elementwise
+from amct.caffe.engine.registry import register
+from amct.caffe.proto_merge.reader import read_proto
+from amct.caffe.proto_merge.resolve import resolve_types
+from amct.caffe.proto_merge.writer import write_proto
+from amct.errors import ConfigError, FileError, ParseError
+from amct.schema import file_protos
+
+OURS = Path(__file__).parent.parent.parent / "src" / "amct" / "schema" / "caffe.proto"
+
+TEXTS = Path(__file__).parent.parent / "golden" / "caffe_proto"
+SCENARIO_1, SCENARIO_2, SCENARIO_3, SCENARIO_4 = ((TEXTS / f"scenario{n}.proto").read_text() for n in (1, 2, 3, 4))
+
+
+def merged(tmp_path, text, **options):
+    custom = tmp_path / "custom.proto"
+    custom.write_text(text)
+    return proto_merge.merge_files(custom, tmp_path / "out.proto", **options)
+
+
+def test_scenario_1_message_name_of_ours(tmp_path):
+    with pytest.raises(ConfigError, match=r"message QuantParameter clashes with AMCT's own message QuantParameter"):
+        merged(tmp_path, SCENARIO_1)
+    assert not (tmp_path / "out.proto").exists()
+
+
+def test_scenario_2_field_of_ours(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"LayerParameter field quant_param = 208 clashes with AMCT's own field quant_param = 200000: give yours "
+        "another name",
+    ):
+        merged(tmp_path, SCENARIO_2)
+    number = SCENARIO_2.replace("QuantParameter quant_param = 208", "ReLU6Parameter mine = 200000")
+    with pytest.raises(ConfigError, match=r"mine = 200000 clashes with AMCT's own field quant_param .* another number"):
+        merged(tmp_path, number)
+
+
+def test_scenario_3_number_of_caffe(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"relu6_param = 206 has the number of caffe\.proto's field norm_param = 206: give yours another number",
+    ):
+        merged(tmp_path, SCENARIO_3)
+
+
+def test_scenario_4_message_name_of_caffe_the_users_wins(tmp_path):
+    result = merged(tmp_path, SCENARIO_4.replace("eps = 4 [default = 1e-10]", "eps = 4 [default = 0.5]"))
+    assert "message NormalizeParameter of the custom proto replaces the one in caffe.proto" in result.notes
+    schema = proto_merge.load_custom_schema(tmp_path / "custom.proto")
+    assert schema.new_message("NormalizeParameter").eps == 0.5
+    assert schema.new_message("LayerParameter").norm_param.channel_shared is True
+    again = read_proto((tmp_path / "out.proto").read_text(), "out.proto")
+    resolve_types(again, "out.proto")
+    assert {message.name for message in again.message_type} == {message.name for message in result.file.message_type}
+
+
+def test_all_clashes_are_told_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="2 mistakes") as caught:
+        merged(tmp_path, SCENARIO_1)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", proto_merge.merge.RESERVED)
+def test_reserved_names(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"message {name} clashes"):
+        merged(tmp_path, f"message {name} {{ optional int32 a = 1; }}")
+
+
+def test_recommended_and_unusual_numbers_are_both_fine(tmp_path):
+    text = SCENARIO_3.replace("206", "2060")
+    assert "relu6_param = 2060" in merged(tmp_path, text).notes[0]
+    written = (tmp_path / "out.proto").read_text()
+    assert "optional ReLU6Parameter relu6_param = 2060;" in written
+    assert "relu6_param = 1000000" not in written
+
+
+def test_somebody_elses_caffe_proto_gets_our_layers(tmp_path):
+    (tmp_path / "caffe.proto").write_text(
+        'syntax = "proto2"; package caffe; message NetParameter { repeated LayerParameter layer = 100; } '
+        "message LayerParameter { optional string name = 1; optional FooParameter foo_param = 300; } "
+        "message FooParameter { optional int32 x = 1; }"
+    )
+    result = merged(
+        tmp_path,
+        "message LayerParameter { optional Bar bar_param = 301; } message Bar { }",
+        caffe=tmp_path / "caffe.proto",
+    )
+    layer = next(message for message in result.file.message_type if message.name == "LayerParameter")
+    assert {"foo_param", "bar_param", "quant_param"} <= {field.name for field in layer.field}
+    with pytest.raises(ConfigError, match=r"bar_param = 300 has the number of caffe\.proto's field foo_param"):
+        merged(
+            tmp_path,
+            "message LayerParameter { optional Bar bar_param = 300; } message Bar { }",
+            caffe=tmp_path / "caffe.proto",
+        )
+    (tmp_path / "other.proto").write_text("message Something { }")
+    with pytest.raises(ConfigError, match=r"not a caffe\.proto: it has no message LayerParameter"):
+        merged(tmp_path, "message Bar { }", caffe=tmp_path / "other.proto")
+
+
+# ---------------------------------------------------------------------------------------------------- the reader
+
+
+def normal(file: FileDescriptorProto) -> FileDescriptorProto:
+    """What a descriptor pool makes of a file: the form in which two descriptions of it can be compared."""
+    pool = DescriptorPool()
+    copy = FileDescriptorProto()
+    copy.CopyFrom(file)
+    copy.name = "x.proto"
+    pool.AddSerializedFile(copy.SerializeToString())
+    result = FileDescriptorProto()
+    pool.FindFileByName("x.proto").CopyToProto(result)
+    for message in result.message_type:
+        _plain(message)
+    result.ClearField("syntax")
+    return result
+
+
+def _plain(message):
+    for field in message.field:
+        field.ClearField("json_name")
+        if field.HasField("default_value") and field.type in (field.TYPE_FLOAT, field.TYPE_DOUBLE):
+            field.default_value = repr(float(np.float32(field.default_value)))
+    for nested in message.nested_type:
+        _plain(nested)
+
+
+def test_our_reader_agrees_with_protoc_on_all_of_caffe_proto():
+    file = read_proto(OURS.read_text(), "caffe.proto")
+    resolve_types(file, "caffe.proto")
+    (compiled,) = file_protos("caffe")
+    assert normal(file) == normal(compiled)
+
+
+def test_writing_and_reading_again_changes_nothing():
+    (compiled,) = file_protos("caffe")
+    again = read_proto(write_proto(compiled), "again.proto")
+    resolve_types(again, "again.proto")
+    assert normal(again) == normal(compiled)
+
+
+def test_everything_a_message_can_hold():
+    file = read_proto(
+        """
+        // comment
+        syntax = 'proto2'; package a.b; /* more
+        comment */ option java_package = "x";
+        message M {
+          reserved 4, 5; extensions 100 to 199; option deprecated = true; ;
+          message N { required bytes data = 1 [default = "a\\n\\"b", deprecated = true]; }
+          enum E { X = 0 [deprecated = true]; Y = -2; option allow_alias = false; }
+          repeated .a.b.M.N n = 1 [(custom) = 3, packed = false];
+          optional E e = 2 [default = Y];
+          oneof choice { int32 one = 6; M.N two = 7; }
+          optional sint64 hex = 0x10 [default = -0x1F];
+          optional double inf = 11 [default = -inf];
+        }
+        """,
+        "m.proto",
+    )
+    resolve_types(file, "m.proto")
+    message = file.message_type[0]
+    fields = {field.name: field for field in message.field}
+    assert fields["n"].type_name == ".a.b.M.N"
+    assert fields["two"].type_name == ".a.b.M.N"
+    assert fields["e"].type == fields["e"].TYPE_ENUM
+    assert (fields["hex"].number, fields["hex"].default_value) == (16, "-31")
+    assert fields["inf"].default_value == "-inf"
+    assert message.nested_type[0].field[0].default_value == 'a\n"b'
+    assert [value.number for value in message.enum_type[0].value] == [0, -2]
+    assert fields["one"].HasField("oneof_index")
+    assert normal(read_and_resolve(write_proto(file))) == normal(file)
+
+
+def read_and_resolve(text):
+    file = read_proto(text, "again.proto")
+    resolve_types(file, "again.proto")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("message M {", r"c\.proto:1:12: expected \}, found the end of the file"),
+        ("message M { optional int32 x = 1 }", r"c\.proto:1:34: expected ;, found '}'"),
+        ("message M {\n  int32 x = 1;\n}", r"c\.proto:2:3: a field starts with optional, required or repeated"),
+        ("message M { optional int32 x = 0; }", "a field number is 1 to"),
+        ("message M { optional int32 x = 19500; }", "not 19000 to 19999"),
+        ("message M { optional int32 x = 1.5; }", "expected a whole number"),
+        ("message M { optional int32 x = 1; optional int32 y = 1; }", "field y = 1 has the name or number of x = 1"),
+        ("message M { optional int32 x = 1 [default = ]; }", "expected a value"),
+        ('syntax = "proto3";', "only proto2 is understood"),
+        ('import "other.proto";', '"import" is not supported'),
+        ("message M { optional group G = 1 { } }", '"group" is not supported'),
+        ("message M { map<int32, int32> m = 1; }", '"map" is not supported'),
+        ("hello", 'expected message, enum, package or syntax, found "hello"'),
+        ("message M { } #", "unexpected character '#'"),
+        ("enum E { }", "enum E has no values"),
+        ("option x", "expected ;"),
+        ("message M { " * 200, "nested more than 50 deep"),
+        ('message M { optional string x = 1 [default = "abc', "unexpected character"),
+    ],
+)
+def test_mistakes_have_their_place(text, message):
+    with pytest.raises(ParseError, match=message):
+        read_proto(text, "c.proto")
+
+
+def test_a_type_nobody_defines(tmp_path):
+    with pytest.raises(ConfigError, match=r'nobody defines the type FilerParameter\. Did you mean "FillerParameter"'):
+        merged(tmp_path, "message My { optional FilerParameter f = 1; }")
+    with pytest.raises(FileError, match=r"none\.proto"):
+        proto_merge.load_custom_schema(tmp_path / "none.proto")
+
+
+# ---------------------------------------------------------------------------------------------------- nets that use it
+
+MINE = """
+message LayerParameter { optional TimesParameter times_param = 4321; }
+message TimesParameter { optional float factor = 1 [default = 2]; }
+"""
+NET = """
+input: "d" input_dim: 1 input_dim: 2 input_dim: 1 input_dim: 1
+layer { name: "t" type: "TestTimes" bottom: "d" top: "t" times_param { factor: 5 } }
+layer { name: "u" type: "TestTimes" bottom: "t" top: "u" }
+layer { name: "v" type: "ReLU" bottom: "t" top: "v" }
+"""
+
+
+def test_a_net_with_messages_of_its_own(write):
+    from amct.caffe.engine import registry
+
+    class TestTimes(Elementwise):
+        """Times a factor."""
+
+        def function(self, bottom):
+            return bottom * self.parameter.times_param.factor
+
+    register("TestTimes")(TestTimes)
+    try:
+        net = caffe.Net(write(NET), caffe.TEST, custom_proto=write(MINE, "custom.proto"))
+        out = net.forward(d=np.array([1.0, -2.0]).reshape(1, 2, 1, 1))
+        assert out["u"].ravel().tolist() == [10, -20]
+        assert out["v"].ravel().tolist() == [5, 0]
+    finally:
+        del registry._registered["TestTimes"]
+    with pytest.raises(ParseError, match="times_param"):
+        caffe.Net(write(NET), caffe.TEST)
