@@ -260,3 +260,17 @@ def test_a_net_with_messages_of_its_own(write):
         del registry._registered["TestTimes"]
     with pytest.raises(ParseError, match="times_param"):
         caffe.Net(write(NET), caffe.TEST)
+
+
+def test_on_the_command_line(tmp_path):
+    from typer.testing import CliRunner
+
+    from amct.cli.caffe import app
+
+    out = tmp_path / "out.proto"
+    done = CliRunner().invoke(app, ["merge-proto", "--custom", str(TEXTS / "scenario4.proto"), "-o", str(out)])
+    assert done.exit_code == 0
+    assert "note: message NormalizeParameter of the custom proto replaces the one in caffe.proto" in done.output
+    assert "message NormalizeParameter {" in out.read_text()
+    done = CliRunner().invoke(app, ["merge-proto", "--custom", str(TEXTS / "scenario3.proto"), "-o", str(out)])
+    assert "relu6_param = 206 has the number" in str(done.exception)

@@ -139,6 +139,20 @@ def run(
     return 0
 
 
+@app.command(name="merge-proto")
+def merge_proto(
+    custom: Annotated[Path, typer.Option("--custom", help="Your .proto file with layers of your own.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the joined .proto file.")],
+    caffe: Annotated[Path | None, typer.Option("--caffe", help="A caffe.proto to join with instead of ours.")] = None,
+) -> None:
+    """Join your custom.proto with caffe.proto; clashes of names and numbers are errors."""
+    from amct.caffe.proto_merge import merge_files
+
+    for note in merge_files(custom, output, caffe).notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"written: {output}")
+
+
 def _effects(sigint: Effect, sighup: Effect) -> dict[signal.Signals, Action]:
     import signal
 
