@@ -135,8 +135,20 @@ class BinnedValues:
         # Values that every candidate rounds to zero lose the same everywhere: they cannot change the choice,
         # and are more than half of all bins.
         matters = np.maximum(-bins.low, bins.high) > 0.5 * candidates.scale.min()
-        low, high, count = bins.low[matters], bins.high[matters], bins.count[matters]
-        return _expected_losses(low, high, count, candidates.lower, candidates.upper, candidates.scale) / self.count
+        kept = _merged(Bins(bins.low[matters], bins.high[matters], bins.count[matters]), candidates.scale.min() / 8)
+        limits = (candidates.lower, candidates.upper, candidates.scale)
+        return _expected_losses(kept.low, kept.high, kept.count, *limits) / self.count
+
+
+def _merged(bins: Bins, width: float) -> Bins:
+    """Neighbouring bins as one, as long as it is no wider than ``width``; wider bins stay as they are.
+
+    Bins near zero are far finer than a search needs: an eighth of a step, as far from zero, is enough.
+    """
+    cell = np.floor(bins.low / width)
+    first = np.flatnonzero(np.diff(cell, prepend=np.nan) != 0)
+    last = np.append(first[1:], cell.size) - 1
+    return Bins(bins.low[first], bins.high[last], np.add.reduceat(bins.count, first)) if cell.size else bins
 
 
 def _ranked(bins: Bins, rank: int) -> float:

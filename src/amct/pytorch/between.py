@@ -23,6 +23,7 @@ from amct.numerics.min_max import MinMaxObserver
 from amct.pytorch.arrays import as_array
 from amct.pytorch.call_places import OperationWatch, Place
 from amct.pytorch.example_inputs import example_inputs
+from amct.pytorch.layer_hooks import unwatched
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.program import quiet_exporters
 
@@ -99,7 +100,8 @@ class Watching:
         def show(_: nn.Module, __: object, output: object) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if isinstance(tensor, torch.Tensor):
-                self._session.observe_tensor(name, tensor)
+                with unwatched():
+                    self._session.observe_tensor(name, tensor)
 
         return show
 

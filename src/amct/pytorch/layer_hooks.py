@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Around computations of our own, which no ``TorchFunctionMode`` (ours or the user's) needs to see."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return guard
+
+
 def given_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that a layer was called with; None for what is no tensor (a PackedSequence)."""
     value = args[0] if args else kwargs.get("input")
@@ -89,11 +95,13 @@ def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) ->
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
-            session.observe(name, x)
+            with unwatched():
+                session.observe(name, x)
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
         assert isinstance(module, nn.RNNBase)
-        session.observe(name, _states(module, given_state(args, kwargs), output[0]), HIDDEN)
+        with unwatched():
+            session.observe(name, _states(module, given_state(args, kwargs), output[0]), HIDDEN)
 
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
     if isinstance(module, nn.RNNBase):

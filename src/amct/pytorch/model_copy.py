@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+_COMPILED = "_orig_mod"  # where torch.compile keeps the model; its class lives in a module that is slow to import
+
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or DataParallel; any other model itself."""
-    while isinstance(model, (DistributedDataParallel, DataParallel)):
-        model = model.module
-    return model
+    """The model inside DistributedDataParallel, DataParallel or torch.compile; any other model itself."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif isinstance(original := model._modules.get(_COMPILED), torch.nn.Module):
+            model = original
+        else:
+            return model
 
 
 def copy_model(model: nn.Module, *, share_tensors: bool = False) -> nn.Module:

@@ -63,10 +63,9 @@ class Preparation:
         return (*reasons.values(), *self.fused.skips)
 
     def record(self) -> Record:
-        """The record before calibration: factors of the weights only."""
-        return Record(
-            {name: weights.record(self.fused.model.get_submodule(name)) for name, weights in self.weights.items()}
-        )
+        """The record before calibration: factors of the weights only, layers in the order of the model."""
+        names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
+        return Record({name: self.weights[name].record(self.fused.model.get_submodule(name)) for name in names})
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model that computes with the quantized weights."""

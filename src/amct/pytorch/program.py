@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.model_copy import copy_model
@@ -40,6 +39,8 @@ _SELF_TALK = (
     r"The tensor attributes? .*_flat_weights",  # nn.RNNBase keeps its weights in a second list
 )
 """Warnings that torch's exporters cause by themselves."""
+
+_DATA_DEPENDENT = "GuardOnDataDependentSymNode"  # by name: importing its module takes a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ def quiet_exporters() -> Iterator[None]:
 
 def failure_of(error: BaseException) -> CaptureFailure:
     """What went wrong and where in the user's code, of an exception that passed through it."""
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if _DATA_DEPENDENT in {base.__name__ for base in type(error).__mro__}:
         reason = "what is executed depends on values of tensors, which a captured program cannot follow"
     else:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

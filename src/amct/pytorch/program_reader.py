@@ -110,15 +110,16 @@ class _Reader:
                 return [value for value in found if isinstance(value, Value) and value.shape is not None]
         return []
 
-    def _placeholder(self, node: fx.Node) -> None:
+    def __post_init__(self) -> None:
         signature = self.program.graph_signature
-        stored: str | None = None
-        for names in (
-            signature.inputs_to_parameters,
-            signature.inputs_to_buffers,
-            signature.inputs_to_lifted_tensor_constants,
-        ):
-            stored = stored or names.get(node.name)
+        self.stored: dict[str, str] = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+
+    def _placeholder(self, node: fx.Node) -> None:
+        stored = self.stored.get(node.name)
         value = Value(node.name, constant=stored is not None, parameter=stored, shape=_shape(node.meta.get("val")))
         self.known[node] = value
         if stored is None and value.shape is not None:
