@@ -58,7 +58,7 @@ def blobproto_to_array(blob: ProtoMessage, return_diff: bool = False) -> AnyArra
     Raises:
         ParseError: The number of values does not fit the shape.
     """
-    values = np.array(blob.diff if return_diff else blob.data)
+    values = np.array(blob.diff if return_diff else blob.data, np.float64)
     legacy = [blob.HasField(name) for name in ("num", "channels", "height", "width")]
     shape = (blob.num, blob.channels, blob.height, blob.width) if any(legacy) else tuple(blob.shape.dim)
     if values.size != np.prod(shape):

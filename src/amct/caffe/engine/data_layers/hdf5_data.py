@@ -62,14 +62,14 @@ class _RowBatches:
         batch = [np.empty((self._batch_size, *shape), np.float32) for shape in self.row_shapes]
         filled = 0
         while filled < self._batch_size:
+            if self._row == len(self._row_order):
+                self._next_file()
             count = min(self._batch_size - filled, len(self._row_order) - self._row)
             rows = self._row_order[self._row : self._row + count]
             for target, array in zip(batch, self._arrays, strict=True):
                 target[filled : filled + count] = array[rows]
             filled += count
             self._row += count
-            if self._row == len(self._row_order):
-                self._next_file()
         return batch
 
     def _next_file(self) -> None:
