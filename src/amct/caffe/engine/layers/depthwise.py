@@ -1,0 +1,31 @@
+"""DepthwiseConv: a convolution of every channel by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.layers.convolution import Convolution
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import canonical_axis
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.blob import Shape
+
+
+@register("DepthwiseConv", "ConvolutionDepthwise", "DepthwiseConvolution")
+class DepthwiseConv(Convolution):
+    """Convolution with as many groups as there are channels; ``num_output`` is that number unless given.
+
+    The options are those of Convolution, in ``convolution_param``; ``group`` need not be there.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Fill in what Convolution asks for."""
+        options = self.parameter.convolution_param
+        channels = bottoms[0][canonical_axis(options.axis, len(bottoms[0]), self.name)]
+        if options.HasField("group") and options.group not in (1, channels):
+            raise self.error(f"group must be the number of channels, {channels}, got {options.group}")
+        options.group = channels
+        if not options.HasField("num_output"):
+            options.num_output = channels
+        super().setup(bottoms)

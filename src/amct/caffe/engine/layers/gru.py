@@ -1,0 +1,42 @@
+"""GRU: a recurrent layer with two gates, in the frame of Caffe's LSTM and RNN."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layers.recurrent import Recurrent
+from amct.caffe.engine.registry import register
+
+GATES = 3
+
+
+@register("GRU")
+class GRU(Recurrent):
+    """Blobs: W_xc (3H, D), b_c (3H), W_xc_static if there is a static input, W_hc (3H, H); gates in the order z, r, h.
+
+    The formulas are ONNX's (``linear_before_reset`` 0): z = sigmoid(W_z x + R_z h + b_z), r likewise,
+    n = tanh(W_h x + R_h (r * h) + b_h), and the new h = (1 - z) * n + z * h. Bottoms, tops and options are those of
+    Caffe's LSTM (``recurrent_param``); h is multiplied by ``cont`` before use.
+    """
+
+    def make_parameters(self) -> None:
+        """Weights of input, static input and hidden state."""
+        rows = GATES * self.outputs
+        self.add_weight(rows, self.inputs)
+        self.add_bias(rows)
+        if self.has_static:
+            self.add_weight(rows, self.static_inputs)
+        self.add_weight(rows, self.outputs)
+
+    def step(
+        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The state is h."""
+        size = self.outputs
+        before = cont * states[0]
+        gates = torch.sigmoid(drive[:, : 2 * size] + functional.linear(before, parameters[-1][: 2 * size]))
+        update, reset = gates.chunk(2, -1)
+        new = torch.tanh(drive[:, 2 * size :] + functional.linear(reset * before, parameters[-1][2 * size :]))
+        hidden = (1 - update) * new + update * before
+        return hidden, [hidden]

@@ -1,0 +1,135 @@
+"""Layers that only move values: Reorg, PassThrough, ShuffleChannel, Reverse, Pad."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layers.tensor_operator import TensorOperator
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import canonical_axis, require_axes
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.blob import Shape
+
+IMAGE_BLOB_AXES = 4
+DEFAULT_BLOCK = 2
+_MODES = {1: "reflect", 2: "edge", 3: "wrap"}
+
+
+def space_to_depth(bottom: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Blocks of pixels become channels; channels that were neighbours stay neighbours."""
+    batch, channels, rows, columns = bottom.shape
+    split = bottom.reshape(batch, channels, rows // height, height, columns // width, width)
+    moved = split.permute(0, 3, 5, 1, 2, 4)
+    return moved.reshape(batch, channels * height * width, rows // height, columns // width).contiguous()
+
+
+def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The way back."""
+    batch, channels, rows, columns = bottom.shape
+    split = bottom.reshape(batch, height, width, channels // (height * width), rows, columns)
+    moved = split.permute(0, 3, 4, 1, 5, 2)
+    return moved.reshape(batch, channels // (height * width), rows * height, columns * width).contiguous()
+
+
+@register("Reorg")
+class Reorg(TensorOperator):
+    """Blocks of ``stride`` x ``stride`` pixels become channels; ``reverse`` makes pixels of channels. As ATC has it."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        options = self.parameter.reorg_param
+        self.block, self.is_reverse = (options.stride, options.stride), options.reverse
+        self._check_block()
+
+    def _check_block(self) -> None:
+        if min(self.block) <= 0:
+            raise self.error(f"the block of pixels must not be empty, got {self.block}")
+
+    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As it says."""
+        bottom, (height, width) = bottoms[0], self.block
+        if self.is_reverse:
+            if bottom.shape[1] % (height * width):
+                raise self.error(f"{bottom.shape[1]} channels cannot become blocks of {height} x {width} pixels")
+            return [depth_to_space(bottom, height, width)]
+        if bottom.shape[2] % height or bottom.shape[3] % width:
+            raise self.error(f"a picture of {tuple(bottom.shape[2:])} has no whole blocks of {height} x {width} pixels")
+        return [space_to_depth(bottom, height, width)]
+
+
+@register("PassThrough")
+class PassThrough(Reorg):
+    """Blocks of ``block_height`` x ``block_width`` pixels (2 x 2 if not given) become channels, as in YOLO v2."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options: its own, or Reorg's."""
+        if self.parameter.HasField("reorg_param"):
+            super().setup(bottoms)
+            return
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        options = self.parameter.pass_through_param
+        self.block = (options.block_height or DEFAULT_BLOCK, options.block_width or DEFAULT_BLOCK)
+        self.is_reverse = False
+        outputs = bottoms[0][1] * self.block[0] * self.block[1]
+        if options.num_output not in (0, outputs):
+            raise self.error(
+                f"num_output is {options.num_output}, but {bottoms[0]} in blocks {self.block} give {outputs}"
+            )
+
+
+@register("ShuffleChannel")
+class ShuffleChannel(TensorOperator):
+    """Channels written in ``group`` rows are read column by column, as in ShuffleNet."""
+
+    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As it says."""
+        bottom, group = bottoms[0], self.parameter.shuffle_channel_param.group
+        if bottom.dim() < 2 or group <= 0 or bottom.shape[1] % group:
+            raise self.error(f"group {group} does not divide the channels of {tuple(bottom.shape)}")
+        rows = bottom.reshape(bottom.shape[0], group, bottom.shape[1] // group, *bottom.shape[2:])
+        return [rows.transpose(1, 2).reshape(bottom.shape).clone()]
+
+
+@register("Reverse")
+class Reverse(TensorOperator):
+    """The last becomes the first along each ``axis`` (0 if none is given)."""
+
+    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As it says."""
+        bottom = bottoms[0]
+        axes = {canonical_axis(axis, bottom.dim(), self.name) for axis in self.parameter.reverse_param.axis or [0]}
+        return [bottom.flip(sorted(axes))]
+
+
+@register("Pad")
+class Pad(TensorOperator):
+    """Values put before and behind each axis: first all the numbers before, then all behind, as in ONNX."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Sort out which axis gets how many."""
+        options, count = self.parameter.pad_param, len(bottoms[0])
+        axes = [canonical_axis(axis, count, self.name) for axis in options.axes] or list(range(count))
+        pads = list(options.pads)
+        if len(pads) != 2 * len(axes):
+            raise self.error(f"pads must hold 2 numbers for each of {len(axes)} axes, got {len(pads)}")
+        self.sides = dict(zip(axes, zip(pads[: len(axes)], pads[len(axes) :], strict=True), strict=True))
+        self.mode = _MODES.get(options.mode)
+        if self.mode and min(pads) < 0:
+            raise self.error(f"negative pads, which cut off, go with mode CONSTANT only, got {pads}")
+
+    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As it says."""
+        bottom = bottoms[0]
+        if self.mode is None:
+            flat = [side for axis in reversed(range(bottom.dim())) for side in self.sides.get(axis, (0, 0))]
+            return [functional.pad(bottom, flat, value=self.parameter.pad_param.value)]
+        for axis, sides in self.sides.items():
+            places = np.pad(np.arange(bottom.shape[axis]), sides, mode=self.mode)  # type: ignore[call-overload]
+            bottom = bottom.index_select(axis, torch.from_numpy(places).to(bottom.device))
+        return [bottom]

@@ -1,0 +1,220 @@
+"""Layers that make a picture larger (or smaller): Upsample, Unpooling, Interp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+
+IMAGE_BLOB_AXES = 4
+MASK = 1
+AVERAGE = 1
+
+
+class _Unpooled(Layer):
+    """Puts values at the places a mask names: the second top of a MAX Pooling, row * width + column of each plane."""
+
+    bottom_count = (1, 2)
+    allows_in_place = False
+    size: tuple[int, int]
+
+    def check_mask(self, bottoms: list[Shape]) -> None:
+        """The mask has a place for every value."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        if len(bottoms) > MASK and bottoms[MASK] != bottoms[0]:
+            raise self.error(f"the mask must have the shape of the first bottom, got {bottoms[MASK]} and {bottoms[0]}")
+
+    def place(self, bottom: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Zeros but for the values at their places."""
+        lead, (height, width) = bottom.shape[:2], self.size
+        places = mask.detach().reshape(*lead, -1).to(torch.int64)
+        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < height * width):
+            raise self.error(f"the mask names a place outside the {height} x {width} picture")
+        plane = bottom.new_zeros(*lead, height * width)
+        return plane.scatter(2, places, bottom.reshape(*lead, -1)).reshape(*lead, height, width)
+
+    def allows_forced_backward(self, bottom: int) -> bool:
+        """Places have no gradient."""
+        return bottom != MASK
+
+
+@register("Upsample")
+class Upsample(_Unpooled):
+    """Every value repeated ``stride`` times (YOLO v3), or put where the mask says (SegNet, with two bottoms).
+
+    ``scale`` alone is the factor of size, as YOLO's Caffe has it; beside a ``stride`` it multiplies the values, as
+    ATC has it.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Sort out what scale means."""
+        del bottoms
+        options = self.options = self.parameter.upsample_param
+        has_stride = any(options.HasField(name) for name in ("stride", "stride_h", "stride_w"))
+        if options.HasField("scale") and not has_stride:
+            self.factor, self.times = (options.scale, options.scale), 1.0
+        else:
+            single = options.stride
+            self.factor = (
+                options.stride_h if options.HasField("stride_h") else single,
+                options.stride_w if options.HasField("stride_w") else single,
+            )
+            self.times = options.scale
+        if any(factor < 1 or factor != int(factor) for factor in self.factor):
+            raise self.error(f"the factor of size must be a whole number of at least 1, got {self.factor}")
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Larger by the factor, or the size given for an unpooled picture."""
+        self.check_mask(bottoms)
+        height, width = (int(size * factor) for size, factor in zip(bottoms[0][2:], self.factor, strict=True))
+        if len(bottoms) > MASK:
+            height, width = self.options.upsample_h or height, self.options.upsample_w or width
+        self.size = (height, width)
+        return [(*bottoms[0][:2], height, width)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        if len(bottoms) > MASK:
+            result = self.place(*bottoms)
+        else:
+            vertical, horizontal = map(int, self.factor)
+            result = bottoms[0].repeat_interleave(vertical, 2).repeat_interleave(horizontal, 3)
+        return [result if self.times == 1 else result * self.times]
+
+
+@register("Unpooling")
+class Unpooling(_Unpooled):
+    """The way back from Pooling, as in DeconvNet.
+
+    MAX puts each value at the place the mask (second bottom) names, without a mask at the start of its window; AVE
+    spreads each value evenly over its window, and what overlaps adds up.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the window."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        options = self.options = self.parameter.unpooling_param
+        self.kernel = self._pair("kernel_size", "kernel_h", "kernel_w")
+        self.stride = self._pair("stride", "stride_h", "stride_w")
+        self.pad = self._pair("pad", "pad_h", "pad_w")
+        if min(self.kernel) <= 0 or min(self.stride) <= 0:
+            raise self.error(f"kernel and stride must be > 0, got {self.kernel} and {self.stride}")
+        if any(pad >= kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
+            raise self.error(f"pad must be smaller than the kernel, got {self.pad} and {self.kernel}")
+        if options.unpool == AVERAGE and len(bottoms) > MASK:
+            raise self.error("a mask goes with MAX unpooling only")
+
+    def _pair(self, single: str, down: str, across: str) -> tuple[int, int]:
+        options = self.options
+        if options.HasField(down) or options.HasField(across):
+            return getattr(options, down), getattr(options, across)
+        return getattr(options, single), getattr(options, single)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The size given, else the smallest that holds all windows."""
+        self.check_mask(bottoms)
+        options = self.options
+        given = (options.unpool_h or options.unpool_size, options.unpool_w or options.unpool_size)
+        height, width = (
+            wanted or (size - 1) * stride + kernel - 2 * pad
+            for wanted, size, stride, kernel, pad in zip(
+                given, bottoms[0][2:], self.stride, self.kernel, self.pad, strict=True
+            )
+        )
+        self.size = (height, width)
+        return [(*bottoms[0][:2], height, width)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        bottom = bottoms[0]
+        if self.options.unpool == AVERAGE:
+            return [self._spread(bottom)]
+        if len(bottoms) > MASK:
+            return [self.place(*bottoms)]
+        rows, columns = (
+            (torch.arange(count) * stride - pad).clamp(0, limit - 1)
+            for count, stride, pad, limit in zip(bottom.shape[2:], self.stride, self.pad, self.size, strict=True)
+        )
+        starts = rows.reshape(-1, 1) * self.size[1] + columns
+        return [self.place(bottom, starts.to(bottom.device).expand(bottom.shape))]
+
+    def _spread(self, bottom: torch.Tensor) -> torch.Tensor:
+        """A transposed convolution with ones; a window counts only its pixels inside the picture."""
+        channels = bottom.shape[1]
+        share = self._overlap(bottom.new_ones(1, 1, *self.size), bottom.shape[2:])
+        kernel = bottom.new_ones(channels, 1, *self.kernel)
+        spread = functional.conv_transpose2d(bottom / share, kernel, None, self.stride, 0, 0, channels)
+        below, right = (pad + size for pad, size in zip(self.pad, self.size, strict=True))
+        missing = (max(right - spread.shape[3], 0), max(below - spread.shape[2], 0))
+        spread = functional.pad(spread, (0, missing[0], 0, missing[1]))
+        return spread[:, :, self.pad[0] : below, self.pad[1] : right].contiguous()
+
+    def _overlap(self, picture: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
+        """How many pixels of the picture each window has."""
+        ends = [
+            (count - 1) * stride + kernel
+            for count, stride, kernel in zip(windows, self.stride, self.kernel, strict=True)
+        ]
+        behind = [end - pad - size for end, pad, size in zip(ends, self.pad, self.size, strict=True)]
+        padded = functional.pad(picture, (self.pad[1], behind[1], self.pad[0], behind[0]))
+        ones = picture.new_ones(1, 1, *self.kernel)
+        return functional.conv2d(padded, ones, None, self.stride).clamp(min=1)
+
+
+@register("Interp")
+class Interp(Layer):
+    """Bilinear interpolation with the corners of both pictures on each other, as in DeepLab v2 and PSPNet."""
+
+    allows_in_place = False
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Check the options."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        options = self.options = self.parameter.interp_param
+        if options.pad_beg > 0 or options.pad_end > 0:
+            raise self.error(
+                f"only supports cropping (pad_beg, pad_end <= 0), got {options.pad_beg}, {options.pad_end}"
+            )
+        if options.shrink_factor < 1 or options.zoom_factor < 1:
+            raise self.error(
+                f"shrink_factor and zoom_factor must be positive, got {options.shrink_factor}, {options.zoom_factor}"
+            )
+        factors = options.HasField("shrink_factor") or options.HasField("zoom_factor")
+        if not factors and not (options.height > 0 and options.width > 0):
+            raise self.error("needs shrink_factor, zoom_factor, or height and width")
+        self.by_factor = factors
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Shrunk, then zoomed: between n values lie n - 1 gaps."""
+        options = self.options
+        inner = [size + options.pad_beg + options.pad_end for size in bottoms[0][2:]]
+        if min(inner) <= 0:
+            raise self.error(f"nothing is left of {bottoms[0]} after cropping")
+        if self.by_factor:
+            shrunk = [(size - 1) // options.shrink_factor + 1 for size in inner]
+            self.size = tuple(size + (size - 1) * (options.zoom_factor - 1) for size in shrunk)
+        else:
+            self.size = (options.height, options.width)
+        return [(*bottoms[0][:2], *self.size)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        bottom, first, last = bottoms[0], -self.options.pad_beg, self.options.pad_end
+        rows, columns = (slice(first, size + last) for size in bottom.shape[2:])
+        inner = bottom[:, :, rows, columns]
+        if tuple(inner.shape[2:]) == self.size:
+            return [inner.clone()]
+        return [functional.interpolate(inner, self.size, mode="bilinear", align_corners=True)]
