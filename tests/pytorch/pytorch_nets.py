@@ -211,6 +211,26 @@ class Mobile(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
+class Variants(nn.Module):
+    """Settings of layers that exporters get wrong: padding by name, ceil mode, output padding, more dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Conv2d(3, 4, (5, 3), padding="same", dilation=(1, 2))
+        self.valid = nn.Conv2d(4, 4, 3, padding="valid", stride=(2, 1), dilation=(1, 2))
+        self.pool = nn.AvgPool2d(3, stride=2, padding=1, count_include_pad=False)
+        self.ceiling = nn.AvgPool2d((2, 3), stride=2, ceil_mode=True)
+        self.plane = nn.Linear(2, 5)
+        self.lines = nn.Linear(5, 4, bias=False)
+        self.up = nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=2)
+        self.down = nn.Conv1d(6, 2, 3, dilation=2, padding=(2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ceiling(self.pool(self.valid(self.same(x))))
+        x = self.lines(self.plane(x).flatten(1, 2))
+        return self.down(self.up(x.transpose(1, 2)))
+
+
 class Folds(nn.Module):
     """Every layer a batch norm can be folded into, grouped and transposed ones too."""
 
@@ -350,6 +370,7 @@ CASES = (
     Case("attention", Attention, lambda: torch.randn(2, 5, 8)),
     Case("resnet20", ResNet, lambda: torch.randn(2, 3, 32, 32)),
     Case("mobile", Mobile, lambda: torch.randn(2, 3, 16, 16)),
+    Case("variants", Variants, lambda: torch.randn(2, 3, 13, 12)),
     Case("folds", Folds, lambda: torch.randn(3, 4, 8)),
     Case("transformer", Transformer, lambda: torch.randint(0, 20, (2, 6))),
     Case("functional", Functional, lambda: torch.randn(2, 3, 6, 6)),

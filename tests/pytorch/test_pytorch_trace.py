@@ -410,7 +410,12 @@ def test_a_model_that_cannot_be_copied():
         trace(model, torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("wrapper", [nn.DataParallel, lambda model: nn.DataParallel(nn.DataParallel(model))])
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch.compile's own imports
+@pytest.mark.parametrize(
+    "wrapper",
+    [nn.DataParallel, torch.compile, lambda model: nn.DataParallel(torch.compile(model))],
+    ids=["DataParallel", "compile", "both"],
+)
 def test_parallel_wrappers_are_taken_off(wrapper):
     assert list(trace(wrapper(Around(nn.Linear(4, 4))), torch.randn(2, 4)).layers) == ["layer"]
 
