@@ -177,9 +177,7 @@ class ROIAlign(_RegionPooling):
         options = self.options = self.parameter.roi_align_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
         if options.roi_end_mode not in (0, 1):
-            raise self.error(
-                f"roi_end_mode must be 0 or 1 (the last pixel counts as inside), got {options.roi_end_mode}"
-            )
+            raise self.error(f"roi_end_mode must be 0, or 1 when x2 and y2 are inside, got {options.roi_end_mode}")
 
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
         """Weights per axis: the interpolation is separable."""
