@@ -28,12 +28,13 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
     package = importlib.import_module(_PACKAGE)
     present = sys.modules.get("caffe")
     if present is not package and not force:
-        found = present is not None or importlib.util.find_spec("caffe") is not None
+        spec = None if present is not None else importlib.util.find_spec("caffe")
+        # a mere folder called caffe (its sources, say) is a namespace package without origin: nothing to hide
+        found = present is not None or (spec is not None and spec.origin is not None)
         if found:
             raise ArgumentError(
                 "install_as_caffe: a package called caffe is already installed here, and would be hidden. Uninstall "
-                "it, or call "
-                "install_as_caffe(force=True) to hide it in this process"
+                "it, or call install_as_caffe(force=True) (amct caffe run --force) to hide it in this process"
             )
     if present is not None and present is not package:
         for name in [name for name in sys.modules if name == "caffe" or name.startswith("caffe.")]:
