@@ -95,6 +95,8 @@ class Layer:
     default_loss_weight: ClassVar[float] = 0.0
     makes_missing_tops: ClassVar[bool] = False
     """A layer that may be written without its top (losses): the net invents one."""
+    keeps_integers: ClassVar[bool] = False
+    """Whether parameters stored as integers stay integers (layers of deploy models)."""
     fold_axis: ClassVar[int] = -1
     """The axis of the first parameter that counts outputs, for layers others can be folded into; -1: none."""
 
