@@ -1,7 +1,35 @@
-"""AMCT's names for Caffe models: ``import amct_caffe``. Everything is implemented in ``amct.caffe``."""
+"""AMCT's names for Caffe models: ``import amct_caffe as amct``. Everything is implemented in ``amct.caffe``."""
 
 from __future__ import annotations
 
-from amct.caffe.pycaffe.install import install_as_caffe
+import sys
 
-__all__ = ["install_as_caffe"]
+from amct.caffe.ptq import (
+    activation_quantize_model,
+    create_quant_config,
+    init,
+    set_cpu_mode,
+    set_gpu_mode,
+    weights_quantize_model,
+)
+from amct.caffe.ptq_convert import convert_model
+from amct.caffe.ptq_save import save_model
+from amct.caffe.pycaffe.install import install_as_caffe
+from amct.caffe.uninplace import uninplace_model
+
+#: ``from amct_caffe import amct``, as the guide's samples write it.
+amct = sys.modules[__name__]
+
+__all__ = [
+    "activation_quantize_model",
+    "amct",
+    "convert_model",
+    "create_quant_config",
+    "init",
+    "install_as_caffe",
+    "save_model",
+    "set_cpu_mode",
+    "set_gpu_mode",
+    "uninplace_model",
+    "weights_quantize_model",
+]

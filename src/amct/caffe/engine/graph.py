@@ -14,7 +14,7 @@ from amct.caffe.engine.layer import Layer, LayerContext
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.needs_backward import decide_backward
-from amct.caffe.engine.registry import layer_class
+from amct.caffe.engine.registry import implementation_of, layer_class
 from amct.caffe.engine.weights import copy_messages
 from amct.errors import AmctError, ModelError
 
@@ -118,7 +118,7 @@ class GraphBuilder:
                 f'layer "{parameter.name}": propagate_down param must be specified either 0 or bottom_size times, '
                 f"got {len(parameter.propagate_down)} for {len(parameter.bottom)} bottom(s)"
             )
-        layer = layer_class(parameter.type, parameter.name)(parameter, self.context)
+        layer = layer_class(implementation_of(parameter), parameter.name)(parameter, self.context)
         node = Node(len(self.graph.nodes), layer)
         for position, name in enumerate(parameter.bottom):
             self._add_bottom(node, position, name)

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.messages import ProtoMessage
 
     LayerClass = TypeVar("LayerClass", bound=type[Layer])
 
 #: Sub-packages whose modules hold layers.
 LAYER_FOLDERS = ("layers", "data_layers")
+#: Types with a class of their own for running on integers ("Convolution on integers").
+INTEGER_TYPES = ("Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct")
 
 _registered: dict[str, type[Layer]] = {}
 
@@ -70,7 +73,19 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
     return found
 
 
+def implementation_of(parameter: ProtoMessage) -> str:
+    """The type that runs a layer: its own, or a variant that a field of quantization asks for.
+
+    A layer on integers (deploy models) and a BatchNorm that refreshes its statistics have their plain type in the file.
+    """
+    if parameter.HasField("integer_param"):
+        return f"{parameter.type} on integers" if parameter.type in INTEGER_TYPES else "data on integers"
+    if parameter.type == "BatchNorm" and parameter.batch_norm_param.HasField("update_iterations"):
+        return "BatchNorm with refreshed statistics"
+    return str(parameter.type)
+
+
 def layer_types() -> list[str]:
     """Every known layer type, sorted."""
     _load_all()
-    return sorted(_registered)
+    return sorted(name for name in _registered if " " not in name)

@@ -87,8 +87,8 @@ def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> Non
             ignored.append(stored.name)
             continue
         _check_blob_count(node.layer, len(stored.blobs), source)
-        for index, (blob, content) in enumerate(zip(node.layer.blobs, stored.blobs, strict=True)):
-            _copy_blob(blob, content, stored.name, index, source)
+        for index, content in enumerate(stored.blobs):
+            _copy_blob(node.layer, index, content, source)
     if ignored:
         logger.info("%s: ignoring source layer(s) %s: the net has none of that name", source, ", ".join(ignored))
 
@@ -100,8 +100,8 @@ def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> N
         ModelError: Number of blobs or shapes differ.
     """
     _check_blob_count(layer, len(blobs), source)
-    for index, (blob, message) in enumerate(zip(layer.blobs, blobs, strict=True)):
-        _copy_blob(blob, read_blob(message.SerializeToString(), source), layer.name, index, source)
+    for index, message in enumerate(blobs):
+        _copy_blob(layer, index, read_blob(message.SerializeToString(), source), source)
 
 
 def _check_blob_count(layer: Layer, stored: int, source: str) -> None:
@@ -117,21 +117,24 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return f"{' '.join(map(str, shape))} ({math.prod(shape)})"
 
 
-def _copy_blob(blob: Blob, stored: StoredBlob, layer: str, index: int, source: str) -> None:
+def _copy_blob(layer: Layer, index: int, stored: StoredBlob, source: str) -> None:
+    blob = layer.blobs[index]
     fits = stored.shape == (blob.legacy_shape() if stored.is_legacy else blob.shape)
     if not fits:
         raise ModelError(
-            f"{source}: Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source param shape is "
-            f"{shape_text(stored.shape)}; target param shape is {shape_text(blob.shape)}. To learn this layer's "
-            "parameters from "
-            "scratch rather than copying from a saved net, rename the layer."
+            f"{source}: Cannot copy param {index} weights from layer '{layer.name}'; shape mismatch.  Source param "
+            f"shape is {shape_text(stored.shape)}; target param shape is {shape_text(blob.shape)}. To learn this "
+            "layer's parameters from scratch rather than copying from a saved net, rename the layer."
         )
     if stored.values.size != blob.count:
         raise ParseError(
-            f"{source}: layer '{layer}', blob {index}: shape {shape_text(stored.shape)} but {stored.values.size} "
+            f"{source}: layer '{layer.name}', blob {index}: shape {shape_text(stored.shape)} but {stored.values.size} "
             "values stored"
         )
-    set_values(blob, stored.values)
+    if layer.keeps_integers and np.issubdtype(stored.values.dtype, np.integer):
+        blob.set_tensor(torch.from_numpy(np.array(stored.values)).reshape(blob.shape))
+    else:
+        set_values(blob, stored.values)
 
 
 def set_values(blob: Blob, values: NumberArray) -> None:
@@ -224,7 +227,7 @@ def _load_group(graph: Graph, node: Node, group: object, source: str) -> None:
     for index, blob in enumerate(node.layer.blobs):
         values = stored.get(str(index))
         if values is not None:
-            _copy_blob(blob, StoredBlob(values.shape, values.reshape(-1)), node.layer.name, index, source)
+            _copy_blob(node.layer, index, StoredBlob(values.shape, values.reshape(-1)), source)
         elif graph.owner_of[node.index, index].blob is blob:
             raise ModelError(
                 f"{source}: Incompatible number of blobs for layer {node.layer.name}: blob {index} is missing"

@@ -1,0 +1,204 @@
+"""The two results of quantization: the fake-quant model (float arithmetic) and the deploy model (integers).
+
+Both come from the fused float model, the integer weights of its layers and the record with the data's factors.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.layers.integer import stays_integer
+from amct.caffe.engine.messages import new_message
+from amct.caffe.insertion import insert_quant, taken_names
+from amct.caffe.model import RECURRENT_TYPES
+from amct.caffe.quantized_weights import QuantizedWeights, may_overflow, with_bias
+from amct.caffe.recurrent_deploy import deploy_recurrent, fake_recurrent
+from amct.caffe.uninplace import free_name
+from amct.record import CaffeLayerRecord, CaffeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.quantized_weights import IntegerLayer
+    from amct.record import DataFactors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class QuantizedNet:
+    """One result: the model, and the layers that were inserted for each layer."""
+
+    model: CaffeModel
+    inserted: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Results:
+    """Builds both results; the final factors are in ``record``.
+
+    Args:
+        model: the fused float model; it is not changed.
+        weights: the integer weights, by layer.
+        record: the factors of all quantized layers, complete and checked.
+        may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
+
+    Raises:
+        CalibrationError: a bias cannot be quantized.
+    """
+
+    def __init__(
+        self,
+        model: CaffeModel,
+        weights: Mapping[str, QuantizedWeights],
+        record: CaffeRecord,
+        *,
+        may_raise_scale: bool = True,
+    ) -> None:
+        self._model = model
+        self._weights = dict(weights)
+        self._integer: dict[str, IntegerLayer] = {}
+        entries: dict[str, CaffeLayerRecord] = {}
+        for layer in model.layers:
+            if layer.name not in record.layers:
+                continue
+            entry = record[layer.name]
+            if layer.name in self._weights:
+                entry = self._finish(layer, entry, may_raise_scale)
+            entries[layer.name] = replace(entry, object_layer=layer.name, shift_bit=(), skip_fusion=False)
+        self.record = CaffeRecord(entries)
+
+    def _finish(self, layer: ProtoMessage, entry: CaffeLayerRecord, may_raise_scale: bool) -> CaffeLayerRecord:
+        weights = self._weights[layer.name]
+        if layer.type not in RECURRENT_TYPES:
+            blobs = self._model.weights[layer.name]
+            bias = blobs[1] if len(blobs) > 1 else None
+            data = self.factors(entry, 0)
+            assert data.scale is not None, "the record was checked"
+            assert data.offset is not None, "the record was checked"
+            made = with_bias(weights, bias, data.scale, may_raise_scale=may_raise_scale)
+            self._integer[layer.name] = made
+            self._weights[layer.name] = weights = made.weights
+            if may_overflow(made, data.bits, data.offset):
+                logger.warning(
+                    'layer "%s": with %d-bit data its sums could leave int32 on a chip; they are exact here',
+                    layer.name,
+                    data.bits,
+                )
+        own = weights.record()
+        return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
+
+    @staticmethod
+    def factors(entry: CaffeLayerRecord, index: int) -> DataFactors:
+        """The factors of one input; the record was checked to have them."""
+        found = entry.input(index)
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------------ fake-quant
+
+    def fake_quant(self) -> QuantizedNet:
+        """Data and weights rounded to their grids, everything in float."""
+        model = self._model.copy()
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+
+        inserted = insert_quant(model, self.record.layers, fill)
+        for name, weights in self._weights.items():
+            blobs = weights.real_blobs(model.weights[name])
+            layer = model.layer(name)
+            if layer.type in RECURRENT_TYPES:
+                fake_recurrent(layer, self.record[name])
+            elif (bias := self._integer[name].real_bias) is not None:
+                blobs[1] = bias
+            model.weights[name] = blobs
+        return QuantizedNet(model, inserted)
+
+    # ------------------------------------------------------------------ deploy
+
+    def deploy(self) -> QuantizedNet:
+        """Integers: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
+        model = self._model.copy()
+        originals = {layer.name: list(layer.top) for layer in model.layers}
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+            quant.quant_param.integers = True
+
+        result = QuantizedNet(model, insert_quant(model, self.record.layers, fill))
+        taken = taken_names(model)
+        layers: list[ProtoMessage] = []
+        made: dict[str, list[torch.Tensor]] = {}
+        for layer in model.layers:
+            layers.append(layer)
+            if layer.name not in self.record.layers:
+                continue
+            entry = self.record[layer.name]
+            for each in sorted(entry.record_d, key=lambda data: data.index):
+                fill_quant(layer.integer_param.input.add(), layer.name, each)
+            if layer.type in RECURRENT_TYPES:
+                made[layer.name] = deploy_recurrent(layer, model.weights[layer.name], self._weights[layer.name], entry)
+                continue
+            if layer.name in self._integer:
+                behind = [self._weighted(layer, made, taken)]
+            else:
+                behind = self._data_only(layer, taken)
+            for position, after in enumerate(behind):
+                after.top.append(originals[layer.name][position])
+                layer.top[position] = after.bottom[0]
+            result.inserted[layer.name] += [after.name for after in behind]
+            layers += behind
+        model.set_layers(layers)
+        model.weights.update(made)
+        return result
+
+    def _weighted(self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]) -> ProtoMessage:
+        integer = self._integer[layer.name]
+        matrix = integer.weights.matrices[0]
+        blobs = [matrix.stored()]
+        if integer.bias is not None:
+            blobs.append(integer.bias)
+        if matrix.clustered is not None:
+            layer.integer_param.num_bits_w = integer.weights.bits
+            layer.integer_param.channel_wise = matrix.clustered.table.shape[0] > 1
+            blobs.append(matrix.clustered.table)
+        made[layer.name] = blobs
+        name = free_name(f"{layer.name}_dequant", taken)
+        after = new_message("LayerParameter", name=name, type="DeQuant")
+        after.bottom.append(free_name(f"{layer.name}_int32", taken))
+        after.dequant_param.object_layer = layer.name
+        after.dequant_param.channel_wise = integer.sum_scale.numel() > 1
+        made[name] = [integer.sum_scale.reshape(-1)]
+        return after
+
+    def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
+        first = self.factors(self.record[layer.name], 0)
+        behind = []
+        for index in range(len(layer.top)):
+            suffix = f"_{index}" if len(layer.top) > 1 else ""
+            after = new_message(
+                "LayerParameter", name=free_name(f"{layer.name}_antiquant{suffix}", taken), type="AntiQuant"
+            )
+            after.bottom.append(free_name(f"{layer.name}_quantized{suffix}", taken))
+            options = after.antiquant_param
+            options.object_layer, options.index = layer.name, index
+            if stays_integer(layer):
+                options.scale, options.offset, options.num_bits_d = first.scale, first.offset, first.bits
+            behind.append(after)
+        return behind
+
+
+def fill_quant(options: ProtoMessage, layer: str, data: DataFactors) -> None:
+    """Write the factors of one input into a QuantParameter."""
+    options.with_offset = bool(data.offset)
+    options.scale = data.scale
+    options.offset = data.offset
+    options.object_layer = layer
+    options.index = data.index
+    options.num_bits_d = data.bits

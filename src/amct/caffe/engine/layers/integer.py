@@ -1,0 +1,238 @@
+"""Layers of deploy models that run on integers: Convolution, Deconvolution, InnerProduct, and all without weights.
+
+A weighted layer's top holds exact sums (DeQuant turns them into real numbers). A layer without weights computes on
+what its integers stand for; where that only moves or selects values and all inputs share their factors, the result is
+turned back into integers, without loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine.blob import Blob
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, _BaseConvolution
+from amct.caffe.engine.layers.inner_product import InnerProduct
+from amct.caffe.engine.layers.quantization import InputFactors
+from amct.caffe.engine.registry import layer_class, register
+from amct.caffe.engine.shapes import count
+from amct.errors import AmctError
+from amct.numerics.arq import WeightKind, from_channels_first
+from amct.numerics.integer import ConvolutionGeometry, integer_convolution, integer_linear
+from amct.numerics.snq import CLUSTERS, decode, unpack_nibbles
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import LayerContext
+    from amct.caffe.engine.messages import ProtoMessage
+
+TABLE_BITS = 4
+
+
+class _IntegerWeights(Layer):
+    """What weighted layers share: integer blobs, and the table of a clustered weight."""
+
+    keeps_integers = True
+    fold_axis = -1
+    kind = WeightKind.CONV
+    weight_groups = 1
+
+    def make_integer_blobs(self, outputs: int) -> None:
+        """Read the factors; exchange the weight of a clustered layer for packed indices and their table."""
+        options = self.parameter.integer_param
+        if len(options.input) != 1:
+            raise self.error(f"integer_param needs one input, got {len(options.input)}")
+        self.factors = InputFactors(self, options.input[0])
+        self.weight_bits: int = options.num_bits_w
+        self.full_shape = self.blobs[0].shape
+        if self.weight_bits != TABLE_BITS:
+            return
+        length = count(self.full_shape) // outputs
+        blobs = [Blob(outputs, (length + 1) // 2), *self.blobs[1:]]
+        self.blobs = [*blobs, Blob(outputs if options.channel_wise else 1, CLUSTERS)]
+
+    def integer_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight (int8, in the layer's own layout) and bias (int32)."""
+        bias = None
+        if len(self.blobs) > (2 if self.weight_bits == TABLE_BITS else 1):
+            stored = self.blobs[1].tensor
+            bias = stored.round().to(torch.int64) if stored.is_floating_point() else stored
+        return self.derived("integer weight", self.blobs, self._weight), bias
+
+    def _weight(self) -> torch.Tensor:
+        first = self.blobs[0].tensor
+        stored = first.round().to(torch.int8) if first.is_floating_point() else first
+        if self.weight_bits != TABLE_BITS:
+            return stored
+        shape = self.kind_shape()
+        length = count(shape) // stored.shape[0]
+        rows = unpack_nibbles(stored.view(torch.uint8), length)
+        indices = from_channels_first(rows, shape, self.kind, self.weight_groups)
+        table = self.blobs[-1].tensor.round().to(torch.int8)
+        return self.from_kind(decode(indices, table, self.kind, self.weight_groups))
+
+    def kind_shape(self) -> Shape:
+        """The weight's shape in the layout of its kind."""
+        return self.full_shape
+
+    def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in the layer's own layout."""
+        return weight
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Compute; an error names the layer."""
+        try:
+            super().run(bottoms, tops)
+        except AmctError as error:
+            raise self.error(str(error)) from error
+
+
+class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
+    transposed = False
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """As the plain layer, then the integers."""
+        _BaseConvolution.setup(self, bottoms)
+        self.weight_groups = self.group
+        self.make_integer_blobs(self.outputs)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Exact sums."""
+        del parameters
+        weight, bias = self.integer_parameters()
+        return [self._one(self.factors.integers(bottom), weight, bias) for bottom in bottoms]
+
+    def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Padding stands for zero, which is the offset among the integers."""
+        window = self.window
+        plain = self.spatial_axes == 0
+        geometry = ConvolutionGeometry(
+            stride=1 if plain else window.stride,
+            padding=0 if plain else window.pad,
+            dilation=1 if plain else window.dilation,
+            groups=self.group,
+            transposed=self.transposed,
+        )
+        return integer_convolution(bottom, weight, bias, geometry=geometry, offset=int(self.factors.offset))
+
+
+@register("Convolution on integers")
+class IntegerConvolution(_IntegerConvolution, Convolution):
+    """Convolution of int8 or int16 data with int8 weights."""
+
+    fold_axis = -1
+
+
+@register("Deconvolution on integers")
+class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
+    """The transposed convolution of int8 or int16 data with int8 weights."""
+
+    fold_axis = -1
+    transposed = True
+    kind = WeightKind.CONV_TRANSPOSE
+
+
+@register("DepthwiseConv on integers")
+class IntegerDepthwiseConv(IntegerConvolution):
+    """A convolution with a group for each channel unless the prototxt says otherwise."""
+
+    def default_group(self) -> int:
+        """One for each channel."""
+        group: int = self.options.group if self.options.HasField("group") else self.channels
+        return group
+
+
+@register("InnerProduct on integers")
+class IntegerInnerProduct(_IntegerWeights, InnerProduct):
+    """A matrix product of int8 or int16 data with int8 weights."""
+
+    fold_axis = -1
+    kind = WeightKind.LINEAR
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """As the plain layer, then the integers."""
+        InnerProduct.setup(self, bottoms)
+        self.make_integer_blobs(self.outputs)
+
+    def kind_shape(self) -> Shape:
+        """Outputs first."""
+        return (self.outputs, self.inputs)
+
+    def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
+        """The other way round with ``transpose``."""
+        return weight.t() if self.options.transpose else weight
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Exact sums."""
+        del parameters
+        weight, bias = self.integer_parameters()
+        rows = weight.t() if self.options.transpose else weight
+        bottom = self.factors.integers(bottoms[0])
+        flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
+        sums = integer_linear(flat, rows, bias, offset=int(self.factors.offset))
+        return [sums.reshape(*bottom.shape[: self.axis], self.outputs)]
+
+
+@register("data on integers")
+class IntegerData(Layer):
+    """Any layer without quantized weights, fed with integers: it computes on what they stand for."""
+
+    def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
+        super().__init__(parameter, context)
+        plain = type(parameter)()
+        plain.CopyFrom(parameter)
+        plain.ClearField("integer_param")
+        kind = layer_class(parameter.type, parameter.name)
+        self.inner = kind(plain, context)
+        self.bottom_count = kind.bottom_count  # type: ignore[misc]  # those of the layer inside
+        self.top_count = kind.top_count  # type: ignore[misc]
+        self.same_count = kind.same_count  # type: ignore[misc]
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Set up the layer inside."""
+        self.factors = [InputFactors(self, each) for each in self.parameter.integer_param.input]
+        if len(self.factors) != len(bottoms):
+            raise self.error(f"integer_param has {len(self.factors)} inputs, the layer {len(bottoms)} bottoms")
+        self.stays_integer = stays_integer(self.parameter)
+        self.inner.bottom_blobs, self.inner.top_blobs = self.bottom_blobs, self.top_blobs
+        self.inner.setup(bottoms)
+        self.blobs = self.inner.blobs
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """Those of the layer inside."""
+        return self.inner.reshape(bottoms)
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Run the layer inside on real numbers, or on integers that count from zero."""
+        inputs = []
+        for blob, factors in zip(bottoms, self.factors, strict=True):
+            scale = torch.ones(()) if self.stays_integer else factors.scale
+            integers = factors.integers(blob.tensor)
+            value = Blob()
+            value.set_tensor((integers.to(torch.int32) - factors.offset).float() * scale)
+            inputs.append(value)
+        self.inner.run(inputs, tops)
+        if self.stays_integer:
+            factors = self.factors[0]
+            for blob in tops:
+                blob.set_tensor((blob.tensor + factors.offset).to(factors.dtype))
+
+
+_MOVING = ("Concat", "Slice", "Reshape", "Flatten", "Permute", "Split", "ShuffleChannel", "PassThrough", "Reorg",
+           "Reverse", "Tile")  # fmt: skip
+
+
+def stays_integer(parameter: ProtoMessage) -> bool:
+    """Whether a layer without weights only moves or selects values, and all its inputs have the same factors."""
+    inputs = [(each.scale, each.offset, each.num_bits_d) for each in parameter.integer_param.input]
+    if len(set(inputs)) != 1:
+        return False
+    if parameter.type == "Pooling":
+        return len(parameter.top) == 1 and parameter.pooling_param.pool == parameter.pooling_param.MAX
+    if parameter.type == "ReLU":
+        return not parameter.relu_param.negative_slope
+    return parameter.type in _MOVING

@@ -1,0 +1,240 @@
+"""The layers that quantization puts between others: IFMR (calibrates), Quant, DeQuant and AntiQuant."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct import log
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.registry import register
+from amct.calibration.record_files import RecordFiles
+from amct.errors import AmctError, CalibrationError
+from amct.numerics.affine import SymmetricScale, check_factors, dequantize, fake_quantize, quantize
+from amct.numerics.ifmr import IfmrObserver
+from amct.record import CaffeLayerRecord, DataFactors, update_with
+from amct.record.float32 import shortest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.numerics.observer import ActivationFactors
+
+logger = logging.getLogger(__name__)
+
+IMAGE_AXES = 4
+
+
+class InputFactors:
+    """Scale, offset and bits of one input, from a QuantParameter or AntiQuantParameter."""
+
+    def __init__(self, owner: Layer, options: ProtoMessage) -> None:
+        self.scale = torch.tensor(options.scale, dtype=torch.float32)
+        self.offset = torch.tensor(options.offset, dtype=torch.int32)
+        self.bits: int = options.num_bits_d or 8
+        try:
+            check_factors(self.scale, self.offset, self.bits)
+        except AmctError as error:
+            raise owner.error(str(error)) from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What holds the integers."""
+        return torch.int8 if self.bits <= 8 else torch.int16
+
+    def integers(self, x: torch.Tensor) -> torch.Tensor:
+        """What a blob of integers holds; a blob that NumPy looks at holds them as floats."""
+        return x.round().to(self.dtype) if x.is_floating_point() else x
+
+    def real(self, x: torch.Tensor) -> torch.Tensor:
+        """The real numbers that a blob of integers stands for."""
+        return dequantize(self.integers(x), self.scale, self.offset)
+
+
+@register("Quant")
+class Quant(Layer):
+    """Rounds to the grid of scale and offset; its top holds real numbers or, in a deploy model, the integers."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the factors."""
+        del bottoms
+        self.options = self.parameter.quant_param
+        self.factors = InputFactors(self, self.options)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Gradients pass straight through, where there are any."""
+        del parameters
+        factors = self.factors
+        scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
+        if not self.options.integers:
+            return [fake_quantize(bottoms[0], scale, offset, factors.bits)]
+        try:
+            return [quantize(bottoms[0], scale, offset, factors.bits)]
+        except AmctError as error:
+            raise self.error(str(error)) from error
+
+    @property
+    def uses_autograd(self) -> bool:
+        """Integers have no gradients."""
+        return not self.options.integers
+
+
+class _Integers(Layer):
+    """A layer that reads or writes integers: it has no gradients."""
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """As any layer."""
+        super().run(bottoms, tops)
+
+
+@register("DeQuant")
+class DeQuant(_Integers):
+    """Sums of products to real numbers: times scale_d · scale_w, one number or one for each channel."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Make room for the factors."""
+        shape = bottoms[0]
+        self.per_channel: bool = self.parameter.dequant_param.channel_wise
+        self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Multiplied in float64 and rounded once."""
+        sums, scale = bottoms[0], parameters[0].double()
+        if self.per_channel:
+            scale = scale.reshape(1, -1, *[1] * (sums.dim() - 2))
+        return [(sums.double() * scale).float()]
+
+
+@register("AntiQuant")
+class AntiQuant(_Integers):
+    """Integers behind a layer without weights to real numbers; without a scale it passes real numbers on."""
+
+    returns_views = True
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the factors."""
+        del bottoms
+        options = self.parameter.antiquant_param
+        self.factors = InputFactors(self, options) if options.HasField("scale") else None
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """As it says."""
+        del parameters
+        return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]
+
+
+@register("IFMR")
+class IFMR(_Integers):
+    """Passes its bottom on and watches it: after batch_num batches it writes the factors into the record file."""
+
+    returns_views = True
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        del bottoms
+        options = self.options = self.parameter.ifmr_param
+        if not options.record_file_path or not options.object_layer:
+            raise self.error("ifmr_param needs record_file_path and object_layer")
+        self.seen = 0
+        self.observer = self._new_observer()
+
+    def _new_observer(self) -> IfmrObserver:
+        options = self.options
+        try:
+            return IfmrObserver(
+                bits=options.num_bits_d,
+                asymmetric=options.with_offset,
+                symmetric_scale=SymmetricScale.FULL_RANGE,
+                max_percentile=shortest(options.max_percentile),
+                min_percentile=shortest(options.min_percentile),
+                search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
+                search_step=shortest(options.search_step),
+            )
+        except AmctError as error:
+            raise self.error(str(error)) from error
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Look, and pass on."""
+        del parameters
+        if self.seen < self.options.batch_num:
+            self._observe(bottoms[0])
+        return [bottoms[0]]
+
+    def _observe(self, x: torch.Tensor) -> None:
+        if self.seen == 0:
+            log.start("amct_caffe")
+        try:
+            self.observer.observe(x)
+            self.seen += 1
+            factors = self.observer.result() if self.seen == self.options.batch_num else None
+        except AmctError as error:
+            prefix = "IfmrQuantWithOffset" if self.options.with_offset else "IfmrQuantWithoutOffset"
+            raise CalibrationError(
+                f'layer "{self.objects[0]}", input {self.options.index}, batch {self.seen + 1}: {prefix} scale is '
+                f"illegal: {error}"
+            ) from error
+        for name in self.objects:
+            logger.info("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
+        if factors is not None:
+            self._finish(factors, x)
+        elif self.options.reports_progress:
+            progress = dict.fromkeys(self.objects, (self.seen, self._needed))
+            RecordFiles(self.options.record_file_path).note(progress)
+
+    @property
+    def objects(self) -> list[str]:
+        """The layers that read this input."""
+        return list(self.options.object_layer)
+
+    @property
+    def _needed(self) -> int:
+        needed: int = self.options.batch_num
+        return needed
+
+    def _finish(self, factors: ActivationFactors, x: torch.Tensor) -> None:
+        """Write the factors and forget the data."""
+        found = self._record(factors, tuple(x.shape))
+        for name in self.objects:
+            if bool(factors.tiny):
+                logger.warning(
+                    'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, found.index
+                )
+            update_with(
+                Path(self.options.record_file_path),
+                name,
+                CaffeLayerRecord,
+                lambda entry: (entry or CaffeLayerRecord()).with_input(found),
+            )
+            logger.info("Do layer %s activation calibration success!", name)
+        self.observer = self._new_observer()
+
+    def _record(self, factors: ActivationFactors, shape: tuple[int, ...]) -> DataFactors:
+        sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
+        return DataFactors(
+            index=self.options.index,
+            scale=float(factors.scale),
+            offset=int(factors.offset),
+            num_bits=factors.bits,
+            **sizes,
+        )

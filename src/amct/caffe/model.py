@@ -1,0 +1,268 @@
+"""A Caffe model in memory, ready to be changed: the layers of the TEST phase without in-place blobs, and their weights.
+
+No net is built for it: layers nobody here can run (a user's own, Python layers) pass through untouched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.caffe.engine.filter_rules import filter_net
+from amct.caffe.engine.messages import new_message, read_message
+from amct.caffe.engine.upgrade import upgrade_net
+from amct.caffe.engine.weights import is_hdf5, read_file
+from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
+from amct.caffe.uninplace import remove_in_place
+from amct.errors import FileError, ModelError, ParseError
+from amct.topology import Graph, Node
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator
+
+    from amct.caffe.engine.messages import ProtoMessage
+
+    AnyPath = str | os.PathLike[str]
+
+TEST_PHASE = 1
+WEIGHTED_TYPES = ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")
+RECURRENT_TYPES = ("LSTM", "RNN", "GRU")
+INSERTED_TYPES = (
+    "Quant", "DeQuant", "AntiQuant", "IFMR", "SearchN", "LSTMQuant", "RNNQuant", "GRUQuant", "RetrainDataQuant",
+    "RetrainWeightQuant",
+)  # fmt: skip
+"""What this toolkit puts into nets: a model that has one was quantized before."""
+
+
+@dataclass
+class CaffeModel:
+    """A net (a NetParameter without in-place layers and without blobs) and the blobs of each layer."""
+
+    net: ProtoMessage
+    weights: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> list[ProtoMessage]:
+        """The layers, in order."""
+        return list(self.net.layer)
+
+    def layer(self, name: str) -> ProtoMessage:
+        """The layer of that name; it must exist."""
+        return next(layer for layer in self.net.layer if layer.name == name)
+
+    def set_layers(self, layers: Iterable[ProtoMessage]) -> None:
+        """Exchange the layers; weights of layers that went go too."""
+        kept = type(self.net)()
+        kept.layer.extend(layers)
+        del self.net.layer[:]
+        self.net.MergeFrom(kept)
+        names = {layer.name for layer in self.net.layer}
+        self.weights = {name: blobs for name, blobs in self.weights.items() if name in names}
+
+    def copy(self) -> CaffeModel:
+        """A copy whose layers and lists of blobs are its own; the blobs are shared."""
+        net = type(self.net)()
+        net.CopyFrom(self.net)
+        return CaffeModel(net, {name: list(blobs) for name, blobs in self.weights.items()})
+
+    def topology(self) -> Graph:
+        """Which layer feeds which.
+
+        Raises:
+            ModelError: a layer reads a blob that nothing before it makes.
+        """
+        read = {blob for layer in self.net.layer for blob in layer.bottom}
+        nodes = [
+            Node(name=layer.name, op=layer.type, inputs=tuple(layer.bottom), outputs=tuple(layer.top))
+            for layer in self.net.layer
+        ]
+        return Graph(nodes, outputs=[blob for node in nodes for blob in node.outputs if blob not in read])
+
+    def blob_names(self) -> set[str]:
+        """Every blob of the net."""
+        return {blob for layer in self.net.layer for blob in (*layer.bottom, *layer.top)}
+
+
+def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
+    """Read prototxt and weights (caffemodel of any age, or HDF5).
+
+    Raises:
+        FileError: a file cannot be read.
+        ParseError: it is not what it should be.
+        ModelError: the net is none, its weights are another's, or it is quantized already.
+    """
+    net = read_net(model_file)
+    model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
+    for layer in net.layer:
+        check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
+        _forget_sharing(layer)
+    return model
+
+
+def read_net(model_file: AnyPath) -> ProtoMessage:
+    """The layers of the TEST phase in today's form, none of them in place; errors as ``read_model``."""
+    net = upgrade_net(read_message(model_file, "NetParameter"), str(model_file))
+    net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
+    filter_net(net)
+    net.ClearField("state")
+    for layer in net.layer:
+        layer.ClearField("include")
+        layer.ClearField("exclude")
+    _check_names(net, str(model_file))
+    check_is_float(net, str(model_file))
+    return remove_in_place(net)
+
+
+def _check_names(net: ProtoMessage, source: str) -> None:
+    if not net.layer:
+        raise ModelError(f"{source}: the net has no layer in the TEST phase")
+    seen: set[str] = set()
+    for layer in net.layer:
+        if layer.name in seen:
+            raise ModelError(f'{source}: two layers are named "{layer.name}"; layer names must be unique')
+        seen.add(layer.name)
+
+
+def check_is_float(net: ProtoMessage, source: str) -> None:
+    """Refuse a net that was quantized before.
+
+    Raises:
+        ModelError: it has layers that quantization inserts, or layers on integers.
+    """
+    for layer in net.layer:
+        if layer.type in INSERTED_TYPES or layer.HasField("integer_param"):
+            raise ModelError(
+                f'{source}: layer "{layer.name}" ({layer.type}) shows that this model is quantized already; give the '
+                "original float model"
+            )
+
+
+# ------------------------------------------------------------------ weights
+
+
+def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    layers = {layer.name: layer for layer in net.layer}
+    for layer in net.layer:
+        if layer.blobs:  # weights that stand in the prototxt itself; the file's replace them
+            contents = [read_blob(blob.SerializeToString(), "prototxt") for blob in layer.blobs]
+            layer.ClearField("blobs")
+            yield layer.name, [_tensor(blob, layer, index, "prototxt") for index, blob in enumerate(contents)]
+    stored = _read_hdf5(net, path) if is_hdf5(path) else _read_caffemodel(path)
+    for name, blobs in stored:
+        if name in layers and blobs:
+            yield name, [_tensor(blob, layers[name], index, str(path)) for index, blob in enumerate(blobs)]
+
+
+def _read_caffemodel(path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
+    for layer in read_weights(read_file(path), str(path)):
+        yield layer.name, layer.blobs
+
+
+def _read_hdf5(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
+    import h5py
+
+    owners: dict[str, tuple[str, int]] = {}
+    try:
+        with h5py.File(path, "r") as file:
+            if "data" not in file:
+                raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "data"')
+            for layer in net.layer:
+                blobs = []
+                group = file["data"].get(layer.name, {})
+                for index in range(max(len(group), len(layer.param))):
+                    shared = layer.param[index].name if index < len(layer.param) else ""
+                    place = owners.setdefault(shared, (layer.name, index)) if shared else (layer.name, index)
+                    key = f"{place[0]}/{place[1]}"
+                    if key not in file["data"]:
+                        break
+                    values = file["data"][key][()]
+                    blobs.append(StoredBlob(values.shape, values.reshape(-1)))
+                yield layer.name, blobs
+    except OSError as error:
+        raise FileError(f"Couldn't open {path}: {error}") from error
+
+
+def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> torch.Tensor:
+    if np.issubdtype(blob.values.dtype, np.integer):
+        raise ModelError(
+            f'{source}: blob {index} of layer "{layer.name}" holds {blob.values.dtype} integers: this model is '
+            "quantized already; give the original float model"
+        )
+    shape = blob.shape or (blob.values.size,)
+    if int(np.prod(shape)) != blob.values.size:
+        raise ParseError(
+            f'{source}: layer "{layer.name}", blob {index}: shape {shape} but {blob.values.size} values stored'
+        )
+    values = torch.from_numpy(np.array(blob.values, np.float32))
+    keeps_axes = index == 0 and layer.type in ("Convolution", "DepthwiseConv", "Deconvolution")
+    return values.reshape(_today(shape) if blob.is_legacy and not keeps_axes else shape)
+
+
+def _today(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of four axes without the ones in front."""
+    lead = next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1)
+    return shape[lead:]
+
+
+def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:
+    """Refuse weights that are missing or another net's, and give old four-axis blobs their shape of today.
+
+    Raises:
+        ModelError: they are.
+    """
+    expected = {"BatchNorm": 3, "Bias": 1, "Scale": 2 if layer.scale_param.bias_term else 1}.get(layer.type)
+    if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
+        return
+    if layer.type in WEIGHTED_TYPES:
+        options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
+        expected = 2 if options.bias_term else 1
+    if expected is None:
+        return
+    if len(blobs) != expected:
+        raise ModelError(
+            f'{source}: layer "{layer.name}" ({layer.type}) needs {expected} blob(s) of weights, the file has '
+            f"{len(blobs)} for it. Do model and weights belong together?"
+        )
+    if layer.type in WEIGHTED_TYPES:
+        _check_outputs(layer, blobs, source)
+
+
+def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:
+    if layer.type == "InnerProduct":
+        outputs = layer.inner_product_param.num_output
+        inputs = blobs[0].numel() // max(outputs, 1)
+        shape: tuple[int, ...] = (inputs, outputs) if layer.inner_product_param.transpose else (outputs, inputs)
+        found = blobs[0].numel() // max(inputs, 1)
+    else:
+        outputs = layer.convolution_param.num_output
+        shape = tuple(blobs[0].shape)
+        found = shape[0]
+        if layer.type == "Deconvolution":
+            found = shape[1] * layer.convolution_param.group
+    if found != outputs or (len(blobs) > 1 and blobs[1].numel() != outputs) or blobs[0].numel() != int(np.prod(shape)):
+        raise ModelError(
+            f'{source}: layer "{layer.name}" has num_output {outputs}, but its weights have shape '
+            f"{list(blobs[0].shape)}. Do model and weights belong together?"
+        )
+    blobs[0] = blobs[0].reshape(shape)
+    if len(blobs) > 1:
+        blobs[1] = blobs[1].reshape(-1)
+
+
+def _forget_sharing(layer: ProtoMessage) -> None:
+    """Give a layer weights of its own: layers that share them may be folded and quantized differently."""
+    for spec in layer.param:
+        spec.ClearField("name")
+        spec.ClearField("share_mode")
+
+
+def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
+    """The shapes of all blobs; raises whatever building the net raises (a layer nobody here can run)."""
+    from amct.caffe.engine.net import Net
+
+    built = Net(net, phase=TEST_PHASE, with_gradients=False)
+    return {name: blob.shape for name, blob in built.named_blobs().items()}

@@ -1,0 +1,73 @@
+"""Nets without in-place layers: every layer writes a blob of its own, so that each step can be looked at and changed.
+
+The last layer that writes a blob keeps its name, so whoever asks for a blob after a forward gets the same values as
+before; what stood there in between is called ``<layer>_out``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from amct import log
+from amct.atomic import write_text
+from amct.caffe.arguments import check_types, output_file
+from amct.schema import format_text
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.messages import ProtoMessage
+
+
+def uninplace_model(model_file: str | os.PathLike[str], uninplaced_model_file: str | os.PathLike[str]) -> None:
+    """Write a prototxt without in-place layers; only layers without a phase or of phase TEST stay.
+
+    Args:
+        model_file: The prototxt.
+        uninplaced_model_file: Where the new prototxt is written, over any file of that name.
+
+    Raises:
+        ArgumentTypeError: an argument is no path.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError: the file is no prototxt, or no net.
+    """
+    from amct.caffe.model import read_net
+
+    paths = (str, os.PathLike)
+    check_types(
+        "uninplace_model",
+        {"model_file": (model_file, paths), "uninplaced_model_file": (uninplaced_model_file, paths)},
+    )
+    log.start("amct_caffe")
+    target = output_file(uninplaced_model_file, "uninplaced_model_file")
+    write_text(target, format_text(read_net(model_file)))
+
+
+def remove_in_place(net: ProtoMessage) -> ProtoMessage:
+    """Rename blobs so that no layer writes what another one wrote, in place, and return the net."""
+    writers = Counter(blob for layer in net.layer for blob in layer.top)
+    taken = {blob for layer in net.layer for blob in (*layer.bottom, *layer.top)}
+    left = Counter(writers)
+    current: dict[str, str] = {}
+    for layer in net.layer:
+        for position, blob in enumerate(layer.bottom):
+            layer.bottom[position] = current.get(blob, blob)
+        for position, blob in enumerate(list(layer.top)):
+            left[blob] -= 1
+            if left[blob] > 0:
+                suffix = f"_out{position}" if len(layer.top) > 1 else "_out"
+                current[blob] = free_name(layer.name + suffix, taken)
+            else:
+                current[blob] = blob
+            layer.top[position] = current[blob]
+    return net
+
+
+def free_name(wanted: str, taken: set[str]) -> str:
+    """A name that nobody has: the wanted one, or with a number behind; it is taken from then on."""
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}_{number}"
+    taken.add(name)
+    return name
