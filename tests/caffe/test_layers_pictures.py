@@ -313,7 +313,7 @@ def test_gru_goes_on_and_takes_a_static_input_and_exposed_states():
         ("Reverse", "reverse_param { axis: 4 }", [(1, 6)], "axis 4 is out of range"),
         ("Pad", "pad_param { pads: 1 }", [(1, 6)], "pads must hold 2 numbers for each of 2 axes, got 1"),
         ("Pad", "pad_param { axes: 1 pads: [1, -1] mode: EDGE }", [(1, 6)], "negative pads.*CONSTANT only"),
-        ("Pad", "pad_param { axes: 1 pads: [-4, -4] }", [(1, 6)], "does not fit its bottoms"),
+        ("Pad", "pad_param { axes: 1 pads: [-4, -4] }", [(1, 6)], "do not fit"),
         ("Upsample", "upsample_param { scale: 1.5 }", [(1, 1, 2, 2)], "must be a whole number of at least 1"),
         ("Upsample", "upsample_param { stride: 0 }", [(1, 1, 2, 2)], "must be a whole number of at least 1"),
         ("Upsample", "", [(1, 1, 2, 2), (1, 1, 2, 3)], "the mask must have the shape of the first bottom"),

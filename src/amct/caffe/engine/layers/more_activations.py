@@ -10,6 +10,7 @@ from torch.nn import functional
 from amct.caffe.engine.layers.activations import Elementwise
 from amct.caffe.engine.layers.tensor_operator import TensorOperator
 from amct.caffe.engine.registry import register
+from amct.caffe.engine.shapes import canonical_axis
 
 if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
@@ -122,6 +123,12 @@ class Erf(Elementwise):
 @register("CReLU")
 class CReLU(TensorOperator):
     """ReLU of x and of -x, one behind the other along ``concat_axis``."""
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Twice as long along the axis."""
+        shape = list(bottoms[0])
+        shape[canonical_axis(self.parameter.crelu_param.concat_axis, len(shape), self.name)] *= 2
+        return [tuple(shape)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""

@@ -51,16 +51,22 @@ class Reorg(TensorOperator):
         if min(self.block) <= 0:
             raise self.error(f"the block of pixels must not be empty, got {self.block}")
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """More channels and fewer pixels, or the other way round."""
+        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        (batch, channels, rows, columns), (height, width) = bottoms[0], self.block
+        if self.is_reverse:
+            if channels % (height * width):
+                raise self.error(f"{channels} channels cannot become blocks of {height} x {width} pixels")
+            return [(batch, channels // (height * width), rows * height, columns * width)]
+        if rows % height or columns % width:
+            raise self.error(f"a picture of {(rows, columns)} has no whole blocks of {height} x {width} pixels")
+        return [(batch, channels * height * width, rows // height, columns // width)]
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
-        bottom, (height, width) = bottoms[0], self.block
-        if self.is_reverse:
-            if bottom.shape[1] % (height * width):
-                raise self.error(f"{bottom.shape[1]} channels cannot become blocks of {height} x {width} pixels")
-            return [depth_to_space(bottom, height, width)]
-        if bottom.shape[2] % height or bottom.shape[3] % width:
-            raise self.error(f"a picture of {tuple(bottom.shape[2:])} has no whole blocks of {height} x {width} pixels")
-        return [space_to_depth(bottom, height, width)]
+        change = depth_to_space if self.is_reverse else space_to_depth
+        return [change(bottoms[0], *self.block)]
 
 
 @register("PassThrough")
@@ -87,11 +93,16 @@ class PassThrough(Reorg):
 class ShuffleChannel(TensorOperator):
     """Channels written in ``group`` rows are read column by column, as in ShuffleNet."""
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's."""
+        group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
+        if len(shape) < 2 or group <= 0 or shape[1] % group:
+            raise self.error(f"group {group} does not divide the channels of {shape}")
+        return [shape]
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
         bottom, group = bottoms[0], self.parameter.shuffle_channel_param.group
-        if bottom.dim() < 2 or group <= 0 or bottom.shape[1] % group:
-            raise self.error(f"group {group} does not divide the channels of {tuple(bottom.shape)}")
         rows = bottom.reshape(bottom.shape[0], group, bottom.shape[1] // group, *bottom.shape[2:])
         return [rows.transpose(1, 2).reshape(bottom.shape).clone()]
 
@@ -100,11 +111,14 @@ class ShuffleChannel(TensorOperator):
 class Reverse(TensorOperator):
     """The last becomes the first along each ``axis`` (0 if none is given)."""
 
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the axes."""
+        axes = self.parameter.reverse_param.axis or [0]
+        self.axes = sorted({canonical_axis(axis, len(bottoms[0]), self.name) for axis in axes})
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
-        bottom = bottoms[0]
-        axes = {canonical_axis(axis, bottom.dim(), self.name) for axis in self.parameter.reverse_param.axis or [0]}
-        return [bottom.flip(sorted(axes))]
+        return [bottoms[0].flip(self.axes)]
 
 
 @register("Pad")
@@ -122,6 +136,14 @@ class Pad(TensorOperator):
         self.mode = _MODES.get(options.mode)
         if self.mode and min(pads) < 0:
             raise self.error(f"negative pads, which cut off, go with mode CONSTANT only, got {pads}")
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Longer, or shorter, along the axes."""
+        shape = tuple(size + sum(self.sides.get(axis, ())) for axis, size in enumerate(bottoms[0]))
+        empty = self.mode is not None and any(bottoms[0][axis] == 0 for axis in self.sides)
+        if min(shape) < 0 or empty:
+            raise self.error(f"pads {self.sides} (axis: before, behind) do not fit {bottoms[0]}")
+        return [shape]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""

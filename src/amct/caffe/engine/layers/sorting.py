@@ -31,6 +31,11 @@ class Sort(TensorOperator):
 
     top_count = (1, 2)
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's, twice."""
+        canonical_axis(self.parameter.sort_param.axis, len(bottoms[0]), self.name)
+        return [bottoms[0], bottoms[0]]
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
         options, bottom = self.parameter.sort_param, bottoms[0]
@@ -48,14 +53,18 @@ class TopK(TensorOperator):
 
     top_count = (1, 2)
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """The number asked for along the axis, twice."""
+        options, shape = self.parameter.topk_param, bottoms[0]
+        axis = canonical_axis(options.axis, len(shape), self.name)
+        if not 1 <= options.k <= shape[axis]:
+            raise self.error(f"k must lie between 1 and the {shape[axis]} values of axis {axis}, got {options.k}")
+        return [(*shape[:axis], options.k, *shape[axis + 1 :])] * 2
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
         options, bottom = self.parameter.topk_param, bottoms[0]
         axis = canonical_axis(options.axis, bottom.dim(), self.name)
-        if not 1 <= options.k <= bottom.shape[axis]:
-            raise self.error(
-                f"k must lie between 1 and the {bottom.shape[axis]} values of axis {axis}, got {options.k}"
-            )
         values, places = bottom.sort(dim=axis, descending=options.largest, stable=True)
         best = values.narrow(axis, 0, options.k).contiguous()
         return [best, places.narrow(axis, 0, options.k).to(bottom.dtype)]

@@ -4,23 +4,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from amct.caffe.engine.layers.tensor_operator import TensorOperator
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import canonical_axis
+from amct.caffe.engine.shapes import canonical_axis, count
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from amct.caffe.engine.blob import Shape
 
 MATRIX_AXES = 2
 
 
-@register("MatMul")
-class MatMul(TensorOperator):
-    """The matrix product of the last two axes; leading axes are a batch and broadcast."""
+class _Product(TensorOperator):
+    """Products of matrices: what shapes go together."""
 
     bottom_count = (2, 2)
+
+    def product(self, left: Shape, right: Shape) -> Shape:
+        """The shape of left times right, leading axes broadcast."""
+        if min(len(left), len(right)) < MATRIX_AXES or left[-1] != right[-2]:
+            raise self.error(f"cannot multiply {left} by {right}: the inner sizes must agree")
+        return (*self.broadcast(left[:-2], right[:-2]), left[-2], right[-1])
+
+    def broadcast(self, first: Shape, second: Shape) -> Shape:
+        """The common shape of leading axes."""
+        try:
+            return np.broadcast_shapes(first, second)
+        except ValueError as error:
+            raise self.error(f"the leading axes {first} and {second} do not go together") from error
+
+
+def _turned(shape: Shape, is_turned: bool) -> Shape:
+    """With the last two axes exchanged, or as it is."""
+    return (*shape[:-2], shape[-1], shape[-2]) if is_turned and len(shape) >= MATRIX_AXES else shape
+
+
+@register("MatMul")
+class MatMul(_Product):
+    """The matrix product of the last two axes; leading axes are a batch and broadcast."""
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Rows of the first, columns of the second."""
+        options = self.parameter.matmul_param
+        return [self.product(_turned(bottoms[0], options.transpose_a), _turned(bottoms[1], options.transpose_b))]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
@@ -31,10 +61,12 @@ class MatMul(TensorOperator):
 
 
 @register("Mvm")
-class Mvm(TensorOperator):
+class Mvm(_Product):
     """Matrix times vector: (..., M, K) and (..., K) give (..., M)."""
 
-    bottom_count = (2, 2)
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Rows of the matrix."""
+        return [self.product(bottoms[0], (*bottoms[1], 1))[:-1]]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
@@ -42,33 +74,47 @@ class Mvm(TensorOperator):
 
 
 @register("Gemm")
-class Gemm(TensorOperator):
+class Gemm(_Product):
     """alpha * A' B' + beta * C for matrices; C, which may be missing, is broadcast."""
 
     bottom_count = (2, 3)
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Rows of A', columns of B'."""
+        options = self.parameter.gemm_param
+        for shape in bottoms[:2]:
+            if len(shape) != MATRIX_AXES:
+                raise self.error(f"takes matrices, got shape {shape}")
+        result = self.product(_turned(bottoms[0], options.trans_a), _turned(bottoms[1], options.trans_b))
+        if len(bottoms) > MATRIX_AXES and self.broadcast(result, bottoms[2]) != result:
+            raise self.error(f"C of shape {bottoms[2]} cannot be spread over {result}")
+        return [result]
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
         options = self.parameter.gemm_param
-        for bottom in bottoms[:2]:
-            if bottom.dim() != MATRIX_AXES:
-                raise self.error(f"takes matrices, got shape {tuple(bottom.shape)}")
         left = bottoms[0].T if options.trans_a else bottoms[0]
         right = bottoms[1].T if options.trans_b else bottoms[1]
         result = options.alpha * (left @ right)
-        if len(bottoms) > MATRIX_AXES:
-            shape = tuple(result.shape)
-            result = result + options.beta * bottoms[2]
-            if tuple(result.shape) != shape:
-                raise self.error(f"C of shape {tuple(bottoms[2].shape)} cannot be spread over {shape}")
-        return [result]
+        return [result + options.beta * bottoms[2] if len(bottoms) > MATRIX_AXES else result]
+
+
+class _Comparison(TensorOperator):
+    """1 or 0 for every pair of values; the bottoms broadcast."""
+
+    bottom_count = (2, 2)
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """The common shape."""
+        try:
+            return [np.broadcast_shapes(*bottoms)]
+        except ValueError as error:
+            raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} do not go together") from error
 
 
 @register("Equal")
-class Equal(TensorOperator):
+class Equal(_Comparison):
     """1 where two bottoms agree, else 0; they broadcast. No gradient."""
-
-    bottom_count = (2, 2)
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
@@ -76,10 +122,8 @@ class Equal(TensorOperator):
 
 
 @register("Greater")
-class Greater(TensorOperator):
+class Greater(_Comparison):
     """1 where the first bottom is greater, else 0; they broadcast. No gradient."""
-
-    bottom_count = (2, 2)
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
@@ -92,14 +136,24 @@ class Axpy(TensorOperator):
 
     bottom_count = (3, 3)
 
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """That of x."""
+        a, x, y = bottoms
+        if len(x) < 2 or a[:2] != x[:2] or count(a, 2) != 1:
+            raise self.error(f"needs one factor per channel of {x}, got shape {a}")
+        if x != y:
+            raise self.error(f"x and y must have one shape, got {x} and {y}")
+        return [x]
+
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
         a, x, y = bottoms
-        if x.dim() < MATRIX_AXES or a.numel() != x.shape[0] * x.shape[1] or a.shape[:2] != x.shape[:2]:
-            raise self.error(f"needs one factor per channel of {tuple(x.shape)}, got shape {tuple(a.shape)}")
-        if x.shape != y.shape:
-            raise self.error(f"x and y must have one shape, got {tuple(x.shape)} and {tuple(y.shape)}")
         return [a.reshape(*x.shape[:2], *(1,) * (x.dim() - 2)) * x + y]
+
+
+def _without(shape: Shape, axes: Sequence[int], *, keep: bool) -> Shape:
+    kept = [1 if axis in axes else size for axis, size in enumerate(shape) if keep or axis not in axes]
+    return tuple(kept)
 
 
 class _Reduce(TensorOperator):
@@ -108,10 +162,14 @@ class _Reduce(TensorOperator):
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the axes."""
         options = self.parameter.reduce_param
-        count = len(bottoms[0])
-        axes = sorted({canonical_axis(axis, count, self.name) for axis in options.axes})
-        self.axes = axes or ([] if options.noop_with_empty_axes else list(range(count)))
+        number = len(bottoms[0])
+        axes = sorted({canonical_axis(axis, number, self.name) for axis in options.axes})
+        self.axes = axes or ([] if options.noop_with_empty_axes else list(range(number)))
         self.keep: bool = options.keepdims
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Without the axes, or with 1 in their place."""
+        return [_without(bottoms[0], self.axes, keep=self.keep)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
@@ -172,6 +230,14 @@ class ReduceProd(_Reduce):
 @register("ArgMin")
 class ArgMin(TensorOperator):
     """The place of the smallest value along ``axis``; of equal ones the first, or the last if asked for."""
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """Without the axis, or with 1 in its place."""
+        options, shape = self.parameter.argmin_param, bottoms[0]
+        axis = canonical_axis(options.axis, len(shape), self.name)
+        if not shape[axis]:
+            raise self.error(f"there is no smallest value along axis {axis} of {shape}")
+        return [_without(shape, [axis], keep=options.keepdims)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
         """As it says."""
