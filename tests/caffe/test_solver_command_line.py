@@ -14,6 +14,7 @@ from amct import log
 from amct.caffe.engine.solvers import solver as solver_module
 from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.cli import INTERRUPTED, USAGE_OR_INPUT_ERROR, main
+from amct.data import open_samples
 from amct.data.lmdb import write_lmdb
 
 LENET = """
@@ -237,3 +238,17 @@ def test_a_script_that_fails_shows_where(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["caffe", "run", "exits.py"])
     assert caught.value.code == 7
+
+
+@pytest.mark.assets
+def test_the_published_lenet_on_all_of_mnist(assets, tmp_path, monkeypatch, capsys):
+    """Its own train_test prototxt in the old syntax, an LMDB made from the idx files, 10 000 digits."""
+    monkeypatch.chdir(tmp_path)
+    samples = open_samples(assets / "mnist" / "t10k-images-idx3-ubyte.gz")
+    pairs = ((sample.values.astype(np.uint8), sample.label) for sample in samples)
+    assert write_lmdb(tmp_path / "examples" / "mnist" / "mnist_test_lmdb", pairs) == 10_000
+    folder = assets / "caffe_lenet_mnist"
+    model = ["--model", str(folder / "lenet_train_test.prototxt")]
+    weights = ["--weights", str(folder / "lenet_iter_10000.caffemodel")]
+    assert main(["caffe", "test", *model, *weights, "--iterations", "100"]) == 0
+    assert accuracy(capsys.readouterr().out) == pytest.approx(0.9905, abs=1e-6)

@@ -115,7 +115,7 @@ class Solver:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the last ``solve`` ended because someone asked it to."""
+        """Whether the last ``step`` or ``solve`` ended because someone asked it to."""
         return self._stopped
 
     @property
@@ -133,7 +133,6 @@ class Solver:
         """
         logger.info("Solving %s", self.net.name)
         logger.info("Learning Rate Policy: %s", self.param.lr_policy)
-        self._stopped = False
         if resume_file is not None:
             logger.info("Restoring previous solver status from %s", resume_file)
             self.restore(resume_file)
@@ -153,6 +152,7 @@ class Solver:
     def step(self, iterations: int) -> None:
         """Make so many updates, whatever ``max_iter`` says; none when the number is not positive."""
         end = self._iteration + iterations
+        self._stopped = False
         self._losses.clear()
         self._displayed = (time.monotonic(), self._iteration)
         while self._iteration < end:
