@@ -240,6 +240,29 @@ def test_a_script_that_fails_shows_where(capsys):
     assert caught.value.code == 7
 
 
+@pytest.mark.usefixtures("_forget_caffe")
+def test_python_layers_of_a_script_need_leave(capsys):
+    Path("doubling.py").write_text(
+        "import caffe\n"
+        "class Double(caffe.Layer):\n"
+        "    def setup(self, bottom, top): pass\n"
+        "    def reshape(self, bottom, top): top[0].reshape(*bottom[0].data.shape)\n"
+        "    def forward(self, bottom, top): top[0].data[...] = 2 * bottom[0].data\n"
+    )
+    Path("python.prototxt").write_text(
+        'input: "data" input_shape { dim: 2 }\n'
+        'layer { name: "d" type: "Python" bottom: "data" top: "d" python_param { module: "doubling" layer: "Double" } }'
+    )
+    Path("layers.py").write_text(
+        "import caffe\nnet = caffe.Net('python.prototxt', caffe.TEST)\n"
+        "net.blobs['data'].data[...] = [1, 2]\nprint(net.forward()['d'].tolist())\n"
+    )
+    assert main(["caffe", "run", "layers.py"]) == 1
+    assert "it would execute code" in capsys.readouterr().err
+    assert main(["caffe", "run", "--allow-python", "layers.py"]) == 0
+    assert capsys.readouterr().out == "[2.0, 4.0]\n"
+
+
 @pytest.mark.assets
 def test_the_published_lenet_on_all_of_mnist(assets, tmp_path, monkeypatch, capsys):
     """Its own train_test prototxt in the old syntax, an LMDB made from the idx files, 10 000 digits."""

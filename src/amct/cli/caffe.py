@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated
@@ -114,11 +115,13 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="The script; what follows it is passed on to it.")],
     force: Annotated[bool, typer.Option("--force", help="Hide a real Caffe that is installed too.")] = False,
+    allow_python: PythonOption = False,
 ) -> int:
     """Run a script that says ``import caffe`` with this toolkit as caffe."""
     import runpy
 
     from amct import log
+    from amct.caffe.engine.python_layers import allow_python_layers
     from amct.caffe.pycaffe.install import install_as_caffe
 
     if not script.is_file():
@@ -129,13 +132,15 @@ def run(
     sys.argv = [str(script), *context.args]
     sys.path.insert(0, folder)
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with allow_python_layers() if allow_python else nullcontext():
+            runpy.run_path(str(script), run_name="__main__")
     except AmctError:
         traceback.print_exc()  # the script's author needs the line, not only the sentence
         return SCRIPT_FAILED
     finally:
         sys.argv = arguments
-        sys.path.remove(folder)
+        if folder in sys.path:  # the script may have changed the list
+            sys.path.remove(folder)
     return 0
 
 
