@@ -46,9 +46,8 @@ class FusedChain:
     def _folded(self) -> Folded:
         head = self.nodes[0].layer
         if not self.affine:
-            return Folded([blob.tensor for blob in head.blobs], head.blobs)
-        sources = [blob for node in self.nodes for blob in node.layer.blobs]
-        return Folded(head.derived("folded", sources, self._fold), sources)
+            return Folded(head, lambda: [blob.tensor for blob in head.blobs], head.blobs)
+        return Folded(head, self._fold, [blob for node in self.nodes for blob in node.layer.blobs])
 
     def _fold(self) -> list[torch.Tensor]:
         head = self.nodes[0].layer

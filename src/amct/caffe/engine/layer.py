@@ -77,10 +77,16 @@ class LayerContext:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Parameters with the layers behind folded in, and the blobs they were computed from."""
+    """Parameters with the layers behind folded in: how to compute them, and the blobs they come from."""
 
-    parameters: list[torch.Tensor]
+    owner: Layer
+    compute: Callable[[], list[torch.Tensor]]
     sources: list[Blob]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Computed once and kept until a source changes."""
+        return self.owner.derived("folded", self.sources, self.compute)
 
 
 class Layer:

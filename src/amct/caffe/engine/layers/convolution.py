@@ -195,7 +195,7 @@ class Convolution(_BaseConvolution):
         """Without gradients the weights are kept in the kernel's own order."""
         if not self._is_plain_image(bottoms[0]):
             return super().forward(bottoms, parameters)
-        folded = Folded(parameters, self.blobs)
+        folded = Folded(self, lambda: parameters, self.blobs)
         return [self._packed(bottom, folded, None) for bottom in bottoms]
 
     def forward_folded(
@@ -211,14 +211,13 @@ class Convolution(_BaseConvolution):
 
     def _packed(self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None) -> torch.Tensor:
         bottom = bottom.contiguous(memory_format=torch.channels_last)
-        weight = self.derived(
-            "packed weight",
-            folded.sources,
-            lambda: packed.pack(folded.parameters[0], self.window, self.group, bottom.shape),
-            bottom.shape,
-        )
-        bias = folded.parameters[1] if len(folded.parameters) > 1 else None
+        weight, bias = self.derived("packed", folded.sources, lambda: self._pack(folded, bottom.shape), bottom.shape)
         return packed.convolve(bottom, weight, bias, self.window, self.group, activation or ("none", ()))
+
+    def _pack(self, folded: Folded, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parameters = folded.compute()
+        weight = packed.pack(parameters[0], self.window, self.group, shape)
+        return weight, parameters[1] if len(parameters) > 1 else None
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Torch's convolution; pictures run in channels_last, which is about twice as fast on CPUs."""

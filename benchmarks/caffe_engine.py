@@ -1,0 +1,272 @@
+"""How fast the Caffe engine runs nets and how much memory that takes, beside OpenCV's dnn module in the same run.
+
+    python benchmarks/caffe_engine.py                 all lines
+    python benchmarks/caffe_engine.py --rounds 1      quickly
+    python benchmarks/caffe_engine.py --threads 1     with one thread, in CPU time: right on a busy machine too
+
+SqueezeNet and open_nsfw are read from the folder of real models (AMCT_ASSETS, or ../shared/assets beside the
+project); where it is missing only ResNet-50 runs, with random weights. Every measurement is a process of its own
+(so that peak memory is its own), the engines take turns, and the best of all rounds counts. The table is printed
+and written to ``benchmarks/results/caffe_engine.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RESULTS = Path(__file__).parent / "results" / "caffe_engine.json"
+ASSETS = Path(os.environ.get("AMCT_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
+ENGINES = ("OpenCV dnn", "all blobs", "lean")
+BATCHES = (1, 8)
+WARM_UP, SECONDS = 4, 2.0
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Model:
+    """A net and its input."""
+
+    name: str
+    prototxt: str
+    caffemodel: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement."""
+
+    model: str
+    engine: str
+    batch: int
+    images_per_second: float
+    peak_megabytes: float
+
+
+# ------------------------------------------------------------------ ResNet-50 as a prototxt
+
+
+def resnet50() -> str:
+    """The usual ResNet-50: in-place BatchNorm, Scale and ReLU behind every convolution."""
+    lines = [
+        'name: "ResNet-50"',
+        'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 224 dim: 224 } } }',
+        *_convolution("conv1", "data", 64, 7, 2, relu=True),
+        'layer { name: "pool1" type: "Pooling" bottom: "conv1" top: "pool1" '
+        "pooling_param { pool: MAX kernel_size: 3 stride: 2 } }",
+    ]
+    bottom = "pool1"
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 2):
+        for block in range(blocks):
+            name = f"res{stage}{chr(ord('a') + block)}"
+            lines += _block(name, bottom, width, stride=2 if block == 0 and stage > 2 else 1, widen=block == 0)
+            bottom = name
+    lines += [
+        f'layer {{ name: "pool5" type: "Pooling" bottom: "{bottom}" top: "pool5" '
+        "pooling_param { pool: AVE global_pooling: true } }",
+        'layer { name: "fc1000" type: "InnerProduct" bottom: "pool5" top: "fc1000" '
+        "inner_product_param { num_output: 1000 } }",
+        'layer { name: "prob" type: "Softmax" bottom: "fc1000" top: "prob" }',
+    ]
+    return "\n".join(lines)
+
+
+def _convolution(name: str, bottom: str, outputs: int, kernel: int, stride: int, *, relu: bool) -> list[str]:
+    lines = [
+        f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{ '
+        f"num_output: {outputs} kernel_size: {kernel} stride: {stride} pad: {kernel // 2} bias_term: false "
+        'weight_filler { type: "msra" } } }',
+        f'layer {{ name: "bn_{name}" type: "BatchNorm" bottom: "{name}" top: "{name}" }}',
+        "layer "
+        f'{{ name: "scale_{name}" type: "Scale" bottom: "{name}" top: "{name}" scale_param {{ bias_term: true }} }}',
+    ]
+    if relu:
+        lines.append(f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}')
+    return lines
+
+
+def _block(name: str, bottom: str, width: int, *, stride: int, widen: bool) -> list[str]:
+    lines, shortcut = [], bottom
+    if widen:
+        shortcut = f"{name}_branch1"
+        lines += _convolution(shortcut, bottom, 4 * width, 1, stride, relu=False)
+    lines += _convolution(f"{name}_branch2a", bottom, width, 1, stride, relu=True)
+    lines += _convolution(f"{name}_branch2b", f"{name}_branch2a", width, 3, 1, relu=True)
+    lines += _convolution(f"{name}_branch2c", f"{name}_branch2b", 4 * width, 1, 1, relu=False)
+    lines += [
+        f'layer {{ name: "{name}" type: "Eltwise" bottom: "{shortcut}" bottom: "{name}_branch2c" top: "{name}" }}',
+        f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}',
+    ]
+    return lines
+
+
+def write_resnet50(folder: Path) -> Model:
+    """Prototxt and a caffemodel of random weights."""
+    from amct.caffe import pycaffe as caffe
+
+    prototxt = folder / "resnet50.prototxt"
+    prototxt.write_text(resnet50())
+    caffe.set_random_seed(0)
+    net = caffe.Net(str(prototxt), caffe.TEST)
+    for name, blobs in net.params.items():
+        if name.startswith("bn_"):
+            blobs[1].data[...] = 1
+            blobs[2].data[...] = 1
+    net.save(str(folder / "resnet50.caffemodel"))
+    return Model("ResNet-50", str(prototxt), str(folder / "resnet50.caffemodel"), 224)
+
+
+def models(folder: Path) -> list[Model]:
+    """What can be measured here."""
+    squeezenet, nsfw = ASSETS / "caffe_squeezenet_v1.0_dc", ASSETS / "caffe_open_nsfw"
+    found = [
+        Model(
+            "SqueezeNet 1.0",
+            str(squeezenet / "SqueezeNet_deploy.prototxt"),
+            str(squeezenet / "squeezenet_v1.0_dc.caffemodel"),
+            227,
+        ),
+        Model("open_nsfw", str(nsfw / "deploy.prototxt"), str(nsfw / "resnet_50_1by2_nsfw.caffemodel"), 224),
+    ]
+    return [*(model for model in found if Path(model.caffemodel).exists()), write_resnet50(folder)]
+
+
+# ------------------------------------------------------------------ one measurement, in a process of its own
+
+
+def measure(model: Model, engine: str, batch: int, threads: int) -> Line:
+    """Images per second over at least ``SECONDS``, best of single forwards; and the process's peak memory."""
+    pictures = np.random.RandomState(0).randint(0, 256, (batch, 3, model.size, model.size)).astype(np.float32) - 110
+    forward = _opencv(model, pictures, threads) if engine == ENGINES[0] else _ours(model, pictures, engine, threads)
+    for _ in range(WARM_UP):
+        forward()
+    # With one thread CPU time is the time the work takes, whatever else the machine does.
+    clock = time.process_time if threads == 1 else time.perf_counter
+    best, start = float("inf"), clock()
+    while clock() - start < SECONDS:
+        before = clock()
+        forward()
+        best = min(best, clock() - before)
+    return Line(model.name, engine, batch, batch / best, peak_megabytes())
+
+
+def peak_megabytes() -> float:
+    """The most memory this process ever held (Linux's own figure; ``ru_maxrss`` may still be the parent's)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / MEGABYTE
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
+
+
+def _opencv(model: Model, pictures: np.ndarray, threads: int) -> Callable[[], object]:  # type: ignore[type-arg]
+    import cv2
+
+    cv2.setNumThreads(threads)
+    net = cv2.dnn.readNetFromCaffe(model.prototxt, model.caffemodel)
+
+    def forward() -> object:
+        net.setInput(pictures)
+        return net.forward()
+
+    return forward
+
+
+def _ours(model: Model, pictures: np.ndarray, engine: str, threads: int) -> Callable[[], object]:  # type: ignore[type-arg]
+    import torch
+
+    from amct.caffe import pycaffe as caffe
+
+    torch.set_num_threads(threads)
+    net = caffe.Net(model.prototxt, caffe.TEST, weights=model.caffemodel, keep_blobs=engine == "all blobs")
+    name = net.inputs[0]
+    net.blobs[name].reshape(*pictures.shape)
+
+    def forward() -> object:
+        net.blobs[name].data[...] = pictures
+        return net.forward()
+
+    return forward
+
+
+# ------------------------------------------------------------------ the table
+
+
+def run_all(rounds: int, threads: int) -> list[Line]:
+    """Every line, the engines in turn, the best of all rounds."""
+    best: dict[tuple[str, str, int], Line] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models(Path(folder)):
+            for batch in BATCHES:
+                for _ in range(rounds):
+                    for engine in ENGINES:
+                        line = _in_a_process(model, engine, batch, threads)
+                        key = (model.name, engine, batch)
+                        known = best.get(key)
+                        if known is None or known.images_per_second < line.images_per_second:
+                            best[key] = line
+    return list(best.values())
+
+
+def _in_a_process(model: Model, engine: str, batch: int, threads: int) -> Line:
+    task = json.dumps({"model": asdict(model), "engine": engine, "batch": batch, "threads": threads})
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        [sys.executable, __file__, "--task", task], capture_output=True, text=True, check=True, env=environment
+    )
+    return Line(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def show(lines: list[Line], threads: int) -> None:
+    """Print the table and keep it as JSON."""
+    table = Table(title=f"Images per second (peak memory in MB), {threads} thread(s)")
+    for column in ("net", "batch", *ENGINES, "lean / OpenCV"):
+        table.add_column(column, justify="left" if column == "net" else "right")
+    found = {(line.model, line.batch, line.engine): line for line in lines}
+    for model, batch in dict.fromkeys((line.model, line.batch) for line in lines):
+        row = [found[model, batch, engine] for engine in ENGINES]
+        cells = [f"{line.images_per_second:.1f} ({line.peak_megabytes:.0f})" for line in row]
+        table.add_row(model, str(batch), *cells, f"{row[2].images_per_second / row[0].images_per_second:.2f}")
+    Console().print(table)
+    RESULTS.parent.mkdir(exist_ok=True)
+    machine = {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    RESULTS.write_text(
+        json.dumps({"machine": machine, "threads": threads, "lines": [asdict(line) for line in lines]}, indent=1)
+    )
+
+
+def main() -> None:
+    """Measure everything, or (in a process of its own) one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.task:
+        task = json.loads(arguments.task)
+        line = measure(Model(**task["model"]), task["engine"], task["batch"], task["threads"])
+        print(json.dumps(asdict(line)))
+    else:
+        show(run_all(arguments.rounds, arguments.threads), arguments.threads)
+
+
+if __name__ == "__main__":
+    main()
