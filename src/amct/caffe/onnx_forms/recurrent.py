@@ -1,4 +1,4 @@
-"""LSTM, RNN and LSTMUnit.
+"""LSTM, RNN, GRU and LSTMUnit.
 
 ONNX's own LSTM cannot restart a stream in the middle, which ``cont`` asks for, so the steps are the body of a Scan. The
 state of one run is not carried to the next: a run starts from zeros, or from the states that ``expose_hidden`` takes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
+from amct.caffe.engine.layers.gru import GRU
 from amct.caffe.engine.layers.recurrent import GATES, LSTM, RNN, LSTMUnit, Recurrent
 from amct.caffe.onnx_forms.place import Place, fixed
 from amct.caffe.onnx_forms.registry import onnx_form
@@ -47,6 +48,36 @@ def rnn(place: Place[RNN]) -> None:
     _scan(place, nodes, ["h"])
 
 
+@onnx_form(GRU)
+def gru(place: Place[GRU]) -> None:
+    """State h; the gates come as z, r, h."""
+    size = place.layer.outputs
+    weight = place.layer.blobs[-1].tensor.detach().cpu().numpy()
+    gates = place.value("recurrent_gates", weight[: 2 * size].T)
+    new = place.value("recurrent_new", weight[2 * size :].T)
+    sizes = place.value("parts", [2 * size, size])
+    halves = place.value("halves", [size, size])
+    one = place.value("one", 1.0)
+    nodes = [
+        helper.make_node("Mul", ["h", "going"], ["before"]),
+        helper.make_node("Split", ["drive", sizes], ["drive_gates", "drive_new"], axis=-1),
+        helper.make_node("MatMul", ["before", gates], ["gates_part"]),
+        helper.make_node("Add", ["drive_gates", "gates_part"], ["gate_sums"]),
+        helper.make_node("Sigmoid", ["gate_sums"], ["both"]),
+        helper.make_node("Split", ["both", halves], ["update", "reset"], axis=-1),
+        helper.make_node("Mul", ["reset", "before"], ["left"]),
+        helper.make_node("MatMul", ["left", new], ["new_part"]),
+        helper.make_node("Add", ["drive_new", "new_part"], ["new_sums"]),
+        helper.make_node("Tanh", ["new_sums"], ["fresh"]),
+        helper.make_node("Sub", [one, "update"], ["rest"]),
+        helper.make_node("Mul", ["rest", "fresh"], ["entered"]),
+        helper.make_node("Mul", ["update", "before"], ["kept"]),
+        helper.make_node("Add", ["entered", "kept"], ["h_new"]),
+        helper.make_node("Identity", ["h_new"], ["out"]),
+    ]
+    _scan(place, nodes, ["h"])
+
+
 def _lstm_step(sums: str, cell: str, going: str, sizes: str, results: tuple[str, str]) -> list[NodeProto]:
     """New cell and hidden state; the gates come as i, f, o, g."""
     new_cell, hidden = results
@@ -65,7 +96,7 @@ def _lstm_step(sums: str, cell: str, going: str, sizes: str, results: tuple[str,
     ]
 
 
-def _scan(place: Place[LSTM] | Place[RNN], nodes: list[NodeProto], states: list[str]) -> None:
+def _scan(place: Place[LSTM] | Place[RNN] | Place[GRU], nodes: list[NodeProto], states: list[str]) -> None:
     """Run a body for each step; it reads the states, ``drive`` and ``going``, and makes ``<state>_new`` and ``out``."""
     layer = place.layer
     axis = place.value("behind", [1])
@@ -86,7 +117,7 @@ def _values(names: list[str]) -> list[ValueInfoProto]:
     return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
 
 
-def _first_states(place: Place[LSTM] | Place[RNN], states: list[str], streams: int) -> list[str]:
+def _first_states(place: Place[LSTM] | Place[RNN] | Place[GRU], states: list[str], streams: int) -> list[str]:
     layer = place.layer
     if layer.exposed:
         given = place.bottoms[2 + layer.has_static :]
@@ -101,7 +132,7 @@ def _first_states(place: Place[LSTM] | Place[RNN], states: list[str], streams: i
     return [place.value(f"{state}_first", zeros) for state in states]
 
 
-def _drive(place: Place[LSTM] | Place[RNN], streams: int) -> str:
+def _drive(place: Place[LSTM] | Place[RNN] | Place[GRU], streams: int) -> str:
     """What the input adds at every step, for all steps at once."""
     layer: Recurrent = place.layer
     x = place.reshaped(place.bottom, (place.bottom_dims[0][0], streams, layer.inputs), "x")
