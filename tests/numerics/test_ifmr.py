@@ -57,7 +57,12 @@ class Formula:
     def loss_of(self, scale: float) -> float:
         upper = scale * self.levels + self.minimum if self.asymmetric else scale * self.half
         lower = self.minimum if self.asymmetric else -upper
-        return float(np.mean((np.round(np.clip(self.x, lower, upper) / scale) * scale - self.x) ** 2))
+        error = np.clip(self.x, lower, upper)
+        error /= scale
+        np.round(error, out=error)
+        error *= scale
+        error -= self.x
+        return float(np.dot(error, error)) / self.x.size
 
     def best(self) -> tuple[float, int, float]:
         scales = [self.scale_of(0.7 + 0.01 * step) for step in range(60)]
@@ -101,17 +106,30 @@ def test_exact_search_equals_the_formula(name, bits, asymmetric):
 
 
 @pytest.mark.parametrize("asymmetric", MODES)
+@pytest.mark.parametrize("bits", [8, 12, 16])
 @pytest.mark.parametrize("name", ["normal", "heavy-tailed", "99 % zero", "bimodal", "one huge outlier"])
-def test_on_a_histogram_the_choice_costs_at_most_one_percent(name, asymmetric):
+def test_on_a_histogram_the_choice_costs_at_most_one_percent(name, bits, asymmetric):
     x = data(name, 1_200_000)
-    observer = IfmrObserver(asymmetric=asymmetric)
+    observer = IfmrObserver(bits=bits, asymmetric=asymmetric)
     observer.observe(x)
     assert not observer.exact
-    formula = Formula(x.numpy(), asymmetric=asymmetric)
+    formula = Formula(x.numpy(), bits=bits, asymmetric=asymmetric)
     _, offset, best = formula.best()
     factors = observer.result()
     assert formula.loss_of(factors.scale.double().item()) <= 1.01 * best
-    assert abs(factors.offset.item() - offset) <= 1
+    if bits == 8:
+        # With more bits an offset counts in finer steps, and a neighbouring ratio, just as good, is many steps away.
+        assert abs(factors.offset.item() - offset) <= 1
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy-tailed", "99 % zero", "bimodal", "one huge outlier"])
+def test_on_a_histogram_percentiles_are_exact(name):
+    x = data(name, 1_200_000)
+    settings = {"bits": 16, "search_range": (1.0, 1.005), "search_step": 0.005}
+    streamed = observed(x, **settings)
+    formula = Formula(x.numpy(), bits=16)
+    assert streamed.scale.item() == pytest.approx(formula.scale_of(1.0), rel=1e-6)
+    assert streamed.offset.item() == formula.offset_of(streamed.scale.item())
 
 
 def test_on_a_histogram_one_outlier_does_not_hide_the_rest():

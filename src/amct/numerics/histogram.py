@@ -10,6 +10,10 @@ instead of a multiplication and a range check: one pass at about a quarter of th
 At 8 bits, a bin is at most an eighth of a quantization step wide, and values are taken as evenly spread inside their
 bin; at more bits steps get narrower than bins, and the even spread is what the rounding error depends on.
 
+Per tensor, the outermost ``TAIL`` values of each sign are kept as they are besides. They are the ones that a range may
+cut off: at more than 8 bits they make nearly all of the loss, and of a percentile they are all that counts. Which they
+are depends on the counts alone, so this, too, is the same in any order.
+
 The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
 need some 50 blocks of 16 KB, no data can ever need more than 512.
 """
@@ -31,9 +35,13 @@ MANTISSA_BITS = 11
 CHANNEL_MANTISSA_BITS = 6
 """Per channel, where thousands of histograms are kept at once."""
 
+TAIL = 4096
+"""At most so many of the largest positive and of the largest negative values are known exactly."""
+
 _FLOAT_MANTISSA = 23
 _BLOCKS = 512  # signs and exponents of a float32
 _FIRST_BLOCKS = 16
+_STRETCH = 128
 _THREADED_SIZE = 1 << 20  # values per thread that outweigh its start
 
 Counts = NDArray[np.int64]
@@ -58,33 +66,84 @@ class FloatHistogram:
         self._first_bin = np.full((channels, _BLOCKS), -1, np.int64)  # of a block, in _counts; -1: not allocated
         self._counts = np.zeros(channels * _FIRST_BLOCKS << mantissa_bits, np.int64)
         self._used = np.zeros(1, np.int64)
+        self._tail = np.empty(0, np.float32)
 
     def add(self, rows: Tensor) -> None:
         """Count finite float32 values ``[channels, n]``."""
         if rows.device.type == "cuda":
             self._add_by_torch(rows)
             return
-        bits = rows.cpu().contiguous().numpy().view(np.uint32)
-        threads = min(torch.get_num_threads(), bits.size // _THREADED_SIZE)
-        if threads <= 1 or self.channels > 1:
-            self._count(bits)
-            return
+        values = rows.cpu().contiguous().numpy()
+        threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE)) if self.channels == 1 else 1
         parts = [self, *(FloatHistogram(self.channels, self.mantissa_bits) for _ in range(threads - 1))]
+        pieces = np.array_split(values, threads, axis=1)
         with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(FloatHistogram._count, parts, np.array_split(bits, threads, axis=1)):
+            run = pool.map if threads > 1 else map
+            for _ in run(FloatHistogram._count, parts, pieces):
                 pass  # raises what a thread raised
-        for part in parts[1:]:
-            self.merge(part)
+            for part in parts[1:]:
+                self._merge_counts(part)
+            if self.channels == 1:
+                lower, upper = self._tail_edges()
+                self._keep_tail(*run(lambda piece: _outside(piece[0], lower, upper), pieces))
 
     def merge(self, other: FloatHistogram) -> None:
         """Add the counts of a histogram with as many channels and bins."""
         assert (other.channels, other.mantissa_bits) == (self.channels, self.mantissa_bits)
+        self._merge_counts(other)
+        if self.channels == 1:
+            self._keep_tail(other._tail)
+
+    def _merge_counts(self, other: FloatHistogram) -> None:
         tables = other._tables()
         for channel, block in np.argwhere(other._first_bin >= 0):
             self._add_block(channel, block, tables[other._first_bin[channel, block] >> other.mantissa_bits])
 
     def bins(self, channel: int = 0) -> Bins:
-        """The occupied bins of a channel."""
+        """The occupied bins of a channel; each value of the tails is a bin of its own, without width."""
+        bins = self._counted_bins(channel)
+        if self.channels > 1:
+            return bins
+        lower, upper = self._tail_edges()
+        inner = (bins.low < upper) & (bins.high > lower)
+        tail = np.sort(self._tail).astype(np.float64)
+        below, above = tail[tail <= lower], tail[tail >= upper]
+        return Bins(
+            np.concatenate([below, bins.low[inner], above]),
+            np.concatenate([below, bins.high[inner], above]),
+            np.concatenate([np.ones(below.size), bins.count[inner], np.ones(above.size)]),
+        )
+
+    def _tail_edges(self) -> tuple[float, float]:
+        """Values from the first number down and from the second up are kept exactly."""
+        return -self._edge(negative=True), self._edge(negative=False)
+
+    def _edge(self, *, negative: bool) -> float:
+        """The smallest border of bins beyond which at most ``TAIL`` values of one sign lie; always above zero."""
+        seen = 0
+        first = _BLOCKS // 2 if negative else 0
+        for block in reversed(range(_BLOCKS // 2)):
+            begin = int(self._first_bin[0, first + block])
+            if begin < 0:
+                continue
+            count = self._counts[begin : begin + (1 << self.mantissa_bits)]
+            total = int(count.sum())
+            if seen + total > TAIL:
+                beyond = np.cumsum(count[::-1]) + seen
+                fitting = int(np.searchsorted(beyond, TAIL, side="right"))
+                place = (block << self.mantissa_bits) + (1 << self.mantissa_bits) - fitting
+                edge = float(self._value(np.array([place]))[0])
+                return edge if edge < 2.0**128 else np.inf  # the outermost bin alone holds too many
+            seen += total
+        return float(self._value(np.array([1]))[0])  # zero itself and what shares its bin are never a tail
+
+    def _keep_tail(self, *found: NDArray[np.float32]) -> None:
+        """Add values to the tails and drop those that no longer belong: the edges only ever move outwards."""
+        lower, upper = self._tail_edges()
+        joined = np.concatenate([self._tail, *found])
+        self._tail = joined[(joined <= lower) | (joined >= upper)]
+
+    def _counted_bins(self, channel: int) -> Bins:
         blocks = np.flatnonzero(self._first_bin[channel] >= 0)
         table = self._tables()[self._first_bin[channel, blocks] >> self.mantissa_bits]
         row, place = np.nonzero(table)
@@ -110,7 +169,8 @@ class FloatHistogram:
         value = bits.astype(np.uint32).view(np.float32).astype(np.float64)
         return np.where(np.isinf(value), 2.0**128, value)
 
-    def _count(self, bits: NDArray[np.uint32]) -> None:
+    def _count(self, rows: NDArray[np.float32]) -> None:
+        bits = rows.view(np.uint32)
         for row in range(self.channels):
             values = np.ascontiguousarray(bits[row])
             done = 0
@@ -127,6 +187,9 @@ class FloatHistogram:
             table = torch.bincount(index & (size - 1), minlength=size).reshape(_BLOCKS, -1)
             for block in table.any(dim=1).nonzero().reshape(-1).tolist():
                 self._add_block(channel, block, table[block].cpu().numpy())
+        if self.channels == 1:
+            lower, upper = self._tail_edges()
+            self._keep_tail(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
     def _add_block(self, channel: int, block: int, counts: Counts) -> None:
         first = int(self._first_bin[channel, block])
@@ -163,3 +226,36 @@ def _count_row(
         # Unsigned: spares the check for negative indices in the hot line.
         counts[np.uint64(first) + np.uint64((value >> shift) & mask)] += 1
     return bits.size
+
+
+def _outside(values: NDArray[np.float32], lower: float, upper: float) -> NDArray[np.float32]:
+    """The values from ``lower`` down and from ``upper`` up; at most ``TAIL`` of each."""
+    signed, unsigned = values.view(np.int32), values.view(np.uint32)
+    limits = np.array([upper, lower], np.float32)
+    places = _places_outside(signed, unsigned, limits.view(np.int32)[0], limits.view(np.uint32)[1], 2 * TAIL)
+    return values[places]
+
+
+@compiled
+def _places_outside(
+    signed: NDArray[np.int32], unsigned: NDArray[np.uint32], upper: np.int32, lower: np.uint32, room: int
+) -> Counts:
+    """Where the bits, as integers, reach one of two limits.
+
+    Positive floats are ordered like their bits as signed integers, negative ones by size like unsigned integers. So two
+    integer maxima, which compilers vectorize, tell whether a stretch of values need be looked at at all.
+    """
+    found = np.empty(room, np.int64)
+    number = 0
+    for begin in range(0, signed.size, _STRETCH):
+        end = min(begin + _STRETCH, signed.size)
+        largest, smallest = np.int32(-1), np.uint32(0)
+        for place in range(begin, end):
+            largest = max(largest, signed[place])
+            smallest = max(smallest, unsigned[place])
+        if largest >= upper or smallest >= lower:
+            for place in range(begin, end):
+                if signed[place] >= upper or unsigned[place] >= lower:
+                    found[number] = place
+                    number += 1
+    return found[:number]
