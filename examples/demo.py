@@ -1,7 +1,7 @@
 """What ``make demo`` runs: train a small network on real handwritten digits, quantize it, and compare the two.
 
-Everything shown is computed here and now: accuracy in onnxruntime of the float and of the INT8 file, their sizes and their
-speed, and which layer lost most. It takes about a minute on two cores.
+Everything shown is computed here and now: accuracy in onnxruntime of the float and of the INT8 file, their sizes and
+their speed, and which layer lost most. It takes about a minute on two cores.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_init_writes_a_config_that_check_accepts(folder, capsys):
     assert config["fc"]["quant_enable"] is False
     capsys.readouterr()
     assert main(["config", "check", "out/config.json", "--model", "net.prototxt"]) == 0
-    assert "2 of 4 layers are quantized" in capsys.readouterr().out
+    assert "2 of 4 layers are compressed" in capsys.readouterr().out
 
 
 def test_init_for_a_torch_model_through_its_factory(folder):
@@ -102,6 +102,31 @@ def test_init_for_a_torch_model_through_its_factory(folder):
     code = f"from amct.cli import main; raise SystemExit(main({arguments!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, capture_output=True)
     assert [key for key in json.loads((folder / "c.json").read_text()) if key.isdecimal()] == ["0", "3"]
+
+
+QAT_CFG = """\
+retrain_data_quant_config { ulq_quantize { dst_type: INT8 } }
+retrain_weight_quant_config { arq_retrain { channel_wise: true } }
+quant_skip_layers: "fc"
+"""
+PRUNE_CFG = """\
+prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.3 } } }
+regular_prune_skip_layers: "conv2"
+"""
+KINDS = {
+    "qat": (QAT_CFG, "layers.txt", ["arq_retrain", "channel_wise=true", "retrain.cfg:1:1"]),
+    "compress": (PRUNE_CFG, "layers.txt", ["balanced_l2_norm_filter_prune", "prune_ratio=0.3", "retrain.cfg:1:1"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_other_kinds_of_config(folder, capsys, kind):
+    text, model, expected = KINDS[kind]
+    (folder / "retrain.cfg").write_text(text)
+    assert main(["config", "explain", "retrain.cfg", "--model", model, "--kind", kind]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(part in lines[0] for part in expected), lines[0]
+    assert sum("left float" in line for line in lines) == 1
 
 
 BAD = {
@@ -124,6 +149,7 @@ BAD = {
     "bad list": (["check", "quant.cfg", "--model", "bad.txt"], "bad.txt:1:1: expected two words"),
     "layer of no model": (["explain", "quant.cfg", "--model", "layers.txt", "--layer", "con1"], 'Did you mean "conv1"'),
     "layer never quantized": (["explain", "quant.cfg", "--model", "layers.txt", "--layer", "relu"], '"ReLU" cannot be'),
+    "no full form": (["check", "c.json", "--model", "layers.txt", "--kind", "compress"], "simple form only"),
     "kv-cache of Caffe": (["check", "quant.cfg", "--model", "net.prototxt", "--kind", "kv-cache"], "PyTorch models"),
 }
 
@@ -132,6 +158,7 @@ BAD = {
 def test_bad_input_is_one_error_and_writes_nothing(folder, capsys, arguments, message):
     (folder / "bad.cfg").write_text('skip_layers: "conv3"\n')
     (folder / "bad.txt").write_text("one\n")
+    (folder / "c.json").write_text("{}")
     before = sorted(folder.iterdir())
     assert main(["config", *arguments]) == 2
     error = capsys.readouterr().err

@@ -12,7 +12,7 @@ import typer
 from amct.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from amct.cli.model_layers import Dialect
     from amct.config.full_config import ExplainedSetting, FullConfig
@@ -28,10 +28,15 @@ app = typer.Typer(
 )
 
 
+_TELLING = ("asymmetric", "with_offset", "channel_wise", "dst_type", "prune_ratio", "n_out_of_m_type")  # in one line
+
+
 class Kind(str, Enum):
     """What the config is for."""
 
     ptq = "ptq"
+    qat = "qat"
+    compress = "compress"
     kv_cache = "kv-cache"
 
 
@@ -46,7 +51,14 @@ ModelOption = Annotated[
 ShapeOption = Annotated[
     str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
 ]
-KindOption = Annotated[Kind, typer.Option("--kind", help="What the config is for.")]
+KindOption = Annotated[
+    Kind,
+    typer.Option(
+        "--kind",
+        help="What the config is for: post-training quantization, quantization-aware training, pruning with or without "
+        "quantization, or the kv-cache.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
@@ -81,8 +93,8 @@ def check(
     """
     full, layers = _read(config, model, input_shape, kind)
     _show_warnings(full)
-    enabled = sum(1 for layer in full.layers if layer.data.get("quant_enable", True))
-    typer.echo(f"{config}: fits {model}: {enabled} of {len(layers)} layers are quantized")
+    enabled = sum(1 for layer in full.layers if _is_enabled(layer.data))
+    typer.echo(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
 
 
 @app.command()
@@ -121,24 +133,44 @@ def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tupl
 
 
 def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
-    """A simple or full config as a full one; which it is, its first character tells."""
-    from amct.cli.model_layers import Dialect
-    from amct.config import kv_cache, ptq_caffe, ptq_caffe_json, ptq_pytorch, ptq_pytorch_json
-
+    """A simple or full config as a full one; which it is, its name or first character tells."""
     try:
         data = config.read_bytes()
     except OSError as error:
         raise FileError(f"{config}: cannot be read: {error.strerror}") from error
     is_json = config.suffix == ".json" or data.lstrip().startswith(b"{")
-    if kind is Kind.kv_cache:
-        if dialect is Dialect.caffe:
-            raise ArgumentError("--kind kv-cache: kv-cache quantization is for PyTorch models")
-        read: _Reader = kv_cache.read_config if is_json else kv_cache.expand_config
-    elif dialect is Dialect.caffe:
-        read = ptq_caffe_json.read_config if is_json else ptq_caffe.expand_config
-    else:
-        read = ptq_pytorch_json.read_config if is_json else ptq_pytorch.expand_config
+    from_simple, from_full = _readers(dialect, kind)
+    if is_json and from_full is None:
+        raise ArgumentError(f"{config}: a config of --kind {kind.value} has the simple form only (.cfg)")
+    read = from_full if is_json and from_full is not None else from_simple
     return read(data, str(config), layers)
+
+
+def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
+    """What reads the simple and the full form of a kind of config; some have no full form."""
+    from amct.cli.model_layers import Dialect
+    from amct.config import (
+        compress_pytorch,
+        kv_cache,
+        ptq_caffe,
+        ptq_caffe_json,
+        ptq_pytorch,
+        ptq_pytorch_json,
+        qat_caffe,
+        qat_pytorch,
+    )
+
+    table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
+        (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch_json.read_config),
+        (Dialect.pytorch, Kind.qat): (qat_pytorch.expand_config, qat_pytorch.read_config),
+        (Dialect.pytorch, Kind.compress): (compress_pytorch.expand_config, None),
+        (Dialect.pytorch, Kind.kv_cache): (kv_cache.expand_config, kv_cache.read_config),
+        (Dialect.caffe, Kind.ptq): (ptq_caffe.expand_config, ptq_caffe_json.read_config),
+        (Dialect.caffe, Kind.qat): (qat_caffe.expand_config, qat_caffe.read_config),
+    }
+    if (dialect, kind) not in table:
+        raise ArgumentError(f"--kind {kind.value}: there is no such config for Caffe models, only for PyTorch models")
+    return table[dialect, kind]
 
 
 def _default(dialect: Dialect, layers: LayerList) -> FullConfig:
@@ -174,17 +206,21 @@ def _a_line_each(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
     return [(name, kind, _effect(lines[name]), str(block)) for name, (kind, block) in blocks.items()]
 
 
+def _is_enabled(block: Mapping[str, Any]) -> bool:
+    """Whether any switch of a layer's block is on; a block without a switch is."""
+    switches = [value for key, value in block.items() if key.endswith("_enable")]
+    return any(switches) or not switches
+
+
 def _effect(settings: dict[str, Any]) -> str:
     """The settings of a layer in a few words."""
-    if settings.get("quant_enable") is False:
+    if not _is_enabled(settings):
         return "left float"
+    words = [str(value) for key, value in settings.items() if key.endswith("algo")]
     short = {key.rpartition(".")[2]: value for key, value in settings.items() if ".1." not in key}
-    words = [str(short[key]) for key in ("act_algo", "wts_algo") if key in short]
-    words += [
-        f"{key}={json.dumps(short[key])}" for key in ("asymmetric", "with_offset", "channel_wise") if key in short
-    ]
-    bits = [settings[key] for key in settings if key.endswith("num_bits")]
-    return " ".join([*words, f"bits={'/'.join(map(str, bits))}"] if bits else words)
+    words += [f"{key}={json.dumps(short[key])}" for key in _TELLING if key in short]
+    bits = [str(value) for key, value in settings.items() if key.endswith("num_bits")]
+    return " ".join([*words, f"bits={'/'.join(bits)}"] if bits else words)
 
 
 def _plain(row: ExplainedSetting) -> dict[str, Any]:
