@@ -209,3 +209,41 @@ def test_an_unknown_regularization_is_told_at_the_first_update():
     with pytest.raises(ConfigError, match='Unknown regularization type: "L3"'):
         solver.step(1)
     assert make_solver('regularization_type: "L3"').step(1) is None
+
+
+HALF = """
+layer { name: "x%d" type: "Input" top: "x%d" input_param { shape { dim: %d dim: 3 } } }
+layer { name: "t%d" type: "Input" top: "t%d" input_param { shape { dim: %d dim: 2 } } }
+layer { name: "ip%d" type: "InnerProduct" bottom: "x%d" top: "y%d" inner_product_param { num_output: 2 }
+        param { name: "w" lr_mult: 0.5 } param { name: "b" decay_mult: 0 } }
+layer { name: "loss%d" type: "EuclideanLoss" bottom: "y%d" bottom: "t%d" top: "loss%d" loss_weight: %g }
+"""
+
+
+def half(number, rows, weight):
+    n = number
+    return HALF % (n, n, rows, n, n, rows, n, n, n, n, n, n, n, weight)
+
+
+def test_shared_parameters_learn_from_both_their_layers():
+    """Two layers that share weights learn what one layer learns from both batches at once."""
+    settings_text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 clip_gradients: 1 type: "SGD"'
+    random = np.random.default_rng(4)
+    x, target = random.normal(size=(8, 3)), random.normal(size=(8, 2))
+    start = random.normal(size=(2, 3))
+    results = []
+    for text, parts in ((half(1, 4, 1) + half(2, 4, 1), ((1, 0), (2, 4))), (half(1, 8, 2), ((1, 0),))):
+        parameter = parse_message(settings_text, "SolverParameter")
+        parameter.net_param.CopyFrom(parse_message(text, "NetParameter"))
+        solver = Solver(parameter)
+        assert len(solver.net.learnable) == 2
+        blobs = solver.net.layers[solver.net.layer_index("ip1")].blobs
+        blobs[0].data[...] = start
+        for number, first in parts:
+            rows = slice(first, first + solver.net.blob(f"x{number}").shape[0])
+            solver.net.blob(f"x{number}").data[...] = x[rows]
+            solver.net.blob(f"t{number}").data[...] = target[rows]
+        solver.step(6)
+        results.append([blob.data.copy() for blob in blobs])
+    for both, one in zip(*results, strict=True):
+        np.testing.assert_allclose(both, one, rtol=1e-5, atol=1e-6)
