@@ -18,7 +18,7 @@ from amct.errors import ArgumentError
 MEMBERS = """
 AdaDeltaSolver AdaGradSolver AdamSolver Blob Classifier Detector NesterovSolver Net NetSpec RMSPropSolver SGDSolver TEST
 TRAIN get_solver has_nccl init_log io layer_type_list layers log params proto set_device set_mode_cpu set_mode_gpu
-set_random_seed solver_count solver_rank to_proto
+set_random_seed solver_count solver_rank to_proto Timer set_multiprocess set_solver_count set_solver_rank Layer
 """
 
 
@@ -36,6 +36,29 @@ InnerProduct Input LRN LSTM LSTMUnit Log MVN MemoryData MultinomialLogisticLoss 
 ReLU Reduction Reshape SPP Scale Sigmoid SigmoidCrossEntropyLoss Silence Slice Softmax SoftmaxWithLoss Split Swish TanH
 Threshold Tile
 """
+
+
+def test_one_solver_in_one_process():
+    pycaffe.set_solver_count(1)
+    pycaffe.set_solver_rank(0)
+    pycaffe.set_multiprocess(False)
+    with pytest.raises(ArgumentError, match="several solvers"):
+        pycaffe.set_solver_count(2)
+    with pytest.raises(ArgumentError, match="rank 0, got 1"):
+        pycaffe.set_solver_rank(1)
+    with pytest.raises(ArgumentError, match="several processes"):
+        pycaffe.set_multiprocess(True)
+
+
+def test_timer():
+    timer = pycaffe.Timer()
+    assert timer.ms == 0
+    timer.start()
+    timer.stop()
+    first = timer.ms
+    assert first > 0
+    timer.stop()
+    assert timer.ms == first
 
 
 def test_every_layer_type_of_caffe_is_known():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from amct.caffe.engine.device import current_device
 from amct.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class Buffer:
                 )
             tensor = self._initial() if self._initial is not None else torch.zeros(shape)
             self._tensor, self._initial = tensor, None
+        if tensor.device != (device := current_device()):
+            # Memory someone looks at through NumPy stays on the CPU and is copied for the reader.
+            tensor = tensor.to(device)
+            if not self.is_exposed:
+                self._tensor = tensor
         return tensor if tensor.shape == shape else tensor.reshape(shape)
 
     def write(self, value: torch.Tensor) -> None:
@@ -105,7 +111,9 @@ class Buffer:
 
     def array(self, shape: Shape) -> FloatArray:
         """A writable C-contiguous float32 view of the content, valid until the buffer grows."""
-        tensor = self.read(shape)
+        tensor = self._tensor if self._tensor is not None else self.read(shape)
+        if tensor.shape != shape:
+            tensor = tensor.reshape(shape)
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype != torch.float32:
             tensor = tensor.to("cpu", torch.float32).contiguous()
         self._tensor = tensor
@@ -134,11 +142,6 @@ class Buffer:
         if not self.is_exposed:
             self._tensor = None
             self._released = True
-
-    def move(self, device: torch.device) -> None:
-        """Bring the content to a device; a buffer someone looks at through NumPy stays where it is."""
-        if self._tensor is not None and self._tensor.device != device and not self.is_exposed:
-            self._tensor = self._tensor.to(device)
 
 
 def _capacity(tensor: torch.Tensor) -> int:

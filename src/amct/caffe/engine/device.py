@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,28 +15,23 @@ from amct.errors import ArgumentError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMode:
-    """What the caller asked for."""
-
-    gpu: bool = False
-    index: int = 0
-
-
-_CPU = DeviceMode()
-_mode: ContextVar[DeviceMode] = ContextVar("amct_caffe_device_mode", default=_CPU)
+_CPU = torch.device("cpu")
+_device: ContextVar[torch.device] = ContextVar("amct_caffe_device", default=_CPU)
+_index: ContextVar[int] = ContextVar("amct_caffe_device_index", default=0)
 
 
 def set_mode_cpu() -> None:
     """Run nets on the CPU from now on."""
-    _mode.set(replace(_mode.get(), gpu=False))
+    _device.set(_CPU)
 
 
 def set_mode_gpu() -> None:
     """Run nets on a CUDA device from now on; where there is none, say so and stay on the CPU."""
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        _device.set(torch.device("cuda", _index.get()))
+    else:
         logger.warning("set_mode_gpu: this machine has no usable CUDA device, nets keep running on the CPU")
-    _mode.set(replace(_mode.get(), gpu=True))
+        _device.set(_CPU)
 
 
 def set_device(index: int) -> None:
@@ -49,12 +43,11 @@ def set_device(index: int) -> None:
     count = torch.cuda.device_count()
     if index < 0 or (count and index >= count):
         raise ArgumentError(f"set_device: this machine has {count} CUDA device(s), got index {index}")
-    _mode.set(replace(_mode.get(), index=index))
+    _index.set(index)
+    if _device.get().type == "cuda":
+        _device.set(torch.device("cuda", index))
 
 
 def current_device() -> torch.device:
     """The torch device nets run on now."""
-    mode = _mode.get()
-    if mode.gpu and torch.cuda.is_available():
-        return torch.device("cuda", mode.index)
-    return torch.device("cpu")
+    return _device.get()

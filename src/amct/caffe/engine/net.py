@@ -10,7 +10,6 @@ import torch
 
 from amct.caffe.engine import weights
 from amct.caffe.engine.backward import record_forward, run_backward
-from amct.caffe.engine.device import current_device
 from amct.caffe.engine.filter_rules import filter_net
 from amct.caffe.engine.graph import GraphBuilder
 from amct.caffe.engine.insert_splits import insert_splits
@@ -149,13 +148,12 @@ class Net:
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
         steps = self._plan(start, last, kept, literal=bool(watched))
-        device = current_device()
         loss = 0.0
         with torch.no_grad():
             for step in steps:
                 for callback in self._callbacks["before_forward"]:
                     callback(step.node.index)
-                self._run_step(step, device)
+                self._run_step(step)
                 loss += _loss_of(step.node)
                 for callback in self._callbacks["after_forward"]:
                     callback(step.node.index)
@@ -255,14 +253,12 @@ class Net:
     def _blobs(self, indices: list[int]) -> list[Blob]:
         return [self.graph.blobs[index] for index in indices]
 
-    def _run_step(self, step: Step, device: torch.device) -> None:
+    def _run_step(self, step: Step) -> None:
         node, layer = step.node, step.node.layer
         shapes = [blob.shape for blob in step.bottoms]
         if shapes != step.shapes:
             self._reshape_step(step)
             step.shapes = shapes
-        if device.type != "cpu":
-            _move(step, device)
         if step.chain is not None:
             step.tops[0].set_tensor(step.chain.run(step.bottoms[0].tensor))
         elif node.needs_backward and layer.uses_autograd:
@@ -346,8 +342,3 @@ def _loss_of(node: Node) -> float:
         if weight:
             total += weight * float(blob.tensor.sum())
     return total
-
-
-def _move(step: Step, device: torch.device) -> None:
-    for blob in (*step.bottoms, *step.node.layer.blobs):
-        blob.values.move(device)

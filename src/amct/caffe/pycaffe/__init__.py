@@ -17,7 +17,20 @@ from amct.caffe.pycaffe.classifier import Classifier
 from amct.caffe.pycaffe.detector import Detector
 from amct.caffe.pycaffe.net import Net
 from amct.caffe.pycaffe.net_spec import NetSpec, layers, params, to_proto
-from amct.caffe.pycaffe.runtime import TEST, TRAIN, has_nccl, init_log, log, set_random_seed, solver_count, solver_rank
+from amct.caffe.pycaffe.runtime import (
+    TEST,
+    TRAIN,
+    Timer,
+    has_nccl,
+    init_log,
+    log,
+    set_multiprocess,
+    set_random_seed,
+    set_solver_count,
+    set_solver_rank,
+    solver_count,
+    solver_rank,
+)
 from amct.caffe.pycaffe.solver import (
     AdaDeltaSolver,
     AdaGradSolver,
@@ -45,6 +58,7 @@ __all__ = [
     "NetSpec",
     "RMSPropSolver",
     "SGDSolver",
+    "Timer",
     "allow_python_layers",
     "get_solver",
     "has_nccl",
@@ -58,7 +72,10 @@ __all__ = [
     "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
+    "set_multiprocess",
     "set_random_seed",
+    "set_solver_count",
+    "set_solver_rank",
     "solver_count",
     "solver_rank",
     "to_proto",
