@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+# Two test processes with one thread each.
 PYTEST_FLAGS ?= -q -n 2
 
 .PHONY: help demo test lint types check bench schema clean
@@ -29,7 +30,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
