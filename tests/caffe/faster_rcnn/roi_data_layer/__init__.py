@@ -1,0 +1,1 @@
+"""The Python data layer that Faster R-CNN's train prototxts name."""
