@@ -211,6 +211,64 @@ def test_interp(parameters, size, crop):
     check_gradients("Interp", text, x[:1])
 
 
+CUSTOM = """
+message LayerParameter {
+  optional UpsampleParameter upsample_param = 160;
+  optional ReverseParameter reverse_param = 157;
+}
+message UpsampleParameter { optional int32 scale = 1 [default = 1]; }
+message ReverseParameter { optional int32 axis = 1 [default = 0]; }
+"""
+FORK = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 1 dim: 2 dim: 2 dim: 3 } } }
+layer { name: "up" type: "Upsample" bottom: "x" top: "up" upsample_param { scale: 2 } }
+layer { name: "back" type: "Reverse" bottom: "up" top: "y" reverse_param { axis: 3 } }
+"""
+
+
+def test_messages_of_other_forks(write):
+    net = caffe.Net(write(FORK), caffe.TEST, custom_proto=write(CUSTOM, "custom.proto"))
+    x = rand(1, 2, 2, 3)
+    np.testing.assert_array_equal(net.forward(x=x)["y"], x.repeat(2, 2).repeat(2, 3)[..., ::-1])
+
+
+# ------------------------------------------------------------------ a net of the YOLO family
+
+YOLO = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 1 dim: 3 dim: 32 dim: 32 } } }
+layer { name: "c1" type: "Convolution" bottom: "x" top: "c1" convolution_param { num_output: 8 kernel_size: 3 pad: 1
+  stride: 2 bias_term: false weight_filler { type: "msra" } } }
+layer { name: "bn" type: "BatchNorm" bottom: "c1" top: "c1" batch_norm_param { use_global_stats: false } }
+layer { name: "leaky" type: "ReLU" bottom: "c1" top: "c1" relu_param { negative_slope: 0.1 } }
+layer { name: "dw" type: "DepthwiseConv" bottom: "c1" top: "dw" convolution_param { kernel_size: 3 pad: 1 stride: 2
+  weight_filler { type: "msra" } } }
+layer { name: "six" type: "ReLU6" bottom: "dw" top: "dw" }
+layer { name: "shuffle" type: "ShuffleChannel" bottom: "dw" top: "s" shuffle_channel_param { group: 2 } }
+layer { name: "reorg" type: "Reorg" bottom: "c1" top: "r" reorg_param { stride: 2 } }
+layer { name: "route" type: "Concat" bottom: "s" bottom: "r" top: "route" }
+layer { name: "up" type: "Upsample" bottom: "route" top: "up" upsample_param { scale: 2 } }
+layer { name: "route2" type: "Concat" bottom: "up" bottom: "c1" top: "route2" }
+layer { name: "head" type: "Convolution" bottom: "route2" top: "head" convolution_param { num_output: 18 kernel_size: 1
+  weight_filler { type: "msra" } } }
+layer { name: "last" type: "Permute" bottom: "head" top: "y" permute_param { order: 0 order: 2 order: 3 order: 1 } }
+"""
+
+
+def test_a_net_of_the_yolo_family(write):
+    """Routes, reorg, upsampling: merged and freed it gives what it gives layer by layer."""
+    path = write(YOLO)
+    caffe.set_random_seed(1)
+    net = caffe.Net(path, caffe.TEST)
+    lean = caffe.Net(path, caffe.TEST, keep_blobs=False)
+    lean.share_with(net)
+    x = rand(1, 3, 32, 32)
+    y = net.forward(x=x)["y"]
+    assert y.shape == (1, 16, 16, 18)
+    assert np.ptp(y) > 0
+    np.testing.assert_allclose(lean.forward(x=x)["y"], y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(net.blobs["r"].data, blocks(net.blobs["c1"].data, 2, 2))
+
+
 # ------------------------------------------------------------------ DepthwiseConv
 
 

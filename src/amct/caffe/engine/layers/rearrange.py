@@ -113,7 +113,8 @@ class Reverse(TensorOperator):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axes."""
-        axes = self.parameter.reverse_param.axis or [0]
+        given = self.parameter.reverse_param.axis
+        axes = [given] if isinstance(given, int) else given or [0]  # other forks have a single axis
         self.axes = sorted({canonical_axis(axis, len(bottoms[0]), self.name) for axis in axes})
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
 
 IMAGE_BLOB_AXES = 4
 MASK = 1
+DEFAULT_STRIDE = 2
 AVERAGE = 1
 
 
@@ -48,6 +50,14 @@ class _Unpooled(Layer):
         return bottom != MASK
 
 
+def _given(options: ProtoMessage, name: str) -> float | None:
+    """An option if it is set; a custom.proto's own message need not even have it."""
+    if name not in options.DESCRIPTOR.fields_by_name or not options.HasField(name):
+        return None
+    value: float = getattr(options, name)
+    return value
+
+
 @register("Upsample")
 class Upsample(_Unpooled):
     """Every value repeated ``stride`` times (YOLO v3), or put where the mask says (SegNet, with two bottoms).
@@ -59,17 +69,17 @@ class Upsample(_Unpooled):
     def setup(self, bottoms: list[Shape]) -> None:
         """Sort out what scale means."""
         del bottoms
-        options = self.options = self.parameter.upsample_param
-        has_stride = any(options.HasField(name) for name in ("stride", "stride_h", "stride_w"))
-        if options.HasField("scale") and not has_stride:
-            self.factor, self.times = (options.scale, options.scale), 1.0
+        options = self.parameter.upsample_param
+        scale, stride = _given(options, "scale"), _given(options, "stride")
+        down, across = _given(options, "stride_h"), _given(options, "stride_w")
+        self.times = 1.0
+        if scale is not None and stride is down is across is None:
+            self.factor = (scale, scale)
         else:
-            single = options.stride
-            self.factor = (
-                options.stride_h if options.HasField("stride_h") else single,
-                options.stride_w if options.HasField("stride_w") else single,
-            )
-            self.times = options.scale
+            single = DEFAULT_STRIDE if stride is None else stride
+            self.factor = (single if down is None else down, single if across is None else across)
+            self.times = 1.0 if scale is None else scale
+        self.wanted = (_given(options, "upsample_h"), _given(options, "upsample_w"))
         if any(factor < 1 or factor != int(factor) for factor in self.factor):
             raise self.error(f"the factor of size must be a whole number of at least 1, got {self.factor}")
 
@@ -78,7 +88,7 @@ class Upsample(_Unpooled):
         self.check_mask(bottoms)
         height, width = (int(size * factor) for size, factor in zip(bottoms[0][2:], self.factor, strict=True))
         if len(bottoms) > MASK:
-            height, width = self.options.upsample_h or height, self.options.upsample_w or width
+            height, width = (int(self.wanted[0] or height), int(self.wanted[1] or width))
         self.size = (height, width)
         return [(*bottoms[0][:2], height, width)]
 
