@@ -95,6 +95,16 @@ def test_a_change_to_any_merged_parameter_is_noticed(write):
         np.testing.assert_allclose(after, reference.forward(data=data)["conv"], **TOLERANCE)
 
 
+def test_weights_shared_from_another_net_are_noticed(write):
+    path = write(text(IN_PLACE))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    first, second = randomize(caffe.Net(path, caffe.TEST)), randomize(caffe.Net(path, caffe.TEST), seed=5)
+    want = second.forward(data=data)["conv"]
+    assert not np.allclose(first.forward(data=data)["conv"], want)
+    first.share_with(second)
+    np.testing.assert_allclose(first.forward(data=data)["conv"], want, **TOLERANCE)
+
+
 def test_stopping_inside_a_merged_chain_shows_the_value_there(write):
     path = write(text(IN_PLACE))
     data = np.random.RandomState(1).randn(2, 8, 40, 40)

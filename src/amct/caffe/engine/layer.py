@@ -33,8 +33,8 @@
   ``setup`` or ``reshape``: building a net finds all mistakes and allocates nothing.
 * ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for
   layers whose top *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
-* Later, not here: ``to_onnx`` (the layer's ONNX form) and what the layer means in a quantized net are looked up on
-  the class by the exporter and the quantizer; a layer without them still runs.
+* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (``amct.caffe.onnx_forms.place`` says how); the
+  types of this project have theirs in ``onnx_forms/``, so that the engine needs no onnx. A layer without one runs.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape
+from amct.caffe.engine.device import current_device
 from amct.caffe.engine.fillers import lazy_fill
 from amct.errors import ModelError
 
@@ -73,6 +74,11 @@ class LayerContext:
     net_name: str = ""
     allow_python: bool = False
     check_size: Callable[[Shape, str], None] = _allow
+
+
+def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
+    """What something derived depends on: which buffers (sharing replaces them), their epochs, the device."""
+    return [(blob.values, blob.values.epoch) for blob in sources], condition, current_device()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +123,7 @@ class Layer:
         self.parameter_needs_gradient: list[bool] = []
         self.loss_weights: list[float] = []
         self.may_overwrite = False
-        self._derived: dict[str, tuple[tuple[list[int], object], Any]] = {}
+        self._derived: dict[str, tuple[tuple[object, ...], Any]] = {}
 
     # ------------------------------------------------------------------ what a layer defines
 
@@ -196,13 +202,13 @@ class Layer:
 
     def derived(self, key: str, sources: Sequence[Blob], make: Callable[[], Made], condition: object = None) -> Made:
         """Keep something computed from parameters (a folded weight) until one of them, or ``condition``, changes."""
-        state = ([blob.values.epoch for blob in sources], condition)
+        state = _state(sources, condition)
         kept = self._derived.get(key)
         if kept is not None and kept[0] == state and not any(blob.values.is_exposed for blob in sources):
             found: Made = kept[1]
             return found
         made = make()
-        self._derived[key] = (([blob.values.epoch for blob in sources], condition), made)
+        self._derived[key] = (_state(sources, condition), made)
         return made
 
     def error(self, message: str) -> ModelError:
