@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from amct.caffe.onnx_graph import export_onnx
     from amct.caffe.quantized_model import QuantizedCaffeModel, quantize
 
-__all__ = ["QuantizedCaffeModel", "quantize"]
+__all__ = ["QuantizedCaffeModel", "export_onnx", "quantize"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the quantizer (and torch) only when someone asks for it."""
+    """Load the quantizer and the exporter (and torch) only when someone asks for them."""
+    if name == "export_onnx":
+        from amct.caffe import onnx_graph
+
+        return onnx_graph.export_onnx
     if name in __all__:
         from amct.caffe import quantized_model
 

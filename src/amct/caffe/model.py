@@ -238,8 +238,8 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
         shape: tuple[int, ...] = (inputs, outputs) if layer.inner_product_param.transpose else (outputs, inputs)
         found = blobs[0].numel() // max(inputs, 1)
     else:
-        outputs = layer.convolution_param.num_output
         shape = tuple(blobs[0].shape)
+        outputs = layer.convolution_param.num_output or shape[0]  # a DepthwiseConv need not say
         found = shape[0]
         if layer.type == "Deconvolution":
             found = shape[1] * layer.convolution_param.group

@@ -122,6 +122,8 @@ def record_layers(model: CaffeModel, expected: set[str], types: set[str] | None 
     for layer in model.layers:
         blobs = model.weights.get(layer.name, [])
         outputs = layer.convolution_param.num_output or layer.inner_product_param.num_output or None
+        if layer.type == "DepthwiseConv":
+            outputs = blobs[0].shape[0]
         result.append(
             RecordLayer(
                 name=layer.name,

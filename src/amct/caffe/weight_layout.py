@@ -39,6 +39,6 @@ def layout_of(layer: ProtoMessage, weight: torch.Tensor) -> WeightLayout:
     if layer.type == "Deconvolution":
         return WeightLayout(weight=weight, kind=WeightKind.CONV_TRANSPOSE, groups=options.group)
     groups = options.group
-    if layer.type == "DepthwiseConv" and not options.HasField("group"):
+    if layer.type == "DepthwiseConv" and groups == 1:
         groups = weight.shape[0]
     return WeightLayout(weight=weight, kind=WeightKind.CONV, groups=groups)

@@ -14,6 +14,7 @@ import torch
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, _BaseConvolution
+from amct.caffe.engine.layers.depthwise import DepthwiseConv
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.layers.quantization import InputFactors
 from amct.caffe.engine.registry import layer_class, register
@@ -96,7 +97,7 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """As the plain layer, then the integers."""
-        _BaseConvolution.setup(self, bottoms)
+        super().setup(bottoms)
         self.weight_groups = self.group
         self.make_integer_blobs(self.outputs)
 
@@ -137,13 +138,10 @@ class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
 
 
 @register("DepthwiseConv on integers")
-class IntegerDepthwiseConv(IntegerConvolution):
-    """A convolution with a group for each channel unless the prototxt says otherwise."""
+class IntegerDepthwiseConv(_IntegerConvolution, DepthwiseConv):
+    """The convolution of every channel by itself."""
 
-    def default_group(self) -> int:
-        """One for each channel."""
-        group: int = self.options.group if self.options.HasField("group") else self.channels
-        return group
+    fold_axis = -1
 
 
 @register("InnerProduct on integers")
@@ -183,12 +181,10 @@ class IntegerData(Layer):
 
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         super().__init__(parameter, context)
-        plain = type(parameter)()
-        plain.CopyFrom(parameter)
-        plain.ClearField("integer_param")
         kind = layer_class(parameter.type, parameter.name)
-        self.inner = kind(plain, context)
-        self.bottom_count = kind.bottom_count  # type: ignore[misc]  # those of the layer inside
+        self.inner = kind(parameter, context)
+        self.keeps_integers = kind.keeps_integers  # type: ignore[misc]  # those of the layer inside
+        self.bottom_count = kind.bottom_count  # type: ignore[misc]
         self.top_count = kind.top_count  # type: ignore[misc]
         self.same_count = kind.same_count  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""LSTM and RNN of quantized models: the hidden state, which lies in -1..1, is rounded to integers at every step.
+"""LSTM, RNN and GRU of quantized models: the hidden state, which lies in -1..1, is rounded to integers at every step.
 
 In a deploy model the matrices are int8 and the biases int32; they are taken for the real numbers they stand for.
 """
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.caffe.engine.layers.gru import GRU
 from amct.caffe.engine.layers.recurrent import LSTM, RNN, Recurrent
 from amct.caffe.engine.registry import register
 from amct.numerics.affine import fake_quantize, integer_range
@@ -75,3 +76,8 @@ class LSTMQuant(QuantizedRecurrent, LSTM):
 @register("RNNQuant")
 class RNNQuant(QuantizedRecurrent, RNN):
     """A quantized RNN."""
+
+
+@register("GRUQuant")
+class GRUQuant(QuantizedRecurrent, GRU):
+    """A quantized GRU."""

@@ -1,0 +1,322 @@
+"""Deploy models: equal to an integer executor written in NumPy, and to the fake-quant model within float rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptq_caffe_flow import Flow, batch, golden_flow, prototxt, text_flow
+from test_ptq_caffe_flow import BRANCHES
+
+from amct.caffe.pycaffe.proto import caffe_pb2
+
+WEIGHTED = ("Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    monkeypatch.chdir(tmp_path)
+
+
+# ------------------------------------------------------------------ an executor of its own: NumPy, int64, plain loops
+
+
+class Executor:
+    """Runs a deploy model from its two files, read with protobuf alone; no part of the engine takes part."""
+
+    def __init__(self, model, weights):
+        self.net = prototxt(model)
+        stored = caffe_pb2.NetParameter()
+        stored.ParseFromString(weights.read_bytes())
+        self.blobs = {layer.name: [self.numbers(blob) for blob in layer.blobs] for layer in stored.layer}
+
+    @staticmethod
+    def numbers(blob):
+        shape = list(blob.shape.dim)
+        if blob.int8_data:
+            return np.frombuffer(blob.int8_data, np.int8).reshape(shape).astype(np.int64)
+        if blob.int32_data:
+            return np.array(blob.int32_data, np.int64).reshape(shape)
+        return np.array(blob.data, np.float32).reshape(shape)
+
+    def run(self, **inputs):
+        self.values = dict(inputs)
+        for layer in self.net.layer:
+            if layer.type == "Input":
+                continue
+            bottoms = [self.values[name] for name in layer.bottom]
+            tops = getattr(self, f"run_{layer.type.lower()}")(layer, *bottoms)
+            self.values.update(zip(layer.top, tops if isinstance(tops, list) else [tops], strict=True))
+        return self.values
+
+    def run_quant(self, layer, x):
+        p = layer.quant_param
+        q = np.rint(x * (np.float32(1) / np.float32(p.scale))) + p.offset
+        return np.clip(q, -(2 ** (p.num_bits_d - 1)), 2 ** (p.num_bits_d - 1) - 1).astype(np.int64)
+
+    def weights(self, layer):
+        blobs = self.blobs[layer.name]
+        if layer.integer_param.num_bits_w == 4:
+            packed, *bias, table = blobs
+            nibbles = np.stack([packed & 15, (packed >> 4) & 15], axis=2).reshape(len(packed), -1)
+            table = np.broadcast_to(table, (len(packed), 16))
+            return np.take_along_axis(table, nibbles, axis=1), (bias[0] if bias else 0)
+        return blobs[0], (blobs[1] if len(blobs) > 1 else 0)
+
+    def run_convolution(self, layer, x):
+        p = layer.convolution_param
+        kernel = list(p.kernel_size) * 2
+        k, s, d = kernel[0], (list(p.stride) or [1])[0], (list(p.dilation) or [1])[0]
+        pad = (list(p.pad) or [0])[0]
+        weight, bias = self.weights(layer)
+        inputs = x.shape[1] // p.group
+        weight = weight[:, : inputs * k * k].reshape(p.num_output, inputs, k, k)
+        x = np.pad(x - layer.integer_param.input[0].offset, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
+        height, width = ((size - d * (k - 1) - 1) // s + 1 for size in x.shape[2:])
+        result = np.zeros((len(x), p.num_output, height, width), np.int64)
+        per_group = p.num_output // p.group
+        for channel in range(p.num_output):
+            group = channel // per_group
+            part = x[:, group * inputs : (group + 1) * inputs]
+            for i in range(k):
+                for j in range(k):
+                    window = part[:, :, i * d : i * d + s * height : s, j * d : j * d + s * width : s]
+                    window = window[:, :, :height, :width]
+                    result[:, channel] += (window * weight[channel, :, i, j][None, :, None, None]).sum(1)
+        return result + np.reshape(bias, (1, -1, 1, 1))
+
+    def run_deconvolution(self, layer, x):
+        p = layer.convolution_param
+        k, s, pad = p.kernel_size[0], (list(p.stride) or [1])[0], (list(p.pad) or [0])[0]
+        weight, bias = self.weights(layer)
+        x = x - layer.integer_param.input[0].offset
+        full = np.zeros((len(x), p.num_output, *(s * (size - 1) + k for size in x.shape[2:])), np.int64)
+        inputs, per_group = x.shape[1] // p.group, p.num_output // p.group
+        for channel in range(x.shape[1]):
+            group = channel // inputs
+            for out in range(per_group):
+                for i in range(k):
+                    for j in range(k):
+                        target = full[
+                            :, group * per_group + out, i : i + s * x.shape[2] : s, j : j + s * x.shape[3] : s
+                        ]
+                        target += x[:, channel] * weight[channel, out, i, j]
+        cut = full[:, :, pad : full.shape[2] - pad, pad : full.shape[3] - pad]
+        return cut + np.reshape(bias, (1, -1, 1, 1))
+
+    def run_innerproduct(self, layer, x):
+        weight, bias = self.weights(layer)
+        x = (x - layer.integer_param.input[0].offset).reshape(len(x), -1)
+        weight = weight.T if layer.inner_product_param.transpose else weight[:, : x.shape[1]]
+        return x @ weight.T + bias
+
+    def run_dequant(self, layer, x):
+        scale = self.blobs[layer.name][0].astype(np.float64)
+        return (x * scale.reshape(1, -1, *[1] * (x.ndim - 2))).astype(np.float32)
+
+    def real(self, layer, xs):
+        return [
+            (x - p.offset).astype(np.float32) * np.float32(p.scale)
+            for x, p in zip(xs, layer.integer_param.input, strict=True)
+        ]
+
+    def run_antiquant(self, layer, x):
+        p = layer.antiquant_param
+        return (x - p.offset).astype(np.float32) * np.float32(p.scale) if p.HasField("scale") else x
+
+    def run_relu(self, layer, x):
+        return np.maximum(x, 0)
+
+    def run_eltwise(self, layer, *xs):
+        first, second = self.real(layer, xs)
+        return first + second
+
+    def run_pooling(self, layer, x):
+        p = layer.pooling_param
+        if p.global_pooling:
+            return self.real(layer, [x])[0].mean((2, 3), keepdims=True, dtype=np.float64).astype(np.float32)
+        assert p.pool == p.MAX
+        k, s, pad = p.kernel_size, p.stride, p.pad
+        size = -(-(x.shape[2] + 2 * pad - k) // s) + 1
+        result = np.full((*x.shape[:2], size, size), np.iinfo(np.int64).min)
+        for i in range(size):
+            for j in range(size):
+                top, left = max(i * s - pad, 0), max(j * s - pad, 0)
+                window = x[:, :, top : i * s - pad + k, left : j * s - pad + k]
+                if window.size:
+                    result[:, :, i, j] = window.max((2, 3))
+        return result
+
+    def run_concat(self, layer, *xs):
+        same = len({(p.scale, p.offset) for p in layer.integer_param.input}) == 1
+        return np.concatenate(xs if same else self.real(layer, xs), axis=1)
+
+    def run_slice(self, layer, x):
+        return np.split(x, list(layer.slice_param.slice_point), axis=1)
+
+    def run_softmax(self, layer, x):
+        x = self.real(layer, [x])[0].astype(np.float64)
+        e = np.exp(x - x.max(1, keepdims=True))
+        return (e / e.sum(1, keepdims=True)).astype(np.float32)
+
+
+SNQ = """
+common_config: { snq_quantize: { channel_wise: %s init_algo: 'gaussian' } }
+override_layer_types: { layer_type: "InnerProduct" calibration_config: { arq_quantize: { channel_wise: false } } }
+"""
+
+
+def resnet(golden, folder):
+    return golden_flow("mini_resnet", golden, folder).configure()
+
+
+def branches(golden, folder):
+    return text_flow(BRANCHES, folder).configure()
+
+
+def branches_16(golden, folder):
+    def widen(config):
+        for value in config.values():
+            blocks = value.get("activation_quant_params", []) if isinstance(value, dict) else []
+            for block in blocks if isinstance(blocks, list) else [blocks]:
+                block["num_bits"] = 16
+
+    return text_flow(BRANCHES, folder).configure(change=widen)
+
+
+def clustered(golden, folder):
+    return golden_flow("mini_resnet", golden, folder).configure(text=SNQ % "true")
+
+
+def clustered_per_layer(golden, folder):
+    return golden_flow("mini_resnet", golden, folder).configure(text=SNQ % "false")
+
+
+@pytest.mark.parametrize("make", [resnet, branches, branches_16, clustered, clustered_per_layer])
+def test_deploy_equals_an_independent_executor(make, golden, tmp_path):
+    flow = make(golden, tmp_path)
+    flow.run()
+    net = flow.result("deploy")
+    data = batch(net, 11)
+    outputs = net.forward(**data)
+    mine = Executor(*flow.result_files("deploy")).run(**data)
+    for layer in flow_layers(flow):
+        if layer.type in WEIGHTED and layer.HasField("integer_param"):
+            np.testing.assert_array_equal(net.blobs[layer.top[0]].data, mine[layer.top[0]].astype(np.float32))
+    for name, value in outputs.items():
+        # the exponentials of Softmax differ in their last bits
+        np.testing.assert_allclose(value, mine[name], rtol=2e-6, atol=1e-7)
+
+
+def flow_layers(flow):
+    return prototxt(flow.result_files("deploy")[0]).layer
+
+
+@pytest.mark.parametrize("name", ["mini_resnet", "mini_mobilenet", "mini_fcn", "mini_inception", "mini_caffenet"])
+def test_deploy_equals_fake_quant_within_float_rounding(name, golden, tmp_path):
+    """Layer by layer, from the same input.
+
+    Deploy adds exactly; fake-quant adds K products in float32 from weights and data that are each rounded once, so it
+    is off by at most (K + 3) · 2^-24 · Σ|x||w|, and the bias and the sum by one rounding more.
+    """
+    flow = golden_flow(name, golden, tmp_path).configure()
+    flow.run()
+    deploy, fake = flow.result("deploy"), flow.result("fake_quant")
+    deploy.forward(**batch(deploy, 3))
+    fake.forward(**batch(fake, 3))
+    checked = 0
+    for layer in flow_layers(flow):
+        if layer.type not in WEIGHTED or not layer.HasField("integer_param"):
+            continue
+        p = layer.integer_param.input[0]
+        real = (deploy.blobs[layer.bottom[0]].data - p.offset) * np.float32(p.scale)
+        top = fake.top_names[layer.name][0]
+        fake.blobs[fake.bottom_names[layer.name][0]].data[...] = real
+        fake.forward(start=layer.name, end=layer.name)
+        result = fake.blobs[top].data.copy()
+        weight, *bias = fake.params[layer.name]
+        stored = weight.data.copy()
+        terms = stored[0].size if layer.type != "Deconvolution" else stored.shape[0] * stored[0, 0].size
+        weight.data[...] = np.abs(stored)
+        fake.blobs[fake.bottom_names[layer.name][0]].data[...] = np.abs(real)
+        if bias:
+            kept = bias[0].data.copy()
+            bias[0].data[...] = np.abs(kept)
+        fake.forward(start=layer.name, end=layer.name)
+        bound = (terms + 5) * 2.0**-24 * fake.blobs[top].data
+        weight.data[...] = stored
+        if bias:
+            bias[0].data[...] = kept
+        assert (np.abs(deploy.blobs[f"{layer.name}_int32"].shape) == result.shape).all()
+        assert (np.abs(result - deploy.blobs[top].data) <= bound).all()
+        checked += 1
+    assert checked >= 4
+
+
+def test_no_float_weights_remain(golden, tmp_path):
+    flow = golden_flow("mini_mobilenet", golden, tmp_path).configure()
+    flow.run()
+    stored = caffe_pb2.NetParameter()
+    stored.ParseFromString(flow.result_files("deploy")[1].read_bytes())
+    floats = {layer.type: sum(len(blob.data) + len(blob.double_data) for blob in layer.blobs) for layer in stored.layer}
+    assert {kind for kind, count in floats.items() if count} == {"DeQuant"}
+    weighted = [layer for layer in stored.layer if layer.type in WEIGHTED]
+    assert weighted
+    for layer in weighted:
+        assert layer.blobs[0].int8_data
+        assert len(layer.blobs[1].int32_data) == layer.blobs[1].shape.dim[0]
+
+
+@pytest.mark.parametrize("text", [None, SNQ % "true"], ids=["int8", "4 bits"])
+def test_flipping_one_weight_bit_changes_the_output(text, golden, tmp_path):
+    flow = golden_flow("mini_resnet", golden, tmp_path).configure(text=text)
+    flow.run()
+    model, weights = flow.result_files("deploy")
+    net = flow.net(model, weights)
+    data = batch(net, 1)
+    before = net.forward(**data)["prob"].copy()
+    stored = caffe_pb2.NetParameter()
+    stored.ParseFromString(weights.read_bytes())
+    changed = 0
+    for layer in stored.layer:
+        if layer.type not in WEIGHTED:
+            continue
+        content = bytearray(layer.blobs[0].int8_data)
+        content[len(content) // 2] ^= 4
+        original, layer.blobs[0].int8_data = layer.blobs[0].int8_data, bytes(content)
+        other = tmp_path / "flipped.caffemodel"
+        other.write_bytes(stored.SerializeToString())
+        layer.blobs[0].int8_data = original
+        after = flow.net(model, other).forward(**data)["prob"]
+        changed += not np.array_equal(before, after)
+    layers = sum(layer.type in WEIGHTED for layer in stored.layer)
+    # a single flip deep inside may be rounded away by the next Quant; most are not, those of the last layer never
+    assert changed >= layers * 0.7
+    assert not np.array_equal(before, after)
+
+
+def test_wrong_integer_models_are_refused(golden, tmp_path):
+    flow = golden_flow("legacy_v0", golden, tmp_path).configure()
+    flow.run()
+    model, weights = flow.result_files("deploy")
+    text = model.read_text()
+    for wrong, message in (
+        (text.replace("num_bits_d: 8", "num_bits_d: 99", 1), "bits"),
+        (text.replace("scale: ", "scale: -", 1), "scale is illegal"),
+    ):
+        model.write_text(wrong)
+        with pytest.raises(RuntimeError, match=message):
+            flow.net(model, weights)
+
+
+def test_someone_may_look_at_integer_blobs(golden, tmp_path):
+    """A NumPy view of a blob of integers holds them as floats; results stay the same."""
+    flow = golden_flow("mini_resnet", golden, tmp_path).configure()
+    flow.run()
+    net = flow.result("deploy")
+    data = batch(net, 2)
+    before = net.forward(**data)["prob"].copy()
+    views = [blob.data for blob in net.blobs.values()] + [blob.data for blobs in net.params.values() for blob in blobs]
+    np.testing.assert_array_equal(net.forward(**data)["prob"], before)
+    assert len(views) > 10
+    assert isinstance(flow, Flow)
