@@ -158,6 +158,22 @@ def merge_proto(
     typer.echo(f"written: {output}")
 
 
+@app.command(name="to-onnx")
+def to_onnx(
+    model: Annotated[str, typer.Option("--model", help="The net's prototxt; its TEST phase is exported.")],
+    weights: Annotated[str, typer.Option("--weights", help="The net's caffemodel.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.")],
+    opset: Annotated[int, typer.Option("--opset", help="The version of ONNX's operators, 16 to 21.")] = 18,
+    end: Annotated[list[str] | None, typer.Option("--end", help="A blob to end at; the net's outputs if none.")] = None,
+) -> None:
+    """Write a Caffe model as a float ONNX file."""
+    from amct.caffe.onnx_graph import export_onnx
+
+    for note in export_onnx(model, weights, output, opset=opset, outputs=end or None):
+        typer.echo(f"note: {note}")
+    typer.echo(f"written: {output}")
+
+
 def _effects(sigint: Effect, sighup: Effect) -> dict[signal.Signals, Action]:
     import signal
 
