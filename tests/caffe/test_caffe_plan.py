@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine import packed
@@ -103,6 +104,18 @@ def test_weights_shared_from_another_net_are_noticed(write):
     assert not np.allclose(first.forward(data=data)["conv"], want)
     first.share_with(second)
     np.testing.assert_allclose(first.forward(data=data)["conv"], want, **TOLERANCE)
+
+
+def test_a_layer_can_be_called_with_other_parameters_than_its_own(write):
+    """Retraining computes with quantized copies of the weights: nothing kept from the layer's own may slip in."""
+    net = randomize(caffe.Net(write(text(IN_PLACE)), caffe.TEST))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40).astype(np.float32)
+    net.forward(data=data)
+    layer = net.layer_dict["conv"]
+    with torch.no_grad():
+        own = layer.forward([torch.from_numpy(data)], [blob.tensor for blob in layer.blobs])[0]
+        other = layer.forward([torch.from_numpy(data)], [blob.tensor * 2 for blob in layer.blobs])[0]
+    np.testing.assert_allclose(other, 2 * own, rtol=1e-4, atol=1e-4)
 
 
 def test_stopping_inside_a_merged_chain_shows_the_value_there(write):

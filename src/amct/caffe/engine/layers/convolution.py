@@ -193,10 +193,11 @@ class Convolution(_BaseConvolution):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Without gradients the weights are kept in the kernel's own order."""
-        if not self._is_plain_image(bottoms[0]):
+        own = all(given is blob.tensor for given, blob in zip(parameters, self.blobs, strict=False))
+        if torch.is_grad_enabled() or not own:
             return super().forward(bottoms, parameters)
         folded = Folded(self, lambda: parameters, self.blobs)
-        return [self._packed(bottom, folded, None) for bottom in bottoms]
+        return [self.forward_folded(bottom, folded, None)[0] for bottom in bottoms]
 
     def forward_folded(
         self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
@@ -204,7 +205,8 @@ class Convolution(_BaseConvolution):
         """The activation is part of the kernel."""
         if self._is_plain_image(bottom):
             return self._packed(bottom, folded, activation), True
-        return super().forward([bottom], folded.parameters)[0], False
+        kept = self.derived("laid out", folded.sources, lambda: _lay_out(folded.compute()))
+        return super().forward([bottom], kept)[0], False
 
     def _is_plain_image(self, bottom: torch.Tensor) -> bool:
         return self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom)
@@ -228,6 +230,13 @@ class Convolution(_BaseConvolution):
         if self.spatial_axes == 0:
             return functional.conv1d(bottom, weight, bias, groups=self.group)
         return _CONVOLVE[axes](bottom, weight, bias, window.stride, window.pad, window.dilation, self.group)
+
+
+def _lay_out(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The weights in the order convolutions of pictures read them."""
+    if parameters[0].dim() != IMAGE_AXES + 2:
+        return parameters
+    return [parameters[0].contiguous(memory_format=torch.channels_last), *parameters[1:]]
 
 
 @register("Deconvolution")
