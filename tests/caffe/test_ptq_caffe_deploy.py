@@ -124,7 +124,7 @@ class Executor:
         p = layer.antiquant_param
         return (x - p.offset).astype(np.float32) * np.float32(p.scale) if p.HasField("scale") else x
 
-    def run_relu(self, layer, x):
+    def run_relu(self, _, x):
         return np.maximum(x, 0)
 
     def run_eltwise(self, layer, *xs):
@@ -170,11 +170,11 @@ def resnet(golden, folder):
     return golden_flow("mini_resnet", golden, folder).configure()
 
 
-def branches(golden, folder):
+def branches(_, folder):
     return text_flow(BRANCHES, folder).configure()
 
 
-def branches_16(golden, folder):
+def branches_16(_, folder):
     def widen(config):
         for value in config.values():
             blocks = value.get("activation_quant_params", []) if isinstance(value, dict) else []

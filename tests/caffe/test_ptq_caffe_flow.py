@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,7 +84,8 @@ def test_files_of_save_type(resnet, tmp_path):
 def test_calibration_model_is_fused_and_has_ifmr_before_every_quantized_input(resnet):
     net = prototxt(resnet.modified[0])
     types = {layer.type for layer in net.layer}
-    assert "IFMR" in types and not types & {"BatchNorm", "Scale", "Quant"}
+    assert "IFMR" in types
+    assert not types & {"BatchNorm", "Scale", "Quant"}
     makers = {top: layer for layer in net.layer for top in layer.top}
     for layer in net.layer:
         if layer.name in resnet.graph.plans():
@@ -189,7 +191,7 @@ def test_killed_calibration_can_start_again(golden, tmp_path):
     )
     for line, pause in (("one", 0.0), ("one", 0.02), ("two", 0.0)):
         process = subprocess.Popen(
-            [sys.executable, "-c", script, os.path.dirname(__file__), *map(str, flow.modified)],
+            [sys.executable, "-c", script, str(Path(__file__).parent), *map(str, flow.modified)],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -213,7 +215,8 @@ BRANCHES = """
 name: "branches"
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 9 dim: 9 } } }
 layer { name: "left" type: "Convolution" bottom: "data" top: "left" convolution_param { num_output: 4 kernel_size: 3 } }
-layer { name: "right" type: "Convolution" bottom: "data" top: "right" convolution_param { num_output: 4 kernel_size: 3 } }
+layer { name: "right" type: "Convolution" bottom: "data" top: "right"
+  convolution_param { num_output: 4 kernel_size: 3 } }
 layer { name: "relu" type: "ReLU" bottom: "right" top: "right" }
 layer { name: "sum" type: "Eltwise" bottom: "left" bottom: "right" top: "sum" }
 layer { name: "both" type: "Concat" bottom: "sum" bottom: "left" top: "both" }
@@ -231,7 +234,8 @@ def test_several_bottoms_have_factors_by_index(tmp_path):
     record = read_caffe_record(flow.out("quant_param_record.txt"))
     assert [data.index for data in record["sum"].record_d] == [0, 1]
     left, right = (record["sum"].input(index) for index in (0, 1))
-    assert right.offset == -128 and left.offset != -128  # behind ReLU there are no negative values
+    assert right.offset == -128  # behind ReLU there are no negative values
+    assert left.offset != -128
     layers = {layer.name: layer for layer in prototxt(flow.modified[0]).layer}
     # one IFMR for both convolutions that read "data"
     assert list(layers["left_ifmr"].ifmr_param.object_layer) == ["left", "right"]
@@ -289,7 +293,8 @@ def test_layers_left_out_of_the_config_stay_float(tmp_path):
     flow = text_flow(BRANCHES, tmp_path).configure(change=change)
     flow.run()
     names = {layer.name for layer in prototxt(flow.result_files("deploy")[0]).layer}
-    assert "right_quant" in names and not names & {"left_quant", "fc_quant"}
+    assert "right_quant" in names
+    assert not names & {"left_quant", "fc_quant"}
     np.testing.assert_array_equal(flow.result("deploy").params["left"][0].data, flow.original().params["left"][0].data)
 
 
@@ -412,9 +417,9 @@ def test_wrong_arguments(golden, tmp_path):
         flow.configure(activation_offset=1)
     with pytest.raises(ArgumentTypeError, match="init: model_file must be str"):
         amct.init(str(flow.config), 3, str(flow.weights), str(flow.record))
-    with pytest.raises(FileError, match='weights_file: ".*nothing.caffemodel" does not exist'):
+    with pytest.raises(FileError, match=r'weights_file: ".*nothing.caffemodel" does not exist'):
         amct.init(str(flow.config), str(flow.model), str(tmp_path / "nothing.caffemodel"), str(flow.record))
-    with pytest.raises(FileError, match="scale_offset_record_file: .* is a folder"):
+    with pytest.raises(FileError, match=r"scale_offset_record_file: .* is a folder"):
         amct.init(str(flow.config), str(flow.model), str(flow.weights), str(tmp_path))
     with pytest.raises(ArgumentTypeError, match="weights_quantize_model: graph must be what init returned, got str"):
         amct.weights_quantize_model("graph", *map(str, flow.modified))
@@ -444,7 +449,7 @@ def test_unknown_layer_in_config(tmp_path):
     def change(config):
         config["lefft"] = config.pop("left")
 
-    with pytest.raises(ConfigError, match='lefft.*Did you mean "left"'):
+    with pytest.raises(ConfigError, match=r'lefft.*Did you mean "left"'):
         text_flow(BRANCHES, tmp_path).configure(change=change).init()
 
 
@@ -466,7 +471,7 @@ layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" batch_norm_param
 def test_batch_norm_without_global_statistics(tmp_path):
     flow = text_flow(NORMALIZED % "true", tmp_path).configure()
     flow.model.write_text(NORMALIZED % "false")
-    with pytest.raises(ModelError, match='layer "bn" .*use_global_stats: false'):
+    with pytest.raises(ModelError, match=r'layer "bn" .*use_global_stats: false'):
         flow.init()
 
 

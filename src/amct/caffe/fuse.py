@@ -158,8 +158,8 @@ def chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
 def _fold_after(model: CaffeModel, fusion: Fusion) -> None:
     head = model.layer(fusion.head.name)
     layout = layout_of(head, model.weights[head.name][0])
-    affine = chain_affine(model, [node.name for node in fusion.folded])
     with _named(head):
+        affine = chain_affine(model, [node.name for node in fusion.folded])
         folded = fold_after(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
     _store(model, head, layout, folded)
     take_over_top(model, head.name, [node.name for node in fusion.folded])

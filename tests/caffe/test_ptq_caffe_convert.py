@@ -1,0 +1,200 @@
+"""convert_model from a user's record, and the one-call way."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from ptq_caffe_flow import Flow, batch, cosine, golden_flow, prototxt, text_flow
+from test_ptq_caffe_flow import BRANCHES, RECURRENT
+
+import amct_caffe as amct
+from amct.caffe import quantize
+from amct.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CalibrationError,
+    ConfigError,
+    FileError,
+    ModelError,
+    RecordError,
+    RecordParseError,
+)
+from amct.record import format_record, read_caffe_record
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    monkeypatch.chdir(tmp_path)
+
+
+def convert(flow, record, prefix=None):
+    amct.convert_model(str(flow.model), str(flow.weights), str(record), str(prefix or flow.folder / "conv" / "net"))
+    return Flow(
+        flow.folder / "x",
+        flow.folder / "conv" / "net_deploy_model.prototxt",
+        flow.folder / "conv" / "net_deploy_weights.caffemodel",
+    )
+
+
+def test_converting_with_a_calibrated_record_gives_the_same_models(golden, tmp_path):
+    flow = golden_flow("mini_resnet", golden, tmp_path).configure()
+    flow.run()
+    convert(flow, flow.out("quant_param_record.txt"))
+    for name in (
+        "deploy_model.prototxt",
+        "deploy_weights.caffemodel",
+        "fake_quant_weights.caffemodel",
+        "quant_param_record.txt",
+    ):
+        assert (tmp_path / "conv" / f"net_{name}").read_bytes() == flow.out(name).read_bytes()
+
+
+CONVOLUTION = """
+layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 1 dim: 3 dim: 6 dim: 6 } } }
+layer { name: "conv" type: "Convolution" bottom: "x" top: "y" convolution_param { num_output: 3 kernel_size: 3 } }
+layer { name: "bn" type: "BatchNorm" bottom: "y" top: "y" }
+layer { name: "pool" type: "Pooling" bottom: "y" top: "z" pooling_param { pool: AVE kernel_size: 2 } }
+"""
+OLD = """
+record { key: "conv" value {
+  scale_d: 0.03 offset_d: 2 scale_w: 0.011 scale_w: 0.012 scale_w: 0.013 offset_w: 0 offset_w: 0 offset_w: 0
+  shift_bit: 1 shift_bit: 1 shift_bit: 1 %s } }
+record { key: "pool" value { scale_w: 1.0 offset_w: 0 record_d { scale_d: 0.05 offset_d: -3 index: 0 num_bits_d: 8 } } }
+"""
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_older_dialect_and_skip_fusion(skip, tmp_path, caplog):
+    flow = text_flow(CONVOLUTION, tmp_path)
+    (tmp_path / "r.txt").write_text(OLD % ("skip_fusion: true" if skip else ""))
+    with caplog.at_level(logging.INFO, "amct"):
+        converted = convert(flow, tmp_path / "r.txt")
+    assert "shift_bit is not used" in caplog.text
+    kinds = [layer.type for layer in prototxt(converted.model).layer]
+    assert ("BatchNorm" in kinds) is skip
+    record = read_caffe_record(tmp_path / "conv" / "net_quant_param_record.txt")
+    assert record["conv"].record_d[0].scale == np.float32(0.03)
+    assert record["conv"].scale_w == tuple(np.float32([0.011, 0.012, 0.013]).astype(float))
+    assert not record["pool"].scale_w
+    net = flow.net(converted.model, converted.weights)
+    data = batch(net, 0)
+    assert cosine(net.forward(**data)["z"], flow.original().forward(**data)["z"]) > 0.99
+
+
+def test_convert_refuses(tmp_path):
+    flow = text_flow(CONVOLUTION, tmp_path)
+    record = tmp_path / "r.txt"
+
+    def refuses(text, kind, message):
+        record.write_text(text)
+        with pytest.raises(kind, match=message):
+            convert(flow, record)
+        assert not (tmp_path / "conv").exists()
+
+    refuses((OLD % "").replace('"conv"', '"cnv"'), RecordError, 'no such layer. Did you mean "conv"')
+    refuses((OLD % "").replace("scale_w: 0.013 ", ""), RecordError, "2 scale_w but 3 offset_w")
+    refuses((OLD % "num_bits_w: 4"), RecordError, "num_bits_w 4 cannot be converted")
+    refuses((OLD % "").replace("offset_d: -3", "offset_d: -300"), ValueError, r"offset_d.*\[-128, 127\]")
+    refuses((OLD % "").replace("scale_d: 0.05 ", ""), RecordError, "Cannot find scale_d of layer 'pool'")
+    refuses(
+        OLD % "" + 'record { key: "bn" value { record_d { scale_d: 1 offset_d: 0 index: 0 } } }',
+        RecordError,
+        "fused into",
+    )
+    refuses((OLD % "")[:-3], RecordParseError, r"r\.txt:\d+:\d+")
+    refuses(
+        (OLD % "").replace("scale_d: 0.03", "scale_d: 1e-6").replace("0.011", "1e-6"),
+        CalibrationError,
+        'layer "conv": the bias does not fit',
+    )
+    with pytest.raises(ArgumentTypeError, match="convert_model: save_path must be str"):
+        amct.convert_model(str(flow.model), str(flow.weights), str(record), None)
+    with pytest.raises(FileError, match="scale_offset_record_file"):
+        convert(flow, tmp_path / "nothing.txt")
+
+
+def test_convert_has_the_shorter_list_of_types(tmp_path):
+    flow = text_flow(RECURRENT % "LSTM", tmp_path).configure(batch_num=1)
+    (tmp_path / "r.txt").write_text('record { key: "rec" value { record_d { scale_d: 1 offset_d: 0 index: 0 } } }')
+    with pytest.raises(RecordError, match="type LSTM cannot be quantized here"):
+        convert(flow, tmp_path / "r.txt")
+
+
+def test_convert_refuses_quantized_models(golden, tmp_path):
+    flow = golden_flow("legacy_v0", golden, tmp_path).configure()
+    flow.run()
+    for kind in ("deploy", "fake_quant"):
+        again = Flow(tmp_path, *flow.result_files(kind))
+        with pytest.raises(ModelError, match="quantized already"):
+            convert(again, flow.record)
+
+
+def test_batch_norm_without_global_statistics_is_refused(tmp_path):
+    flow = text_flow(CONVOLUTION, tmp_path)
+    flow.model.write_text(
+        CONVOLUTION.replace(
+            'top: "y" }\nlayer { name: "pool"',
+            'top: "y" batch_norm_param { use_global_stats: false } }\nlayer { name: "pool"',
+        )
+    )
+    (tmp_path / "r.txt").write_text(OLD % "")
+    with pytest.raises(ModelError, match="use_global_stats"):
+        convert(flow, tmp_path / "r.txt")
+
+
+# ------------------------------------------------------------------ one call
+
+
+def test_one_call_equals_the_flow(golden, tmp_path):
+    flow = golden_flow("mini_resnet", golden, tmp_path).configure()
+    flow.run()
+    data = [batch(flow.original(), seed) for seed in range(2)]
+    model = quantize(flow.model, flow.weights, data)
+    assert format_record(model.record) == flow.out("quant_param_record.txt").read_text()
+    model.save(tmp_path / "one" / "net")
+    for name in ("deploy_model.prototxt", "deploy_weights.caffemodel", "fake_quant_model.prototxt"):
+        assert (tmp_path / "one" / f"net_{name}").read_bytes() == flow.out(name).read_bytes()
+    np.testing.assert_array_equal(model(data[0])["prob"], flow.result("deploy").forward(**data[0])["prob"])
+    np.testing.assert_array_equal(
+        model(data[0]["data"], deploy=False)["prob"], flow.result("fake_quant").forward(**data[0])["prob"]
+    )
+    summary = model.summary()
+    assert summary.startswith(f"{len(model.layers)} of ")
+    assert "conv1" in summary
+    assert "8-bit weights" in summary
+    compared = {each.layer: each for each in model.compare(data)}
+    assert compared["prob"].cosine > 0.999
+    assert "conv1" in model.not_quantized or "conv1" in model.layers
+
+
+def test_one_call_with_configs(tmp_path):
+    flow = text_flow(BRANCHES, tmp_path)
+    data = [batch(flow.original(), seed)["data"] for seed in range(3)]
+    (tmp_path / "q.cfg").write_text('batch_num: 2 skip_layers: "fc"')
+    assert "fc" not in quantize(flow.model, flow.weights, data, tmp_path / "q.cfg").layers
+    flow.configure(batch_num=3)
+    full = quantize(flow.model, flow.weights, iter(data), flow.config)
+    assert full.record == quantize(flow.model, flow.weights, data).record
+    assert quantize(flow.model, flow.weights, data, json.loads(flow.config.read_text())).record == full.record
+
+
+def test_one_call_mistakes(tmp_path):
+    flow = text_flow(BRANCHES, tmp_path).configure(batch_num=3)
+    data = [batch(flow.original(), 0)["data"]]
+    with pytest.raises(CalibrationError, match="data has no batch"):
+        quantize(flow.model, flow.weights, [])
+    with pytest.raises(RecordError, match="seen 1 of 3"):
+        quantize(flow.model, flow.weights, data, flow.config)
+    with pytest.raises(ArgumentTypeError, match="config must be a path, a dict or None, got int"):
+        quantize(flow.model, flow.weights, data, 3)
+    with pytest.raises(ArgumentError, match=r"inputs \['data'\], got \['x'\]"):
+        quantize(flow.model, flow.weights, [{"x": data[0]}])
+    with pytest.raises(FileError, match="weights: "):
+        quantize(flow.model, tmp_path / "nothing", data)
+    (tmp_path / "q.cfg").write_text("update_bn: true")
+    with pytest.raises(ConfigError, match="update_bn needs two rounds"):
+        quantize(flow.model, flow.weights, data, tmp_path / "q.cfg")
