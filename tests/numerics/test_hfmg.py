@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from observer_storage import STORAGES, storage
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import fake_quantize
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 BINS = 1024
 MODERATE = hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-100, 100, width=32))
-
-
-def storage(streaming: bool):
-    """With ``streaming``, every observer leaves the exact search at once."""
-    return mock.patch("amct.numerics.samples.EXACT_LIMIT", 0) if streaming else nullcontext()
 
 
 def observed(*batches: torch.Tensor, **settings: object) -> ActivationFactors:
@@ -140,7 +134,7 @@ def test_spreading_keeps_values_at_the_very_ends():
 @pytest.mark.parametrize("asymmetric", [True, False])
 def test_the_histogram_of_much_data_chooses_as_well_as_exact_counts(asymmetric):
     x = normal(1_000_000)
-    with storage(streaming=True):
+    with storage("histogram"):
         streamed = observed(x, asymmetric=asymmetric, num_of_bins=4096)
     exact = observed(x, asymmetric=asymmetric, num_of_bins=4096)
     losses = [
@@ -153,7 +147,7 @@ def test_the_histogram_of_much_data_chooses_as_well_as_exact_counts(asymmetric):
 def test_at_16_bits_the_ends_are_those_of_exact_counts():
     # So many steps cost nothing: the loss is all in what is cut, and the best range is the widest one tried.
     x = normal(1_000_000)
-    with storage(streaming=True):
+    with storage("histogram"):
         streamed = observed(x, bits=16, num_of_bins=4096)
     exact = observed(x, bits=16, num_of_bins=4096)
     bin_width = float(x.max() - x.min()) / 4096 + float(x.abs().max()) * 2**-11
@@ -161,10 +155,10 @@ def test_at_16_bits_the_ends_are_those_of_exact_counts():
     assert streamed.clip_min.item() == pytest.approx(exact.clip_min.item(), abs=bin_width)
 
 
-@given(st.lists(MODERATE, min_size=1, max_size=4), st.permutations(range(4)), st.booleans())
-def test_merging_does_not_depend_on_the_order(batches, order, streaming):
+@given(st.lists(MODERATE, min_size=1, max_size=4), st.permutations(range(4)), st.sampled_from(STORAGES))
+def test_merging_does_not_depend_on_the_order(batches, order, kind):
     results = []
-    with storage(streaming):
+    with storage(kind):
         for sequence in (range(4), order):
             merged = HfmgObserver(num_of_bins=BINS)
             for place in sequence:
@@ -180,15 +174,15 @@ def test_merging_does_not_depend_on_the_order(batches, order, streaming):
 @given(st.lists(MODERATE, min_size=1, max_size=3))
 def test_streaming_in_pieces_equals_streaming_at_once(batches):
     tensors = [torch.from_numpy(batch) for batch in batches]
-    with storage(streaming=True):
+    with storage("histogram"):
         assert observed(*tensors).scale.item() == observed(torch.cat(tensors)).scale.item()
 
 
-@given(MODERATE, st.integers(-8, 20), st.booleans())
-def test_factors_follow_the_data_by_powers_of_two(values, exponent, streaming):
+@given(MODERATE, st.integers(-8, 20), st.sampled_from(STORAGES))
+def test_factors_follow_the_data_by_powers_of_two(values, exponent, kind):
     x = torch.from_numpy(values)
     assume(float(x.max() - x.min()) > 1)
-    with storage(streaming):
+    with storage(kind):
         plain, scaled = observed(x), observed(x * 2.0**exponent)
     assert scaled.scale.item() == plain.scale.item() * 2.0**exponent
     assert scaled.offset.item() == plain.offset.item()
@@ -210,9 +204,9 @@ def test_per_channel():
     assert factors.scale.tolist() == alone
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_degenerate_data(streaming):
-    with storage(streaming):
+@pytest.mark.parametrize("kind", STORAGES)
+def test_degenerate_data(kind):
+    with storage(kind):
         assert observed(torch.zeros(5)).scale.item() == 1.0
         assert observed(torch.full((5,), 1e-42)).offset.item() == -128
         assert observed(torch.full((4,), 2.0)).clip_max.item() == pytest.approx(2.0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from observer_storage import STORAGES, storage
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, dequantize, quantize
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 
 MODES = [pytest.param(True, id="asymmetric"), pytest.param(False, id="symmetric")]
 MODERATE = hnp.arrays(np.float32, st.integers(2, 200), elements=st.floats(-100, 100, width=32))
-
-
-def storage(streaming: bool):
-    """With ``streaming``, every observer leaves the exact search at once."""
-    return mock.patch("amct.numerics.samples.EXACT_LIMIT", 0) if streaming else nullcontext()
 
 
 def observed(*batches: torch.Tensor, **settings: object) -> ActivationFactors:
@@ -152,11 +146,11 @@ def test_per_channel_histograms_cost_at_most_one_percent(bits):
         assert formula.loss_of(factors.scale[channel].double().item()) <= 1.01 * best
 
 
-@given(MODERATE, st.integers(-20, 20), st.booleans(), st.booleans())
-def test_factors_follow_the_data_by_powers_of_two(values, exponent, asymmetric, streaming):
+@given(MODERATE, st.integers(-20, 20), st.booleans(), st.sampled_from(STORAGES))
+def test_factors_follow_the_data_by_powers_of_two(values, exponent, asymmetric, kind):
     x = torch.from_numpy(values)
     assume(x.abs().max() > 1e-2)
-    with storage(streaming):
+    with storage(kind):
         plain, scaled = (observed(v, asymmetric=asymmetric) for v in (x, x * 2.0**exponent))
     assume(not plain.tiny and not scaled.tiny)
     assert scaled.scale.item() == plain.scale.item() * 2.0**exponent
@@ -182,10 +176,10 @@ def test_the_choice_is_never_worse_than_keeping_the_percentile(values, asymmetri
     assert formula.loss_of(factors.scale.double().item()) <= allowed
 
 
-@given(st.lists(MODERATE, min_size=1, max_size=4), st.permutations(range(4)), st.booleans())
-def test_pieces_order_and_merging_do_not_matter(batches, order, streaming):
+@given(st.lists(MODERATE, min_size=1, max_size=4), st.permutations(range(4)), st.sampled_from(STORAGES))
+def test_pieces_order_and_merging_do_not_matter(batches, order, kind):
     tensors = [torch.from_numpy(batch) for batch in batches]
-    with storage(streaming):
+    with storage(kind):
         once = IfmrObserver()
         once.observe(torch.cat(tensors))
         merged = IfmrObserver()
@@ -195,7 +189,7 @@ def test_pieces_order_and_merging_do_not_matter(batches, order, streaming):
                 shard.observe(tensors[place])
                 merged.merge(shard)
         assert merged.batches == len(tensors)
-        assert merged.exact == once.exact == (not streaming)
+        assert merged.exact == once.exact
         first, second = merged.result(), once.result()
     assert first.scale.item() == second.scale.item()
     assert first.offset.item() == second.offset.item()
@@ -246,20 +240,20 @@ def test_the_symmetric_scale_follows_its_policy():
     assert full.scale.item() == pytest.approx(1 / 127)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("value", [0.7, -0.7, 3e-4, 1234.5])
-def test_constant_data_is_kept_exactly(value, streaming):
+def test_constant_data_is_kept_exactly(value, kind):
     x = torch.full((37,), value)
-    with storage(streaming):
+    with storage(kind):
         factors = observed(x)
     kept = dequantize(quantize(x, factors.scale, factors.offset, 8), factors.scale, factors.offset)
     assert kept.numpy() == pytest.approx(x.numpy(), rel=1e-6)
 
 
 @pytest.mark.parametrize("x", [torch.zeros(9), torch.full((5,), 1e-40), torch.tensor([-1e-12, 1e-12])])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_data_as_good_as_zero_gets_scale_one(x, streaming):
-    with storage(streaming):
+@pytest.mark.parametrize("kind", STORAGES)
+def test_data_as_good_as_zero_gets_scale_one(x, kind):
+    with storage(kind):
         asymmetric, symmetric = observed(x), observed(x, asymmetric=False)
     assert (asymmetric.scale.item(), asymmetric.offset.item()) == (1.0, -128)
     assert (symmetric.scale.item(), symmetric.offset.item()) == (1.0, 0)
@@ -273,18 +267,18 @@ def test_one_element():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_other_precisions_count_as_their_values(dtype, streaming):
+@pytest.mark.parametrize("kind", STORAGES)
+def test_other_precisions_count_as_their_values(dtype, kind):
     x = data("normal", 4_000).to(dtype)
-    with storage(streaming):
+    with storage(kind):
         assert observed(x).scale.item() == observed(x.float()).scale.item()
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_outlier_that_no_scale_can_cover_is_reported(streaming):
+@pytest.mark.parametrize("kind", STORAGES)
+def test_an_outlier_that_no_scale_can_cover_is_reported(kind):
     x = torch.tensor([1.0, 1e30])
     with (
-        storage(streaming),
+        storage(kind),
         pytest.raises(CalibrationError, match=r"too large for 8 bits.*maximum [\d.]+e\+"),
     ):
         observed(x)

@@ -87,6 +87,19 @@ class FloatHistogram:
                 lower, upper = self._tail_edges()
                 self._keep_tail(*run(lambda piece: _outside(piece[0], lower, upper), pieces))
 
+    def add_counted(self, values: NDArray[np.float32], counts: Counts) -> None:
+        """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
+        assert self.channels == 1
+        top_bits = values.view(np.uint32).astype(np.int64) >> (_FLOAT_MANTISSA - self.mantissa_bits)
+        block, place = top_bits >> self.mantissa_bits, top_bits & ((1 << self.mantissa_bits) - 1)
+        for one in np.unique(block):
+            table = np.zeros(1 << self.mantissa_bits, np.int64)
+            np.add.at(table, place[block == one], counts[block == one])
+            self._add_block(0, one, table)
+        lower, upper = self._tail_edges()
+        outside = (values <= lower) | (values >= upper)
+        self._keep_tail(np.repeat(values[outside], counts[outside]))
+
     def merge(self, other: FloatHistogram) -> None:
         """Add the counts of a histogram with as many channels and bins."""
         assert (other.channels, other.mantissa_bits) == (self.channels, self.mantissa_bits)

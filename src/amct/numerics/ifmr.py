@@ -17,6 +17,7 @@ from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, 
 from amct.numerics.compiled import compiled, compiled_sum
 from amct.numerics.histogram import Bins, Values
 from amct.numerics.samples import Floats, SamplingObserver
+from amct.numerics.value_counts import MOST_VALUES
 
 _EPSILON = float(np.finfo(np.float32).eps)
 
@@ -143,12 +144,15 @@ class BinnedValues:
 def _merged(bins: Bins, width: float) -> Bins:
     """Neighbouring bins as one, as long as it is no wider than ``width``; wider bins stay as they are.
 
-    Bins near zero are far finer than a search needs: an eighth of a step, as far from zero, is enough.
+    Bins near zero are far finer than a search needs: an eighth of a step, as far from zero, is enough. Few bins stay
+    as they are: they cost no time, and may be exact values.
     """
+    if bins.low.size <= MOST_VALUES:
+        return bins
     cell = np.floor(bins.low / width)
     first = np.flatnonzero(np.diff(cell, prepend=np.nan) != 0)
     last = np.append(first[1:], cell.size) - 1
-    return Bins(bins.low[first], bins.high[last], np.add.reduceat(bins.count, first)) if cell.size else bins
+    return Bins(bins.low[first], bins.high[last], np.add.reduceat(bins.count, first))
 
 
 def _ranked(bins: Bins, rank: int) -> float:

@@ -1,8 +1,9 @@
 """What an observer remembers of the values it saw: all of them while they are few, then a histogram.
 
 Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own.
-One value more and all of them move into a ``FloatHistogram``, whose size does not grow with the data. Minimum and
-maximum are exact in both cases.
+One value more and all of them are counted instead: each different value (``ValueCounts``) as long as these are few,
+else, and always per channel, in a ``FloatHistogram``. Neither grows with the data. Minimum and maximum are exact in all
+cases, and which case it is does not depend on the order of the data.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from amct.numerics.affine import SymmetricScale, integer_range
 from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, Bins, FloatHistogram
 from amct.numerics.min_max import RunningRange
 from amct.numerics.observer import ActivationFactors, Observer, check_mergeable
+from amct.numerics.value_counts import ValueCounts
 
 EXACT_LIMIT = 1 << 20
 
@@ -33,12 +35,12 @@ class Samples:
         self.merged = False
         """Two collections were joined, so the batches have no order any more."""
         self._pieces: list[Floats] = []
-        self._histogram: FloatHistogram | None = None
+        self._counts: ValueCounts | FloatHistogram | None = None
 
     @property
     def exact(self) -> bool:
         """All values are still at hand."""
-        return self._histogram is None
+        return self._counts is None
 
     def add(self, x: Tensor) -> None:
         """Take in one batch; a refused batch leaves everything as it was."""
@@ -48,20 +50,25 @@ class Samples:
         if self.exact and self.range.count <= EXACT_LIMIT:
             self._pieces.append(rows.cpu().numpy().copy())
         else:
-            self._histogram_now().add(rows)
+            self._leave_exact()
+            self._count(rows)
 
     def merge(self, other: Samples) -> None:
         """Take in all that ``other`` has; ``other`` stays as it is."""
         joined = self.range.count > 0 and other.range.count > 0
         self.range.merge(other.range)
         self.merged = self.merged or other.merged or joined
-        if other._histogram is not None:
-            self._histogram_now().merge(other._histogram)
-        elif self.exact and self.range.count <= EXACT_LIMIT:
+        if self.exact and other.exact and self.range.count <= EXACT_LIMIT:
             self._pieces.extend(other._pieces)
-        else:
+            return
+        self._leave_exact()
+        if other._counts is None:
             for piece in other._pieces:
-                self._histogram_now().add(torch.from_numpy(piece))
+                self._count(torch.from_numpy(piece))
+        elif isinstance(other._counts, ValueCounts):
+            self._join(other._counts)
+        else:
+            self._histogram().merge(other._counts)
 
     def batches_of(self, channel: int) -> list[Floats]:
         """The values of a channel, a batch each, as long as ``exact``."""
@@ -73,21 +80,44 @@ class Samples:
         return np.sort(np.concatenate(self.batches_of(channel)))
 
     def bins(self, channel: int) -> Bins:
-        """The histogram of a channel, when no longer ``exact``; it ends at the exact minimum and maximum."""
-        assert self._histogram is not None
-        bins = self._histogram.bins(channel)
+        """The counts of a channel, when no longer ``exact``; they end at the exact minimum and maximum."""
+        assert self._counts is not None
+        bins = self._counts.bins() if isinstance(self._counts, ValueCounts) else self._counts.bins(channel)
         minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
         return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
 
-    def _histogram_now(self) -> FloatHistogram:
-        """The histogram; from the first call on, all values live in it."""
-        if self._histogram is None:
-            channels = self.range.channels
-            self._histogram = FloatHistogram(channels, MANTISSA_BITS if channels == 1 else CHANNEL_MANTISSA_BITS)
-            for piece in self._pieces:
-                self._histogram.add(torch.from_numpy(piece))
-            self._pieces = []
-        return self._histogram
+    def _leave_exact(self) -> None:
+        """From the first call on, values are counted instead of kept."""
+        if self._counts is not None:
+            return
+        channels = self.range.channels
+        self._counts = ValueCounts.none() if channels == 1 else FloatHistogram(channels, CHANNEL_MANTISSA_BITS)
+        pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            self._count(torch.from_numpy(piece))
+
+    def _count(self, rows: Tensor) -> None:
+        found = ValueCounts.of(rows) if isinstance(self._counts, ValueCounts) else None
+        if found is None:
+            self._histogram().add(rows)
+        else:
+            self._join(found)
+
+    def _join(self, found: ValueCounts) -> None:
+        joined = self._counts.plus(found) if isinstance(self._counts, ValueCounts) else None
+        if joined is None:
+            self._histogram().add_counted(found.values, found.counts)
+        else:
+            self._counts = joined
+
+    def _histogram(self) -> FloatHistogram:
+        """The histogram; from the first call on, everything is counted in it."""
+        if not isinstance(self._counts, FloatHistogram):
+            histogram = FloatHistogram(1, MANTISSA_BITS)
+            if self._counts is not None:
+                histogram.add_counted(self._counts.values, self._counts.counts)
+            self._counts = histogram
+        return self._counts
 
 
 @dataclass(kw_only=True, eq=False)
