@@ -9,8 +9,8 @@ from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.fuse import fuse
 from amct.caffe.model import read_model
+from amct.caffe.onnx_observe import BlobRanges
 from amct.config.caffe_types import CAFFE_TYPES
-from amct.export.binding import TensorFactors
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight
 from amct.numerics.min_max import MinMaxObserver
@@ -55,15 +55,14 @@ class Ranges:
             if node.layer.type in (wanted if types is None else types) and not node.layer.name.endswith("_split")
         ]
         self.inputs = {(n.layer.name, i): MinMaxObserver() for n in self.quantized for i in range(len(n.bottoms))}
-        self.blobs = {name: MinMaxObserver() for name in blobs}
+        self.blobs = BlobRanges(blobs)
 
     def observe(self):
         """Look at what the last forward left in the blobs."""
         for node in self.quantized:
             for index, blob in enumerate(node.bottoms):
                 self.inputs[node.layer.name, index].observe(self.net.graph.blobs[blob].tensor)
-        for name, observer in self.blobs.items():
-            observer.observe(self.net.blob(name).tensor)
+        self.blobs.observe(self.net)
 
     def record(self):
         layers = {}
@@ -78,11 +77,7 @@ class Ranges:
         return CaffeRecord(layers)
 
     def tensors(self):
-        results = {name: observer.result() for name, observer in self.blobs.items()}
-        return {
-            name: TensorFactors(scale=float(found.scale), zero_point=int(found.offset))
-            for name, found in results.items()
-        }
+        return self.blobs.factors()
 
 
 def fake_quantized_outputs(net, record):
