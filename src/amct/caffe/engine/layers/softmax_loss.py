@@ -138,7 +138,8 @@ class InfogainLoss(_ClassLoss):
         del parameters
         scores = bottoms[0]
         classes = scores.shape[self.axis]
-        matrix = (bottoms[2].detach() if self.matrix is None else self.matrix.to(scores.device)).reshape(classes, classes)
+        given = bottoms[2].detach() if self.matrix is None else self.matrix.to(scores.device)
+        matrix = given.reshape(classes, classes)
         labels, counts = self.labels(bottoms[1].reshape(self.label_shape), classes)
         weights = (matrix[labels] * counts.unsqueeze(-1)).movedim(-1, self.axis)
         logarithm = torch.log_softmax(scores, self.axis)
