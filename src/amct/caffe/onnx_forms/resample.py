@@ -27,7 +27,11 @@ def upsample(place: Place[Upsample]) -> None:
         result = _placed(place, places)
     else:
         scales = place.value("scales", np.array([1, 1, *layer.factor], np.float32))
-        mode: dict[str, Attribute] = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        mode: dict[str, Attribute] = {
+            "mode": "nearest",
+            "coordinate_transformation_mode": "asymmetric",
+            "nearest_mode": "floor",
+        }
         if layer.times == 1:
             place.top("Resize", place.bottom, "", scales, **mode)
             return

@@ -47,7 +47,11 @@ def mvm(place: Place[tensor_math.Mvm]) -> None:
 def gemm(place: Place[tensor_math.Gemm]) -> None:
     """The same operator."""
     options = place.layer.parameter.gemm_param
-    attributes: dict[str, Attribute] = {"alpha": float(options.alpha), "transA": int(options.trans_a), "transB": int(options.trans_b)}
+    attributes: dict[str, Attribute] = {
+        "alpha": float(options.alpha),
+        "transA": int(options.trans_a),
+        "transB": int(options.trans_b),
+    }
     if len(place.bottoms) > tensor_math.MATRIX_AXES:
         attributes["beta"] = float(options.beta)
     place.top("Gemm", *place.bottoms, **attributes)
