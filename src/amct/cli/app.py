@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import caffe, config, record
+from amct.cli import caffe, config, quantize, record
 
 app = typer.Typer(
     name="amct",
@@ -35,5 +35,7 @@ def root(
 
 
 app.add_typer(caffe.app)
+app.command()(quantize.quantize)
+app.command()(quantize.inspect)
 app.add_typer(config.app)
 app.add_typer(record.app)

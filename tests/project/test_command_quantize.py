@@ -1,0 +1,107 @@
+"""``amct quantize`` and ``amct inspect`` on small models made here."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from amct.cli import main
+
+PROTOTXT = """\
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "relu" }
+layer { name: "fc" type: "InnerProduct" bottom: "relu" top: "fc"
+  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
+"""
+FACTORY = """\
+import torch
+from torch import nn
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)).eval()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.prototxt").write_text(PROTOTXT)
+    (tmp_path / "my_nets_of_quantize_test.py").write_text(FACTORY)
+    np.save(tmp_path / "data.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
+    from amct_caffe import caffe
+
+    caffe.Net("net.prototxt", caffe.TEST).save("net.caffemodel")
+    return tmp_path
+
+
+def test_quantize_a_caffe_pair(folder, capsys):
+    arguments = ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json"]
+    assert main(["quantize", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["quantized"] == ["conv", "fc"]
+    assert "relu" in result["left float"]
+    assert [row["layer"] for row in result["layers"]]
+    assert (folder / "out/net_deploy_weights.caffemodel").stat().st_size > 0
+    assert all((folder / name).exists() for name in result["files"])
+
+
+def test_quantize_a_torch_reference(folder):
+    arguments = [
+        "quantize",
+        "my_nets_of_quantize_test:build",
+        "--data",
+        "data.npy",
+        "--batch-size",
+        "2",
+        "-o",
+        "out/net",
+    ]
+    code = f"from amct.cli import main; raise SystemExit(main({arguments!r}))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, capture_output=True, text=True)
+    assert "quantized   2 layers" in result.stdout
+    session = onnxruntime.InferenceSession(folder / "out/net_qdq_model.onnx")
+    (scores,) = session.run(None, {session.get_inputs()[0].name: np.load(folder / "data.npy")[:2]})
+    assert scores.shape == (2, 2)
+
+
+@pytest.mark.usefixtures("folder")
+def test_inspect_says_what_can_be_quantized(capsys):
+    assert main(["inspect", "net.prototxt"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["conv", "Convolution", "quantized"]
+    assert "off by default" in lines[2]
+    assert lines[-1] == "2 of 4 layers are quantized by default"
+
+
+BAD = {
+    "no weights": (["net.prototxt", "--data", "data.npy", "-o", "out/x"], "expected a prototxt and a caffemodel"),
+    "no data": (["net.prototxt", "net.caffemodel", "--data", "none", "-o", "out/x"], "none"),
+    "no model": (["none.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "out/x"], "none.prototxt"),
+    "bad mean": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--mean", "a", "-o", "out/x"], "--mean"),
+    "bad size": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--size", "1,2,3", "-o", "out/x"], "--size"),
+    "bad colour": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--color", "hsv", "-o", "out/x"], "hsv"),
+    "nowhere to write": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "/proc/x/y"], "/proc/x"),
+    "bad config": (
+        ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--config", "bad.cfg", "-o", "out/x"],
+        'bad.cfg:1:1: .*"convv".*Did you mean "conv"',
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_error_and_nothing_is_written(folder, capsys, arguments, message):
+    (folder / "bad.cfg").write_text('skip_layers: "convv"\n')
+    assert main(["quantize", *arguments]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[AMCT]")]
+    assert len(error) == 1
+    assert error[0].startswith("error: ")
+    assert re.search(message, error[0])
+    assert not (folder / "out").exists()
