@@ -91,6 +91,11 @@ def accuracy(session: onnxruntime.InferenceSession, images: torch.Tensor, labels
     return float(100 * np.mean(scores.argmax(1) == labels.numpy()))
 
 
+def top1_accuracy(scores: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The same of one batch, for the report, which runs both models in torch."""
+    return float(100 * (scores.argmax(1) == batch[1]).float().mean())
+
+
 def latency(sessions: dict[str, onnxruntime.InferenceSession], images: torch.Tensor) -> dict[str, float]:
     """Milliseconds for a batch: the best of many runs, taken in turn so that noise meets all alike."""
     best = dict.fromkeys(sessions, float("inf"))
@@ -147,6 +152,9 @@ def main() -> int:
     worst = min(quantized.compare(test_images[:200]), key=lambda layer: layer.sqnr)
     print(f"most harmed layer: {worst.layer} (SQNR {worst.sqnr:.1f} dB, cosine {worst.cosine:.5f})")
     print("files:", *(f"  {path}" for path in [float_file, *files]), sep="\n")
+    test_batches = list(zip(test_images.split(100), test_labels.split(100), strict=True))
+    report = quantized.report(output / "report.html", test_batches, top1_accuracy, files=[float_file, *files])
+    print(f"report: {report}")
     return 0
 
 

@@ -83,8 +83,13 @@ class Batches:
         return self._arguments(batch)
 
     def __iter__(self) -> Iterator[Arguments]:
+        for _, arguments in self.with_originals():
+            yield arguments
+
+    def with_originals(self) -> Iterator[tuple[Any, Arguments]]:
+        """Each batch as the data gave it, labels and all, and as arguments of a call."""
         for batch in self._raw():
-            yield self._arguments(batch)
+            yield batch, self._arguments(batch)
 
     def _raw(self) -> Iterator[Any]:
         if self._rest is None:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,16 +31,18 @@ from amct.pytorch.model_copy import unwrap
 from amct.pytorch.modified_onnx import file_notes
 from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
 from amct.pytorch.quant_config import AnyConfig, plan_of
+from amct.pytorch.reporting import report_content
 from amct.pytorch.saving import ExportOptions, save_files
+from amct.report.page import write_page
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from amct.export.binding import TensorFactors
     from amct.pytorch.batches import BatchInputs
     from amct.pytorch.preparation import AdaRoundMode
+    from amct.pytorch.reporting import Metric
     from amct.record import Record
     from amct.report.compare import LayerComparison
     from amct.topology import Skip
@@ -230,7 +233,42 @@ class QuantizedModel:
             inputs: as for ``quantize``.
         """
         batches = Batches(self._preparation.fused.model, data, inputs)
-        return compare_layers(self._preparation.fused.model, self.model, self.layers, batches)
+        return compare_layers(self._preparation.fused.model, self.model, {name: name for name in self.layers}, batches)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        data: object = None,
+        metric: Metric | None = None,
+        *,
+        inputs: BatchInputs | None = None,
+        files: Iterable[str | os.PathLike[str]] = (),
+    ) -> Path:
+        """Run the float and the quantized model on data, and write what was found as one HTML file.
+
+        Args:
+            path: of the HTML file.
+            data: as ``calibration_data``, best with labels; None: the first calibration batch.
+            metric: ``metric(output, batch) -> float``, the mean over one batch, which is as the data gives it. It is
+                called for both models; batches count as much as they have samples. Its name is shown.
+            inputs: as for ``quantize``.
+            files: whose sizes are shown, such as those that ``save`` returned.
+
+        Returns:
+            The path.
+
+        Raises:
+            ArgumentTypeError: the data is of no known form, or the metric gives no number.
+            ArgumentError: a metric without data.
+            CalibrationError: there is no data.
+            FileError: the file cannot be written, or one of ``files`` cannot be looked at.
+        """
+        where = Path(path)
+        atomic.check_writable(where.parent)
+        reference = self._preparation.fused.model
+        batches = Batches(reference, data, inputs).with_originals() if data is not None else None
+        write_page(where, report_content(self._preparation, self.record, self.model, batches, metric, files))
+        return where
 
     def _float_onnx(self, opset: int) -> FloatOnnx:
         if opset not in self._onnx:

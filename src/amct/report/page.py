@@ -1,0 +1,220 @@
+"""Makes one HTML file of a report: styles, script and data inside, nothing loaded from anywhere.
+
+The file is a page of text and tables that reads well without its script; the script sorts, searches and draws the
+chosen layer. Text that comes from the model is escaped by jinja2 in the page, and in the data block so that it cannot
+end it. A content security policy allows this one script only, and no request at all.
+
+A page stays below ten megabytes whatever the model: numbers have four digits, and long lists are cut where a person
+would stop reading, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from amct import atomic
+
+if TYPE_CHECKING:
+    import os
+
+    from amct.report.content import LayerContent, LayerNote, ReportContent
+
+LARGEST_LAYERS = 3000
+LARGEST_NOTES = 2000
+LARGEST_CONFIG = 200_000
+LARGEST_TEXT = 200
+"""Characters of a name or a reason."""
+RANGES_PER_LAYER = 512
+RANGES_IN_ALL = 150_000
+WORST_SHOWN = 10
+
+
+def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
+    """Write the report as one HTML file; it appears whole or not at all.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    atomic.write_text(path, page(content))
+
+
+def page(content: ReportContent) -> str:
+    """The report as the text of one HTML file."""
+    content = bounded(content)
+    script = _resource("page.js")
+    template = _environment().from_string(_resource("page.html.j2"))
+    return template.render(
+        report=content,
+        worst=worst_layers(content.layers),
+        style=Markup(_resource("page.css")),  # our own file
+        script=Markup(script),  # our own file
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=Markup(embedded(content)),  # escaped there
+    )
+
+
+def bounded(content: ReportContent) -> ReportContent:
+    """The same report in a size that a browser likes; what was cut is said in its place."""
+    layers = content.layers[:LARGEST_LAYERS]
+    ranges = max(1, min(RANGES_PER_LAYER, RANGES_IN_ALL // max(len(layers), 1)))
+    return replace(
+        content,
+        model=_short(content.model),
+        layers=tuple(_bounded_layer(layer, ranges) for layer in layers),
+        fused=_bounded_notes(content.fused),
+        skipped=_bounded_notes(content.skipped),
+        config=_short(content.config, LARGEST_CONFIG),
+        measured_on=content.measured_on + _left_out(len(content.layers), LARGEST_LAYERS, "layers"),
+    )
+
+
+def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
+    return replace(
+        layer,
+        name=_short(layer.name),
+        type=_short(layer.type),
+        weights=layer.weights.joined(ranges) if layer.weights is not None else None,
+    )
+
+
+def _bounded_notes(notes: tuple[LayerNote, ...]) -> tuple[LayerNote, ...]:
+    kept = tuple(replace(note, layer=_short(note.layer), text=_short(note.text)) for note in notes[:LARGEST_NOTES])
+    rest = _left_out(len(notes), LARGEST_NOTES, "entries")
+    return (*kept, replace(kept[-1], layer="…", text=rest.removeprefix("; "))) if rest else kept
+
+
+def _left_out(number: int, limit: int, what: str) -> str:
+    return f"; {number - limit} of {number} {what} are not shown" if number > limit else ""
+
+
+def _short(text: str, limit: int = LARGEST_TEXT) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstLayer:
+    """A bar: the layer's place in the list, its name and SQNR, its error as share of the signal, the bar's length."""
+
+    index: int
+    name: str
+    sqnr: float
+    error: float
+    length: float
+
+
+def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> list[WorstLayer]:
+    """The layers with the lowest SQNR, the worst first; layers without any error are not among them."""
+    measured = [
+        (layer.sqnr if math.isfinite(layer.sqnr) else -math.inf, index, layer)
+        for index, layer in enumerate(layers)
+        if layer.sqnr is not None and layer.sqnr != math.inf
+    ]
+    measured.sort(key=lambda entry: entry[:2])
+    worst = measured[:count]
+    errors = [min(1.0, 10 ** (-sqnr / 20)) for sqnr, _, _ in worst]
+    longest = max(errors, default=1.0)
+    return [
+        WorstLayer(index=index, name=layer.name, sqnr=sqnr, error=error, length=100 * error / longest)
+        for (sqnr, index, layer), error in zip(worst, errors, strict=True)
+    ]
+
+
+# -- the data block ----------------------------------------------------------------------------------------------------
+
+
+def embedded(content: ReportContent) -> str:
+    """What the script draws, as JSON that can stand inside a script element."""
+    data = {"layers": [_layer_data(layer) for layer in content.layers]}
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _layer_data(layer: LayerContent) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": layer.name}
+    seen = layer.activation
+    if seen is not None:
+        data["seen"] = [_number(seen.minimum), _number(seen.maximum)]
+        data["clip"] = [_number(seen.clip_low), _number(seen.clip_high)]
+        if seen.histogram is not None:
+            found = seen.histogram
+            data["bars"] = {
+                "low": _number(found.low),
+                "high": _number(found.high),
+                "counts": found.counts,
+                "below": found.below,
+                "above": found.above,
+            }
+    if layer.weights is not None:
+        data["weights"] = {
+            "min": [_number(value) for value in layer.weights.minimum],
+            "max": [_number(value) for value in layer.weights.maximum],
+            "each": layer.weights.channels_each,
+        }
+    return data
+
+
+def _number(value: float) -> float | None:
+    """Four digits; null for what JSON has no word for."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# -- text of numbers ---------------------------------------------------------------------------------------------------
+
+
+def _digits(value: float | None, digits: int = 4) -> str:
+    return "–" if value is None else f"{value:.{digits}g}"
+
+
+def _decibel(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.1f}" if math.isfinite(value) else ("∞" if value > 0 else "−∞")
+
+
+def _cosine(value: float | None) -> str:
+    return "–" if value is None else f"{value:.5f}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "–"
+    percent = 100 * share
+    return "0" if percent == 0 else ("< 0.001" if percent < 0.001 else f"{percent:.3g}" if percent < 100 else "100")
+
+
+def _sort_key(value: float | None) -> str:
+    """For the script: a number, an infinity by name, or nothing for what was not measured."""
+    if value is None or math.isnan(value):
+        return ""
+    return repr(float(f"{value:.6g}")) if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
+def _bytes(size: int) -> str:
+    """A size as people say it."""
+    for unit, factor in (("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:,.0f} {unit}"
+    return f"{size} B"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=_bytes
+    )
+    return environment
+
+
+def _resource(name: str) -> str:
+    return resources.files("amct.report").joinpath(name).read_text(encoding="utf-8")
