@@ -73,9 +73,9 @@ def rows(weight, name):
 
 
 def test_weights_have_sixteen_values_per_channel_after_folding(flow):
-    graph, (net, modified) = calibrate(flow)
+    graph, (_, modified) = calibrate(flow)
     kinds = {layer.type for layer in prototxt(flow.result_files("fake_quant")[0]).layer}
-    assert "BatchNorm" not in kinds and "Scale" not in kinds
+    assert not kinds & {"BatchNorm", "Scale"}
     fake = flow.result("fake_quant")
     for name in CLUSTERED:
         for weights in (modified.params[name][0].data, fake.params[name][0].data):
@@ -89,7 +89,7 @@ def test_weights_have_sixteen_values_per_channel_after_folding(flow):
 
 def test_refreshed_statistics_are_those_of_caffe(flow):
     """After 4 batches: Σ fraction^k x_k, as Caffe's moving average; a layer's own fraction beats the config's."""
-    graph, (net, _) = calibrate(flow, save=False)
+    _, (net, _) = calibrate(flow, save=False)
     layers = {layer.name: layer for layer in net.layer}
     assert layers["bn1"].batch_norm_param.moving_average_fraction == 0.25
     assert layers["bn2"].batch_norm_param.moving_average_fraction == 0.5
@@ -125,7 +125,7 @@ def test_both_records(flow):
     factors = graph.original.weights["scale2"][0].numpy()
     statistics = caffe_pb2.NetParameter()
     statistics.ParseFromString((flow.folder / "bn_data" / "bn2.caffemodel").read_bytes())
-    mean, variance, weight = (np.array(blob.data) for blob in statistics.layer[0].blobs)
+    _, variance, weight = (np.array(blob.data) for blob in statistics.layer[0].blobs)
     expected = np.array(before["group/conv"].scale_w) * np.abs(factors / np.sqrt(variance / weight + 1e-5))
     np.testing.assert_allclose(after["group/conv"].scale_w, expected, rtol=1e-6)
 
