@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-FRAGMENTS = {"caffe-layers.md": "shows the shape of a class to write, not a script"}
-PAGES = [
-    page
-    for page in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")]
-    if "```python" in page.read_text() and page.name not in FRAGMENTS
-]
+PAGES = [page for page in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
 
 
 def python_blocks(page: Path) -> list[str]:
