@@ -54,6 +54,7 @@ def test_factors_are_held_in_float32():
     ("change", "words"),
     [
         ({"scale": 0.0}, "scale: expected"),
+        ({"scale": 1e40}, "scale: expected finite numbers above 0, got inf"),
         ({"bits": 3}, "bits: expected"),
         ({"zero_point": 200}, "zero_point: expected"),
     ],

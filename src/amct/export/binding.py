@@ -152,7 +152,8 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _positive(name: str, value: Any) -> NDArray[np.float32]:  # noqa: ANN401  whatever NumPy can read
-    array = np.asarray(value, dtype=np.float32).reshape(-1)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused below
+        array = np.asarray(value, dtype=np.float32).reshape(-1)
     wrong = ~(np.isfinite(array) & (array > 0))
     if array.size == 0 or wrong.any():
         got = "none" if array.size == 0 else f"{array[wrong][0]:g} at index {int(np.flatnonzero(wrong)[0])}"
