@@ -1,0 +1,28 @@
+"""What an installed package needs beside its Python files is packed."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_data_file_of_the_package_is_packed():
+    found = re.search(r"\[tool\.setuptools\.package-data\]\n\"\*\" = (\[.*\])", (ROOT / "pyproject.toml").read_text())
+    assert found is not None
+    patterns = json.loads(found[1])
+    listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    data = [Path(name) for name in listed.split() if not name.endswith(".py")]
+    assert {path.name for path in data} >= {"py.typed", "descriptors.binpb", "caffe.proto"}
+    assert [path for path in data if not any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns)] == []
+
+
+def test_every_package_says_that_it_is_typed():
+    packages = [path for path in (ROOT / "src").iterdir() if path.is_dir() and path.name.isidentifier()]
+    assert {path.name for path in packages} == {"amct", "amct_caffe", "amct_pytorch", "hotwheels"}
+    without = [path.name for path in packages if not list(path.glob("py.typed")) and not list(path.glob("*/py.typed"))]
+    assert without == []
