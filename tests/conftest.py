@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,15 @@ def assets_folder() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if assets_folder().is_dir():
-        return
+    missing = {}
+    if not assets_folder().is_dir():
+        missing["assets"] = "the real models are not on this machine (set AMCT_ASSETS)"
+    if shutil.which("chromium") is None:
+        missing["browser"] = "the program chromium is not on this machine (Debian: apt-get install chromium)"
     for item in items:
-        if item.get_closest_marker("assets"):
-            item.add_marker(pytest.mark.skip(reason="the real models are not on this machine (set AMCT_ASSETS)"))
+        for marker, reason in missing.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,13 @@
 >>> quantized = amct.quantize(model, calibration_loader)            # doctest: +SKIP
 >>> print(quantized.summary())                                      # doctest: +SKIP
 >>> quantized.save("out/resnet")                                    # doctest: +SKIP
+>>> quantized.report("out/report.html", data=test_loader, metric=top1)  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
+from amct.pytorch.compare_models import compare
 from amct.pytorch.quant_config import LayerConfig, QuantConfig
 from amct.pytorch.quantize import IoOptions, QuantizedModel, quantize
 from amct.record import Record
@@ -23,5 +25,6 @@ __all__ = [
     "QuantConfig",
     "QuantizedModel",
     "Record",
+    "compare",
     "quantize",
 ]

@@ -158,6 +158,11 @@ class QuantizedModel:
         return tuple(self._preparation.weights)
 
     @property
+    def float_places(self) -> dict[str, str]:
+        """Each quantized layer, and the module of the original model with the same output: itself or its batch norm."""
+        return {name: self._preparation.fused.fusions.get(name, name) for name in self.layers}
+
+    @property
     def skipped(self) -> tuple[Skip, ...]:
         """What stays float, and why."""
         return self._preparation.skips

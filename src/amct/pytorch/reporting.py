@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     Originals = Iterable[tuple[Any, Arguments]]
 
 _OUTPUT = "output"
+_NO_CONFIG = "create_quant_config"
+"""What a plan names as its source when the user gave none."""
 
 
 @dataclass
@@ -212,7 +214,7 @@ def _figures(preparation: Preparation, measured: _Measured, metric: Metric | Non
         label = "metric" if name == "<lambda>" else name.replace("_", " ")
         yield Figure(label=label, before=f"{before:.4g}", after=f"{after:.4g}")
     if measured.output is not None:
-        yield Figure(label="cosine of the outputs, float and quantized", after=f"{measured.output.cosine:.5f}")
+        yield Figure(label="cosine of both outputs", after=f"{measured.output.cosine:.5f}")
         yield Figure(label="SQNR of the output", after=f"{measured.output.sqnr:.1f} dB")
     before, after = _weight_bytes(preparation)
     if before:
@@ -271,7 +273,7 @@ def _bits(type_name: str) -> int:
 def config_text(plan: Plan) -> str:
     """What a plan says, short: layers with the same settings are told together."""
     lines = [
-        f"source: {plan.source}",
+        f"source: {'defaults' if plan.source == _NO_CONFIG else plan.source}",
         f"batch_num: {plan.batch_num}",
         f"activation_offset: {str(plan.activation_offset).lower()}",
         f"do_fusion: {str(plan.do_fusion).lower()}",

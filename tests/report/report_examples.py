@@ -1,0 +1,71 @@
+"""A small report with everything in it, and names that would like to leave their place."""
+
+from __future__ import annotations
+
+import math
+
+from amct.report.content import (
+    ActivationContent,
+    Figure,
+    FileSize,
+    Histogram,
+    LayerContent,
+    LayerNote,
+    ReportContent,
+    WeightRanges,
+)
+
+HOSTILE = '</script><script>window.harm=1</script><img src=x onerror="window.harm=1">&amp;\u2028\'"{{ 7*7 }}'
+
+
+def activation(clipped: float = 0.001) -> ActivationContent:
+    counts = tuple(range(64))
+    return ActivationContent(
+        minimum=-0.5,
+        maximum=7.5,
+        clip_low=0.0,
+        clip_high=6.375,
+        clipped=clipped,
+        saturated=2 * clipped,
+        histogram=Histogram(low=-0.5, high=7.5, counts=counts, below=0, above=3),
+    )
+
+
+def layer(name: str, sqnr: float | None, *, kind: str = "Conv2d", channels: int = 8) -> LayerContent:
+    return LayerContent(
+        name=name,
+        type=kind,
+        activation_bits=8,
+        weight_bits=8,
+        scale=0.025,
+        offset=-128,
+        sqnr=sqnr,
+        cosine=0.999,
+        activation=activation(),
+        weights=WeightRanges(
+            minimum=tuple(-1.0 - place for place in range(channels)),
+            maximum=tuple(2.0 + place for place in range(channels)),
+        ),
+    )
+
+
+def small_report() -> ReportContent:
+    return ReportContent(
+        model="Net <b>",
+        measured_on="3 batches",
+        figures=(Figure(label="top1", before="0.71", after="0.70"), Figure(label="cosine", after="0.9993")),
+        files=(FileSize(name="net_qdq_model.onnx", size=123_456),),
+        layers=(
+            layer("conv1", 30.5),
+            layer("conv10", 21.25),
+            layer("conv2", math.inf),
+            layer(HOSTILE, 9.5),
+            LayerContent(name="pool", type="AvgPool2d", activation_bits=8),
+            layer("fc", 25.0, kind="Linear"),
+        ),
+        fused=(LayerNote(layer="bn1", text='folded into "conv1"'),),
+        skipped=(LayerNote(layer="head.norm", text="LayerNorm is not quantizable <i>"),),
+        config="batch_num: 2 <script>",
+        versions=(("amct", "0.1.0"),),
+        created="2026-01-02 03:04 UTC",
+    )

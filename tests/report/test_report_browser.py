@@ -1,0 +1,136 @@
+"""The page in a real browser: it loads quietly, sorts, searches, and draws the chosen layer."""
+
+from __future__ import annotations
+
+import pytest
+from headless_chromium import Chromium
+from report_examples import HOSTILE, small_report
+
+from amct.report.page import write_page
+
+pytestmark = pytest.mark.browser
+
+NAMES = "Array.from(document.querySelectorAll('#table tbody tr:not([hidden]) .choose'), item => item.textContent)"
+CHOSEN = "document.querySelector('#table tr.chosen .choose').textContent"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = Chromium(tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def tab(browser, tmp_path):
+    write_page(tmp_path / "report.html", small_report())
+    browser.open(tmp_path / "report.html")
+    return browser
+
+
+def click(tab, selector):
+    tab.run(f"document.querySelector({selector!r}).click()")
+
+
+def sort_by(tab, title):
+    tab.run(
+        "Array.from(document.querySelectorAll('#table thead button'))"
+        f".find(button => button.textContent === {title!r}).click()"
+    )
+
+
+def write(tab, text):
+    tab.run(f"var box = document.getElementById('search'); box.value = {text!r}; box.dispatchEvent(new Event('input'))")
+
+
+def test_the_page_loads_quietly_and_asks_for_itself_only(tab, tmp_path):
+    assert tab.run("document.readyState") == "complete"
+    assert tab.complaints() == []
+    assert [url for url in tab.requests() if not url.startswith("data:")] == [(tmp_path / "report.html").as_uri()]
+
+
+def test_the_browser_tells_of_a_complaint(tab):
+    tab.run("console.error('wrong')")
+    tab.run("setTimeout(() => { throw new Error('bad') }, 0)")
+    tab.run("fetch('http://127.0.0.1:9/').catch(() => 0)")
+    tab.send("Runtime.evaluate", expression="new Promise(done => setTimeout(done, 50))", awaitPromise=True)
+    told = "\n".join(tab.complaints())
+    assert "wrong" in told
+    assert "bad" in told
+    assert "Content Security Policy" in told
+
+
+def test_names_of_layers_cannot_run(tab):
+    assert tab.run("window.harm") is None
+    assert HOSTILE in tab.run(NAMES)
+
+
+def test_sorting_by_a_number_puts_what_was_not_measured_last(tab):
+    sort_by(tab, "SQNR dB")
+    assert tab.run(NAMES) == [HOSTILE, "conv10", "fc", "conv1", "conv2", "pool"]
+    sort_by(tab, "SQNR dB")
+    assert tab.run(NAMES) == ["conv2", "conv1", "fc", "conv10", HOSTILE, "pool"]
+    assert tab.run("document.querySelector('th[aria-sort]').textContent") == "SQNR dB"
+
+
+def test_sorting_by_name_knows_that_ten_follows_two(tab):
+    sort_by(tab, "layer")
+    assert [name for name in tab.run(NAMES) if name.startswith("conv")] == ["conv1", "conv2", "conv10"]
+    sort_by(tab, "#")
+    assert tab.run(NAMES)[:3] == ["conv1", "conv10", "conv2"]
+
+
+def test_search_finds_names_and_types(tab):
+    write(tab, "CONV1")
+    assert tab.run(NAMES) == ["conv1", "conv10"]
+    assert tab.run("document.getElementById('found').textContent") == "2 of 6 layers"
+    write(tab, "avgpool")
+    assert tab.run(NAMES) == ["pool"]
+    write(tab, "")
+    assert len(tab.run(NAMES)) == 6
+
+
+def test_the_worst_layer_is_chosen_at_first(tab):
+    assert tab.run(CHOSEN) == HOSTILE
+
+
+def test_choosing_a_layer_draws_its_histogram_clip_range_and_weights(tab):
+    click(tab, '#table tbody tr[data-index="0"]')
+    assert tab.run(CHOSEN) == "conv1"
+    assert tab.run("document.getElementById('chosen').selectedOptions[0].textContent.trim()") == "conv1"
+    assert tab.run("document.querySelectorAll('#activation rect').length") == 64
+    assert tab.run("document.querySelectorAll('#weights line.range').length") == 8
+    assert "30.5" in tab.run("document.getElementById('facts').textContent")
+    # The picture goes from -0.5 to 7.5; the clip range 0 … 6.375 is drawn at the same measure.
+    lines = "Array.from(document.querySelectorAll('#activation line.clip'), line => Number(line.getAttribute('x1')))"
+    low, high = tab.run(lines)
+    assert (high - low) / 612 == pytest.approx(6.375 / 8)
+    assert (low - 14) / 612 == pytest.approx(0.5 / 8)
+    # Bars of 1/8: 4 before 0, and those whose middle is above 6.375: 9 of 64.
+    assert tab.run("document.querySelectorAll('#activation rect.outside').length") == 4 + 9
+    assert "3 values lie beyond" in tab.run("document.getElementById('activation-note').textContent")
+
+
+def test_bars_of_harmed_layers_and_the_list_choose_too(tab):
+    click(tab, '.bars .choose[data-index="5"]')
+    assert tab.run(CHOSEN) == "fc"
+    tab.run("var list = document.getElementById('chosen'); list.value = '4'; list.dispatchEvent(new Event('change'))")
+    assert tab.run(CHOSEN) == "pool"
+    assert tab.run("document.getElementById('activation').textContent") == "not measured"
+    assert tab.run("document.getElementById('weights').textContent") == "no weights"
+
+
+def test_the_logarithmic_switch_changes_the_bars(tab):
+    heights = "Array.from(document.querySelectorAll('#activation rect'), bar => Number(bar.getAttribute('height')))"
+    before = tab.run(heights)
+    click(tab, "#logarithmic")
+    after = tab.run(heights)
+    assert after[32] == pytest.approx(after[63] * 32 / 63)
+    assert before[32] > after[32]
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
+def test_the_page_fits_the_width_of_the_screen(tab, width):
+    assert len(tab.screenshot(width, 800, phone=width < 500)) > 10_000
+    assert tab.run("document.documentElement.scrollWidth") <= width
+    assert tab.complaints() == []

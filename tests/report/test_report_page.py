@@ -1,0 +1,187 @@
+"""The page holds the whole content, escaped, bounded, and asks for nothing from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from report_examples import HOSTILE, activation, layer, small_report
+
+from amct.errors import FileError
+from amct.report.content import LayerContent, LayerNote, ReportContent
+from amct.report.page import bounded, page, worst_layers, write_page
+
+
+class Reader(HTMLParser):
+    """What a browser would see: the text of each element by tag, and every attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag):
+        self.elements.append((f"/{tag}", {}, []))  # takes what follows
+
+    def handle_data(self, data):
+        if self.elements:
+            self.elements[-1][2].append(data)
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attributes, "".join(text)) for name, attributes, text in self.elements if name == tag]
+
+
+def data_of(reader: Reader) -> dict:
+    (found,) = [text for attributes, text in reader.all("script") if attributes.get("id") == "data"]
+    return json.loads(found)
+
+
+def test_the_data_of_every_layer_is_on_the_page():
+    content = small_report()
+    layers = data_of(Reader(page(content)))["layers"]
+    assert [entry["name"] for entry in layers] == [layer.name for layer in content.layers]
+    seen = content.layers[0].activation
+    assert layers[0]["bars"] == {
+        "low": seen.histogram.low,
+        "high": seen.histogram.high,
+        "counts": list(seen.histogram.counts),
+        "below": 0,
+        "above": 3,
+    }
+    assert layers[0]["clip"] == [0.0, 6.375]
+    assert layers[0]["weights"]["min"] == list(content.layers[0].weights.minimum)
+    assert layers[0]["weights"]["max"] == list(content.layers[0].weights.maximum)
+    assert layers[4] == {"name": "pool"}
+
+
+def test_every_number_is_in_the_table():
+    reader = Reader(page(small_report()))
+    rows = [attributes for attributes, _ in reader.all("tr") if "data-index" in attributes]
+    assert len(rows) == 6
+    cells = [
+        (attributes["data-value"], text.strip()) for attributes, text in reader.all("td") if "data-value" in attributes
+    ]
+    first = cells[:8]
+    assert [key for key, _ in first] == ["1", "30.5", "0.999", "0.001", "0.002", "808", "0.025", "-128.0"]
+    assert [text for _, text in first] == ["1", "30.5", "0.99900", "0.1", "0.2", "8/8", "0.025", "-128"]
+    assert cells[17] == ("Infinity", "∞")
+    assert cells[33:40] == [("", "–")] * 4 + [("800", "8/–")] + [("", "–")] * 2
+
+
+def test_hostile_names_stay_text():
+    text = page(small_report())
+    reader = Reader(text)
+    assert len(reader.all("script")) == 2
+    assert reader.all("img") == []
+    assert reader.all("i") == reader.all("b") == []
+    assert [text for _, text in reader.all("option")][3].strip() == HOSTILE
+    assert data_of(reader)["layers"][3]["name"] == HOSTILE
+    assert "<title>Net &lt;b&gt;" in text
+
+
+def test_the_page_asks_for_nothing_from_outside():
+    text = page(small_report())
+    assert re.findall(r"(?:https?:)?//[a-z0-9]", text.replace("https://", "http://")) == []
+    assert "@import" not in text
+    assert "url(" not in text
+    sources = [
+        value
+        for _, attributes, _ in Reader(text).elements
+        for key, value in attributes.items()
+        if key in ("src", "href")
+    ]
+    assert sources == ["data:,"]
+
+
+def test_only_our_script_may_run():
+    reader = Reader(page(small_report()))
+    (policy,) = [a["content"] for a, _ in reader.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    (script,) = [text for attributes, text in reader.all("script") if "id" not in attributes]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none';")
+    assert f"script-src 'sha256-{digest}'" in policy
+
+
+def test_notes_files_config_and_versions_are_told():
+    text = page(small_report())
+    for told in (
+        "folded into &#34;conv1&#34;",
+        "LayerNorm is not quantizable &lt;i&gt;",
+        "batch_num: 2 &lt;script&gt;",
+        "net_qdq_model.onnx",
+        "123 kB",
+        "amct 0.1.0",
+        "2026-01-02 03:04 UTC",
+        "measured on 3 batches",
+    ):
+        assert told in text, told
+
+
+def test_the_worst_layers_come_first_and_have_the_longest_bars():
+    worst = worst_layers(small_report().layers, count=3)
+    assert [bar.index for bar in worst] == [3, 1, 5]
+    assert worst[0].length == 100
+    # 20 dB are a tenth in amplitude.
+    assert worst[1].error == pytest.approx(10 ** (-21.25 / 20))
+    assert worst[1].length == pytest.approx(100 * 10 ** ((9.5 - 21.25) / 20))
+
+
+def test_layers_without_error_or_without_measurement_are_not_harmed():
+    assert worst_layers((layer("a", math.inf), layer("b", None))) == []
+    (dead,) = worst_layers((layer("a", -math.inf),))
+    assert (dead.error, dead.length) == (1.0, 100.0)
+
+
+def test_a_report_of_nothing_is_a_page_too():
+    assert "0 layers quantized" in page(ReportContent(model="Empty", measured_on="nothing"))
+
+
+def test_a_big_model_stays_below_ten_megabytes():
+    big = layer("backbone.stage4.block17.attention.projection", 23.456789, channels=2048)
+    ragged = replace(
+        big.weights,
+        minimum=tuple(-0.0123456789 * (place + 1) for place in range(2048)),
+        maximum=tuple(0.0987654321 * (place + 1) for place in range(2048)),
+    )
+    counts = tuple(123_456_789 + place for place in range(64))
+    seen = replace(activation(), histogram=replace(activation().histogram, counts=counts))
+    content = ReportContent(
+        model="Big",
+        measured_on="1 batch",
+        layers=(replace(big, weights=ragged, activation=seen),) * 2000,
+        skipped=(LayerNote(layer="x" * 500, text="y" * 5000),) * 20_000,
+        config="z" * 10_000_000,
+    )
+    assert len(page(content).encode()) < 10_000_000
+    kept = bounded(content)
+    assert max(kept.layers[0].weights.maximum) == max(ragged.maximum)
+    assert kept.skipped[-1].text == "18000 of 20000 entries are not shown"
+    assert len(kept.config) == 200_000
+
+
+def test_too_many_layers_are_cut_and_the_page_says_so():
+    content = ReportContent(
+        model="Big", measured_on="1 batch", layers=(LayerContent(name="a", type="Linear", activation_bits=8),) * 3001
+    )
+    assert "1 of 3001 layers are not shown" in page(content)
+
+
+def test_the_file_is_written_whole(tmp_path):
+    target = tmp_path / "new" / "report.html"
+    write_page(target, small_report())
+    assert target.read_text(encoding="utf-8") == page(small_report())
+    assert [entry.name for entry in target.parent.iterdir()] == ["report.html"]
+
+
+def test_a_folder_in_the_way_is_an_error(tmp_path):
+    with pytest.raises(FileError, match="it is a folder"):
+        write_page(tmp_path, small_report())
