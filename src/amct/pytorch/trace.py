@@ -25,6 +25,7 @@ from amct.pytorch.operators import refuse_operators
 from amct.pytorch.program import CaptureFailure, capture
 from amct.pytorch.program_graph import LayerCall, ProgramGraph, program_graph
 from amct.pytorch.program_reader import read_program
+from amct.pytorch.unused import unused_modules
 from amct.topology import Graph, LayerFacts, Skip
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ def trace(
         logger.warning("%s cannot be captured as a program, only watched: %s", type(model).__name__, program)
         return _from_calls(model, inputs, names, program)
     found = program_graph(read_program(program), model)
-    calls = {path: [_as_call(call) for call in calls] for path, calls in found.calls.items()}
+    unused = unused_modules(program)
+    calls = {path: [_as_call(call, path in unused) for call in calls] for path, calls in found.calls.items()}
     layers, skips = _sorted_out(model, calls)
     skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
     return Traced(
@@ -148,8 +150,9 @@ def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure
     )
 
 
-def _as_call(call: LayerCall) -> Call:
-    return Call(input_shapes=tuple(value.shape or () for value in call.inputs), problem=call.problem)
+def _as_call(call: LayerCall, unused: bool) -> Call:
+    problem = "no output of the model depends on it" if unused else call.problem
+    return Call(input_shapes=tuple(value.shape or () for value in call.inputs), problem=problem)
 
 
 # -- which layers can be quantized -------------------------------------------------------------------------------------
