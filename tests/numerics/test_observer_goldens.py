@@ -36,6 +36,14 @@ class Recorded:
     offset_d: int | None
     scale_w: tuple[float, ...]
     bits_w: int
+    balance: tuple[float, ...] = ()
+
+    def weights_only(self) -> Recorded:
+        return Recorded(None, None, self.scale_w, self.bits_w, self.balance)
+
+    def balance_of(self, dimensions: int) -> torch.Tensor:
+        """The balance factors of the input channels, for tensors of so many dimensions; 1 without any."""
+        return torch.tensor(self.balance or (1.0,)).reshape(1, -1, *[1] * (dimensions - 2))
 
 
 def read_record(case: str) -> dict[str, Recorded]:
@@ -49,40 +57,59 @@ def read_record(case: str) -> dict[str, Recorded]:
             int(offset[1]) if offset else None,
             tuple(float(value) for value in re.findall(r"scale_w: (\S+)", entry)),
             int(bits[1]) if bits else 8,
+            tuple(float(value) for value in re.findall(r"tensor_balance_factor: (\S+)", entry)),
         )
     return found
 
 
+@dataclass(frozen=True)
+class Layer:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm: tuple[torch.Tensor, ...] = ()
+    """Mean, variance, gamma and beta of the batch norm behind it, if that is not folded."""
+
+
 @functools.cache
-def resnet20() -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """Weights and biases with folded batch norm, and the two calibration batches."""
+def resnet20(*, fused: bool = True) -> tuple[dict[str, Layer], torch.Tensor]:
+    """Weights and biases, with folded batch norm or with the norm beside them, and the two calibration batches."""
     with np.load(GOLDEN / "numerics" / "resnet20.npz") as archive:
         arrays = {name: torch.from_numpy(archive[name]) for name in archive.files}
     layers = {}
     for name in CONVOLUTIONS:
         norm = name.replace("conv", "bn")
-        gamma, beta, mean, variance = (
-            arrays[f"{norm}.{part}"] for part in ("weight", "bias", "running_mean", "running_var")
+        mean, variance, gamma, beta = (
+            arrays[f"{norm}.{part}"] for part in ("running_mean", "running_var", "weight", "bias")
         )
-        layers[name] = fuse_conv_bn_weights(arrays[f"{name}.weight"], None, mean, variance, 1e-5, gamma, beta)
-    layers["linear"] = arrays["linear.weight"], arrays["linear.bias"]
+        weight = arrays[f"{name}.weight"]
+        if fused:
+            layers[name] = Layer(*fuse_conv_bn_weights(weight, None, mean, variance, 1e-5, gamma, beta))
+        else:
+            layers[name] = Layer(weight, None, (mean, variance, gamma, beta))
+    layers["linear"] = Layer(arrays["linear.weight"], arrays["linear.bias"])
     return layers, (arrays["images"].float() / 255 - MEAN) / DEVIATION
 
 
-def on_recorded_grid(weight: torch.Tensor, recorded: Recorded) -> torch.Tensor:
-    """The weight as calibration sees it: rounded to the steps in the record."""
+def as_calibrated(layer: Layer, recorded: Recorded) -> Layer:
+    """The weight as calibration sees it: balanced, and rounded to the steps in the record."""
     half = 2 ** (recorded.bits_w - 1)
-    scale = torch.tensor(recorded.scale_w).reshape(-1, *[1] * (weight.ndim - 1))
-    return (weight / scale).round().clamp(-half, half - 1) * scale
+    scale = torch.tensor(recorded.scale_w).reshape(-1, *[1] * (layer.weight.ndim - 1))
+    weight = layer.weight * recorded.balance_of(layer.weight.ndim)
+    return Layer((weight / scale).round().clamp(-half, half - 1) * scale, layer.bias, layer.norm)
 
 
-def layer_inputs(layers: dict[str, tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor) -> dict[str, torch.Tensor]:
+def layer_inputs(layers: dict[str, Layer], recorded: dict[str, Recorded], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """The input of every layer in one forward of ResNet-20."""
     seen = {}
 
+    def balanced(name: str, x: torch.Tensor) -> torch.Tensor:
+        seen[name] = x / recorded[name].balance_of(x.ndim) if name in recorded else x
+        return seen[name]
+
     def convolution(name: str, x: torch.Tensor, stride: int = 1) -> torch.Tensor:
-        seen[name] = x
-        return functional.conv2d(x, *layers[name], padding=1, stride=stride)
+        layer = layers[name]
+        y = functional.conv2d(balanced(name, x), layer.weight, layer.bias, padding=1, stride=stride)
+        return functional.batch_norm(y, *layer.norm, eps=1e-5) if layer.norm else y
 
     x = convolution("conv1", x).relu()
     for stage in (1, 2, 3):
@@ -94,21 +121,20 @@ def layer_inputs(layers: dict[str, tuple[torch.Tensor, torch.Tensor]], x: torch.
                 extra = x.shape[1] // 2
                 x = functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, extra, extra))
             x = (x + y).relu()
-    seen["linear"] = x.mean((2, 3))
+    balanced("linear", x.mean((2, 3)))
     return seen
 
 
 @functools.cache
-def calibration_inputs(factors: tuple[tuple[str, Recorded], ...]) -> tuple[dict[str, torch.Tensor], ...]:
+def calibration_inputs(
+    factors: tuple[tuple[str, Recorded], ...], *, fused: bool = True
+) -> tuple[dict[str, torch.Tensor], ...]:
     """Layer inputs of both batches, with the weights that these factors mean."""
-    layers, images = resnet20()
+    layers, images = resnet20(fused=fused)
     recorded = dict(factors)
-    used = {
-        name: (on_recorded_grid(weight, recorded[name]) if name in recorded else weight, bias)
-        for name, (weight, bias) in layers.items()
-    }
+    used = {name: as_calibrated(layer, recorded[name]) if name in recorded else layer for name, layer in layers.items()}
     with torch.no_grad():
-        return tuple(layer_inputs(used, batch) for batch in images.split(32))
+        return tuple(layer_inputs(used, recorded, batch) for batch in images.split(32))
 
 
 def observer_for(settings: dict[str, object], *, channel_axis: int | None = None) -> IfmrObserver | HfmgObserver:
@@ -125,15 +151,16 @@ def observer_for(settings: dict[str, object], *, channel_axis: int | None = None
     [
         "r20_default", "r20_ifmr_asym", "r20_ifmr_sym", "r20_ifmr_int16", "r20_arq_bits4", "r20_arq_bits6",
         "r20_arq_cw_false", "r20_skip_layers", "r20_force_fp16", "r20_override_types", "r20_hfmg_asym",
-        "r20_hfmg_8192", "r20_hfmg_int16", "r20_hfmg_sym_all_cwfalse",
+        "r20_hfmg_8192", "r20_hfmg_int16", "r20_hfmg_sym_all_cwfalse", "r20_arq_bits6_linear", "r20_no_fusion",
+        "r20_dmq",
     ],
 )  # fmt: skip
 def test_resnet20_activations_get_the_recorded_factors(case):
     record = read_record(case)
     config = json.loads((GOLDEN / "amct" / case / "config.json").read_text())
     # Only what decides the weights is part of the key, so that cases with the same weights share their forwards.
-    weights = tuple((name, Recorded(None, None, entry.scale_w, entry.bits_w)) for name, entry in record.items())
-    batches = calibration_inputs(weights)
+    weights = tuple((name, entry.weights_only()) for name, entry in record.items())
+    batches = calibration_inputs(weights, fused=config["do_fusion"])
     assert len(record) >= 18
     for name, entry in record.items():
         observer = observer_for(config[name]["activation_quant_params"])
@@ -187,7 +214,7 @@ def test_what_amct_refuses_is_refused(case):
 def test_adaround_starts_from_the_recorded_scales(case):
     layers, _ = resnet20()
     for name, entry in read_record(case).items():
-        weight, _ = layers[name]
+        weight = layers[name].weight
         kind = WeightKind.LINEAR if name == "linear" else WeightKind.CONV
         scale = initial_scale(weight, kind=kind, channel_wise=len(entry.scale_w) > 1).scale
         rows = weight.reshape(scale.numel(), -1).numpy()
