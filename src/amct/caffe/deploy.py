@@ -120,6 +120,16 @@ class Results:
             model.weights[name] = blobs
         return QuantizedNet(model, inserted)
 
+    # ------------------------------------------------------------------ ONNX
+
+    def float_model(self) -> CaffeModel:
+        """The fused float model; clustered weights are there as they are, since a scale alone cannot give them back."""
+        model = self._model.copy()
+        for name, weights in self._weights.items():
+            if any(matrix.clustered is not None for matrix in weights.matrices):
+                model.weights[name] = weights.real_blobs(model.weights[name])
+        return model
+
     # ------------------------------------------------------------------ deploy
 
     def deploy(self) -> QuantizedNet:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from amct.caffe.deploy import QuantizedNet
     from amct.caffe.fuse import FusionReport
     from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq_qdq import QdqFile
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,7 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     """
     graph = check_graph("save_model", graph)
     check_types("save_model", {"save_type": (save_type, (str,)), "save_path": (save_path, (str, os.PathLike))})
-    if save_type not in SAVE_TYPES:
-        raise ArgumentError(f"save_model: save_type must be {', '.join(SAVE_TYPES)}, got {save_type!r}")
+    check_save_type("save_model", save_type)
     log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
     save_results(
@@ -61,6 +61,16 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
         fusion=graph.fusion,
         not_quantized=graph.not_quantized,
     )
+
+
+def check_save_type(function: str, save_type: str) -> None:
+    """Check which models a user asks for.
+
+    Raises:
+        ArgumentError: there is no such choice.
+    """
+    if save_type not in SAVE_TYPES:
+        raise ArgumentError(f"{function}: save_type must be {', '.join(SAVE_TYPES)}, got {save_type!r}")
 
 
 def results_of(graph: QuantGraph) -> Results:
@@ -89,8 +99,11 @@ def save_results(
     original: CaffeModel,
     fusion: FusionReport,
     not_quantized: Mapping[str, str],
+    qdq: QdqFile | None = None,
 ) -> list[Path]:
     """Write all files of a result, together or not at all, and return their paths.
+
+    ``qdq`` is the QDQ file that belongs to them; None, as in AMCT's flow, for none.
 
     Raises:
         FileError: they cannot be written.
@@ -104,6 +117,8 @@ def save_results(
         nets["deploy"] = results.deploy()
     written = [names["quant.json"], names["quant_param_record.txt"], names["quant_param_record.bin"]]
     document = quant_json(nets, results.record, original, fusion, not_quantized)
+    if qdq is not None:
+        document["qdq"] = qdq.report()
     with FileGroup() as group:
         for kind, net in nets.items():
             pair = names[f"{kind}_model.prototxt"], names[f"{kind}_weights.caffemodel"]
@@ -112,6 +127,8 @@ def save_results(
         group.write_text(names["quant.json"], json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         group.write_bytes(names["quant_param_record.txt"], encode_record(results.record, "text"))
         group.write_bytes(names["quant_param_record.bin"], encode_record(results.record, "binary"))
+        if qdq is not None:
+            written += qdq.write(group, names["qdq_model.onnx"])
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), names["folder"])
     return written
 
@@ -125,7 +142,7 @@ def file_names(save_path: AnyPath) -> dict[str, Path]:
     folder = Path(text) if not prefix else Path(text).parent
     kinds = [f"{kind}_{part}" for kind in ("fake_quant", "deploy") for part in ("model.prototxt", "weights.caffemodel")]
     names = {kind: folder / f"{prefix}{kind}" for kind in kinds}
-    for kind in ("quant.json", "quant_param_record.txt", "quant_param_record.bin"):
+    for kind in ("quant.json", "quant_param_record.txt", "quant_param_record.bin", "qdq_model.onnx"):
         names[kind] = folder / f"{prefix}{kind}"
     names["folder"] = folder
     return names

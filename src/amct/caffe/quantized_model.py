@@ -19,12 +19,16 @@ from amct.caffe.engine.net import Net
 from amct.caffe.insertion import insert_ifmr
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model
+from amct.caffe.onnx_graph import DEFAULT_OPSET
 from amct.caffe.ptq import prepare_weights, with_real_weights
 from amct.caffe.ptq_graph import QuantGraph, Stage
-from amct.caffe.ptq_save import results_of, save_results
+from amct.caffe.ptq_qdq import QdqFile, QdqRanges
+from amct.caffe.ptq_save import check_save_type, results_of, save_results
 from amct.config.ptq_caffe import default_config, expand_config
 from amct.config.ptq_caffe_json import make_plan, read_config
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError
+from amct.export.onnx_qdq import Placement
+from amct.export.qdq_nodes import Target
 from amct.record import CaffeRecord, write_record
 from amct.report.compare import Comparison
 
@@ -47,9 +51,10 @@ SOURCE = "config"
 class QuantizedCaffeModel:
     """A quantized Caffe model: run it (``model(batch)``), compare it, save it."""
 
-    def __init__(self, graph: QuantGraph, results: Results) -> None:
+    def __init__(self, graph: QuantGraph, results: Results, ranges: QdqRanges) -> None:
         self._graph = graph
         self._results = results
+        self._ranges = ranges
         self._nets: dict[str, Net] = {}
 
     @property
@@ -82,13 +87,34 @@ class QuantizedCaffeModel:
             lines.append(f"  {name:<{width}}  {kinds[name]:<14} {bits}-bit data{weight}")
         return "\n".join(lines)
 
-    def save(self, path: AnyPath, *, save_type: str = "Both") -> list[Path]:
-        """Write the files of ``save_model`` under a prefix, and return their paths.
+    def save(
+        self,
+        path: AnyPath,
+        *,
+        save_type: str = "Both",
+        placement: str = Placement.FAST.value,
+        target: str = Target.PORTABLE.value,
+        opset: int = DEFAULT_OPSET,
+    ) -> list[Path]:
+        """Write the files of ``save_model`` and ``<path>_qdq_model.onnx`` for onnxruntime, and return their paths.
+
+        A net without an ONNX form has no QDQ file: a warning and ``quant.json`` say why.
+
+        Args:
+            path: Folder and prefix, such as ``results/model``.
+            save_type: Which Caffe models: "Fakequant", "Deploy" or "Both".
+            placement: Of the QDQ file: "fast" also quantizes between the layers, "exact" only what the record says.
+            target: Of the QDQ file: "portable" (7-bit weights, right on every CPU), "vnni" or "exact8".
+            opset: Of the QDQ file: 16 to 21; data of more than 8 bits needs 21.
 
         Raises:
-            FileError: they cannot be written.
+            ArgumentError: An unknown save_type, placement, target or opset.
+            FileError: They cannot be written.
         """
+        check_save_type("save", save_type)
         graph = self._graph
+        net = build_net(self._results.float_model())
+        qdq = QdqFile.of(net, self.record, self._ranges, placement=placement, target=target, opset=opset)
         return save_results(
             self._results,
             path,
@@ -96,6 +122,7 @@ class QuantizedCaffeModel:
             original=graph.original,
             fusion=graph.fusion,
             not_quantized=graph.not_quantized,
+            qdq=qdq,
         )
 
     def compare(self, data: Iterable[Batch], *, deploy: bool = False) -> list[LayerComparison]:
@@ -154,8 +181,8 @@ def quantize(
         prepare_weights(graph)
         record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
         write_record(record, graph.record_file)
-        _calibrate(graph, batches)
-        return QuantizedCaffeModel(graph, results_of(graph))
+        ranges = _calibrate(graph, batches)
+        return QuantizedCaffeModel(graph, results_of(graph), ranges)
 
 
 def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches: int) -> Plan:
@@ -172,19 +199,22 @@ def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches
     return make_plan(reader(content, os.fspath(config), layers), layers)
 
 
-def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> None:
+def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
+    ranges = QdqRanges(build_net(graph.model), graph.plans())
     calibration = with_real_weights(graph)
     insert_ifmr(calibration, graph.plans(), str(graph.record_file))
     graph.calibration_record = graph.record_file
     graph.stage = Stage.CALIBRATING
-    net = build_net(calibration, keep_blobs=False)
+    net = build_net(calibration, keep_blobs=ranges.names)
     for count, batch in enumerate(batches):
         if count == graph.plan.batch_num:
             break
         _run(net, batch)
+        ranges.observe(net)
+    return ranges
 
 
-def build_net(model: CaffeModel, *, keep_blobs: bool = True) -> Net:
+def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
     """A net that runs a model in memory."""
     net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
     for layer in net.layers:

@@ -183,6 +183,15 @@ def save_model(
         return _write_model(group, path, model, external_suffix, external_threshold)
 
 
+def add_model(group: FileGroup, path: Path, model: ModelProto, output: OutputFile) -> list[Path]:
+    """Write one model as part of a group that has other files too; returns its files.
+
+    Raises:
+        ExportError: it cannot be made small enough.
+    """
+    return _write_model(group, path, model, output.external_suffix, EXTERNAL_THRESHOLD)
+
+
 def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
     _warn_of_overwrite(path)
     sizes = [(_data_size(tensor), index) for index, tensor in enumerate(model.graph.initializer)]
