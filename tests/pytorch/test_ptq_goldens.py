@@ -155,7 +155,8 @@ def test_small_nets_have_the_same_config_and_factors(case, tmp_path, monkeypatch
 def split(case, golden):
     """Layers that see the very data of the reference, and those behind one that it calibrates with float weights.
 
-    It does so with transposed convolutions and recurrent layers. The last linear layer of the recurrent nets sees 24 or 48 values only: no bound on its clip can be derived.
+    It does so with transposed convolutions and recurrent layers. The last linear layer of the recurrent nets sees 24 or
+    48 values only: no bound on its clip can be derived.
     """
     names = list(golden)
     if case.startswith("small_mix"):
