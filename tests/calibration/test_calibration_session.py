@@ -143,11 +143,9 @@ def test_memory_does_not_grow_with_the_number_of_batches():
     for _ in range(3):
         session.observe("a", values)
     observer = session._layers["a"]["input"].observer
-    size = len(pickle.dumps(observer))
     for _ in range(5):
+        assert len(pickle.dumps(observer)) < values.nbytes / 2  # less than half a batch, however many were seen
         session.observe("a", values)
-    assert len(pickle.dumps(observer)) == size
-    assert size < values.nbytes
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
