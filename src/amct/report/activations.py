@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from amct.numerics.histogram import Bins
 
 _MANTISSA_BITS = 7
-"""A bin is then at most half a bar wide wherever bars are drawn, and a layer needs some 50 kB."""
+"""A bin is then at most half a bar wide wherever bars are drawn, and a layer needs some 100 kB."""
 
 _SHOWN_BEYOND = 1.0
 """So many widths of the clip range are drawn on either side of it, at most."""
