@@ -556,3 +556,20 @@ def test_names_of_the_package():
     for module in (amct, sample, hotwheels.amct_caffe):
         assert names <= set(dir(module))
     amct.set_cpu_mode()
+
+
+def test_layers_in_place_on_an_input_leave_its_name(tmp_path):
+    """A script fills inputs by name, so the calibration model and the results must have the same ones."""
+    text = """
+    layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 1 dim: 2 dim: 5 dim: 5 } } }
+    layer { name: "norm" type: "Scale" bottom: "data" top: "data" }
+    layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+      convolution_param { num_output: 3 kernel_size: 3 } }
+    layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+    """
+    flow = text_flow(text, tmp_path).configure()
+    flow.run()
+    data = batch(flow.original(), 0)
+    for net in (flow.net(*flow.modified), flow.result("fake_quant"), flow.result("deploy")):
+        assert net.inputs == ["data"]
+        assert cosine(net.forward(**data)["conv"], flow.original().forward(**data)["conv"]) > 0.999

@@ -80,8 +80,8 @@ def test_uninplace_keeps_the_test_phase_only(tmp_path):
     amct.uninplace_model(str(tmp_path / "net.prototxt"), str(tmp_path / "out.prototxt"))
     layers = prototxt(tmp_path / "out.prototxt").layer
     assert [layer.name for layer in layers] == ["e", "r", "t"]
-    assert [list(layer.top) for layer in layers] == [["e_out"], ["x"], ["y"]]
-    assert [list(layer.bottom) for layer in layers] == [[], ["e_out"], ["x"]]
+    assert [list(layer.top) for layer in layers] == [["x"], ["r_out"], ["y"]]
+    assert [list(layer.bottom) for layer in layers] == [[], ["x"], ["r_out"]]
 
 
 def test_uninplace_mistakes(tmp_path):

@@ -23,6 +23,7 @@ from amct.caffe.model import read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq_graph import QuantGraph, Stage, check_graph
 from amct.caffe.quantized_weights import quantize_weights
+from amct.caffe.uninplace import restore_in_place
 from amct.calibration.record_files import progress_path
 from amct.config.ptq_caffe import default_config, expand_config
 from amct.config.ptq_caffe_json import make_plan, read_config
@@ -232,6 +233,7 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     model = with_real_weights(graph)
     plans = graph.plans()
     insert_ifmr(model, plans, str(record))
+    restore_in_place(model.net)
     with FileGroup() as group:
         write_model(group, model, *files)
     graph.stage = Stage.CALIBRATING
