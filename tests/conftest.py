@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+ASSETS = Path(os.environ.get("AMCT_ASSETS", ROOT.parent / "shared" / "assets")).absolute()
 
 settings.register_profile(
     "amct",
@@ -24,7 +29,7 @@ settings.load_profile("amct")
 
 def assets_folder() -> Path:
     """The folder of real models and images: AMCT_ASSETS, or shared/assets beside the project."""
-    return Path(os.environ.get("AMCT_ASSETS", ROOT.parent / "shared" / "assets"))
+    return ASSETS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Flows log into the working folder: let that be anywhere but in the project."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("working_folder"))
+    yield
+    os.chdir(before)
 
 
 @pytest.fixture(scope="session")

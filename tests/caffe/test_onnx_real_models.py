@@ -116,7 +116,7 @@ def test_qdq_runs_in_integers_and_is_near_to_float(model, size, convert, cosine,
     path.write_bytes(exported.model.SerializeToString())
     kernels = count_integer_kernels(path)
     weighted = [layer for layer in net.layers if layer.type in ("Convolution", "DepthwiseConv", "InnerProduct")]
-    print(f"{model}: {len(record)} layers in the record, {kernels.integer} of {kernels.total} products in integers")  # noqa: T201  coverage, shown by -s
+    print(f"{model}: {len(record)} layers in the record, {kernels.integer} of {kernels.total} products in integers")
     assert kernels.total >= len(weighted) - 1
     assert kernels.share >= 0.95
     floating = float_onnx(net)

@@ -35,10 +35,8 @@ def one_step(quantized, inputs):
     for name in quantized.layers:
         step = quantized.record[name].scale_d
 
-        def shift(_, args, kwargs, step=step):
-            return (
-                ((args[0] + step, *args[1:]), kwargs) if args else (args, {**kwargs, "input": kwargs["input"] + step})
-            )
+        def shift(_, args, step=step):
+            return (args[0] + step, *args[1:])
 
         handle = quantized.model.get_submodule(name).register_forward_pre_hook(shift)
         worst = max(worst, difference(run_torch(quantized.model, inputs), exact))

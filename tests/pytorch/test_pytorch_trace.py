@@ -371,7 +371,7 @@ def test_the_users_own_prints_are_kept(capsys):
     def chatty(self, x):
         import sys
 
-        print("hello", file=sys.stderr)  # noqa: T201
+        print("hello", file=sys.stderr)
         return self.layer(x)
 
     trace(Around(nn.Linear(4, 4), chatty), torch.randn(2, 4))

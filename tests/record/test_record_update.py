@@ -27,6 +27,7 @@ from amct.record import (
     read_caffe_record,
     read_record,
     update,
+    update_input,
     update_with,
     write_record,
 )
@@ -198,3 +199,30 @@ def test_caffe_entries(tmp_path):
     for name, entry in entries.items():
         update(file, name, entry)
     assert file.read_text() == format_record(CaffeRecord(entries))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        CaffeLayerRecord(scale_w=(0.1, 0.25), offset_w=(0, 0), num_bits_w=8, object_layer="conv_d"),
+        CaffeLayerRecord(object_layer="conv").with_input(DataFactors(index=1, scale=0.3, offset=1, num_bits=8)),
+        CaffeLayerRecord(object_layer="conv").with_input(DataFactors(index=0, scale=0.3, offset=1, num_bits=8)),
+        None,
+    ],
+)
+def test_factors_of_an_input_as_a_whole_reading_would_put_them(before, tmp_path):
+    """The lines put into the text are those of the record read, changed and written."""
+    file, other = tmp_path / "record.txt", CaffeLayerRecord(scale_w=(0.5,), offset_w=(0,), num_bits_w=8)
+    factors = DataFactors(index=0, scale=0.7, offset=-3, num_bits=8, channels=3, height=4, width=5)
+    record = CaffeRecord({"first": other, **({"conv": before} if before else {}), "last": other})
+    write_record(record, file)
+    update_input(file, "conv", factors)
+    wanted = record.with_layers({"conv": (before or CaffeLayerRecord()).with_input(factors)})
+    assert file.read_text() == format_record(wanted)
+
+
+def test_factors_of_an_input_of_the_older_dialect(tmp_path):
+    file = tmp_path / "record.txt"
+    file.write_text('record {\n  key: "conv"\n  value {\n    scale_d: 0.5\n    offset_d: 1\n  }\n}\n')
+    update_input(file, "conv", DataFactors(index=1, scale=0.25, offset=2, num_bits=8))
+    assert [(data.index, data.scale) for data in read_caffe_record(file)["conv"].record_d] == [(0, 0.5), (1, 0.25)]
