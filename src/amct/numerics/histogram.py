@@ -85,7 +85,7 @@ class FloatHistogram:
                 self._merge_counts(part)
             if self.channels == 1:
                 lower, upper = self._tail_edges()
-                self._keep_tail(*run(lambda piece: _outside(piece[0], lower, upper), pieces))
+                self._keep_tail(lower, upper, *run(lambda piece: _outside(piece[0], lower, upper), pieces))
 
     def add_counted(self, values: NDArray[np.float32], counts: Counts) -> None:
         """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
@@ -98,14 +98,14 @@ class FloatHistogram:
             self._add_block(0, one, table)
         lower, upper = self._tail_edges()
         outside = (values <= lower) | (values >= upper)
-        self._keep_tail(np.repeat(values[outside], counts[outside]))
+        self._keep_tail(lower, upper, np.repeat(values[outside], counts[outside]))
 
     def merge(self, other: FloatHistogram) -> None:
         """Add the counts of a histogram with as many channels and bins."""
         assert (other.channels, other.mantissa_bits) == (self.channels, self.mantissa_bits)
         self._merge_counts(other)
         if self.channels == 1:
-            self._keep_tail(other._tail)
+            self._keep_tail(*self._tail_edges(), other._tail)
 
     def _merge_counts(self, other: FloatHistogram) -> None:
         tables = other._tables()
@@ -150,9 +150,8 @@ class FloatHistogram:
             seen += total
         return float(self._value(np.array([1]))[0])  # zero itself and what shares its bin are never a tail
 
-    def _keep_tail(self, *found: NDArray[np.float32]) -> None:
+    def _keep_tail(self, lower: float, upper: float, *found: NDArray[np.float32]) -> None:
         """Add values to the tails and drop those that no longer belong: the edges only ever move outwards."""
-        lower, upper = self._tail_edges()
         joined = np.concatenate([self._tail, *found])
         self._tail = joined[(joined <= lower) | (joined >= upper)]
 
@@ -202,7 +201,7 @@ class FloatHistogram:
                 self._add_block(channel, block, table[block].cpu().numpy())
         if self.channels == 1:
             lower, upper = self._tail_edges()
-            self._keep_tail(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
+            self._keep_tail(lower, upper, rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
     def _add_block(self, channel: int, block: int, counts: Counts) -> None:
         first = int(self._first_bin[channel, block])

@@ -39,7 +39,7 @@ from amct.record.show import (
     plain_difference,
     plain_record,
 )
-from amct.record.update import update, update_with
+from amct.record.update import update, update_input, update_with
 from amct.record.validate import normalize_record, validate_record
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "serialize_record",
     "unpack_mask",
     "update",
+    "update_input",
     "update_with",
     "validate_record",
     "write_record",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from amct import atomic
 from amct.errors import ArgumentTypeError
 from amct.record.files import AnyPath, format_record, parse_caffe_record, parse_record
-from amct.record.layers import CaffeLayerRecord, KvCacheRecord, LayerRecord
+from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
 from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ _CHAIN = b"prune_record {\n"
 _END = b"\n}\n"
 _OPENING = re.compile(rb"record\s*[:{<]")
 _KEY = re.compile(rb"key\s*:")
+_VALUE = b"\n  value {\n"
+_VALUE_END = b"\n  }"
+_DATA = re.compile(rb"\n    (?:record_d|scale_d|offset_d|channels|height|width)\b")
 
 
 def update(path: AnyPath, layer: str, entry: AnyLayer) -> None:
@@ -57,18 +60,62 @@ def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable
         raise ArgumentTypeError(f"the name of a layer is a string that is not empty, got {layer!r}")
     source = os.fspath(path)
 
+    atomic.modify(path, lambda content: _changed_entry(content, source, layer, kind, change))
+
+
+def update_input(path: AnyPath, layer: str, factors: DataFactors) -> None:
+    """Put the factors of one input of a Caffe layer into a record file; what else it says of the layer stays.
+
+    Calibration ends with one call for each input. A layer may have thousands of weight scales, so they are not even
+    read: factors of a first input are the last lines of an entry, and are put there.
+
+    Raises:
+        FileError: The file cannot be read or written.
+        RecordParseError: The file is not a record.
+    """
+    entry = CaffeLayerRecord().with_input(factors)
+    text = format_record(CaffeRecord({layer: entry})).encode()
+    lines = text[text.index(_VALUE) + len(_VALUE) : text.rindex(_VALUE_END)]
+
     def changed(content: bytes | None) -> bytes:
-        before = content or b""
-        blocks = _blocks(before)
-        place = _place_of(layer, blocks) if blocks is not None else None
-        if blocks is None or place is None:
-            return format_record(_change(before, source, layer, kind, change)).encode()
-        old = b"".join(block + _END for block in blocks[place])
-        new = format_record(_change(old, source, layer, kind, change)).encode()
-        blocks[place] = [new.removesuffix(_END)]
-        return _END.join([*blocks, b""])
+        quick = _with_first_input(content or b"", layer, lines)
+        if quick is not None:
+            return quick
+        return _changed_entry(content, os.fspath(path), layer, CaffeLayerRecord, lambda old: _with(old, factors))
 
     atomic.modify(path, changed)
+
+
+def _with_first_input(content: bytes, layer: str, lines: bytes) -> bytes | None:
+    """The file with lines at the end of a layer's entry; None unless they are certain to belong there."""
+    blocks = _blocks(content)
+    place = _place_of(layer, blocks) if blocks is not None else None
+    if blocks is None or place is None or place.start == place.stop:
+        return None
+    block = blocks[place.start]
+    if block.count(_VALUE) != 1 or not block.endswith(_VALUE_END) or _DATA.search(block):
+        return None
+    blocks[place.start] = block.removesuffix(_VALUE_END) + b"\n" + lines + _VALUE_END
+    return _END.join([*blocks, b""])
+
+
+def _with(entry: CaffeLayerRecord | None, factors: DataFactors) -> CaffeLayerRecord:
+    return (entry or CaffeLayerRecord()).with_input(factors)
+
+
+def _changed_entry(
+    content: bytes | None, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
+) -> bytes:
+    """The file with one entry changed."""
+    before = content or b""
+    blocks = _blocks(before)
+    place = _place_of(layer, blocks) if blocks is not None else None
+    if blocks is None or place is None:
+        return format_record(_change(before, source, layer, kind, change)).encode()
+    old = b"".join(block + _END for block in blocks[place])
+    new = format_record(_change(old, source, layer, kind, change)).encode()
+    blocks[place] = [new.removesuffix(_END)]
+    return _END.join([*blocks, b""])
 
 
 def _change(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ from amct.calibration.record_files import RecordFiles
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale, check_factors, dequantize, fake_quantize, quantize
 from amct.numerics.ifmr import IfmrObserver
-from amct.record import CaffeLayerRecord, DataFactors, update_with
+from amct.record import DataFactors, update_input
 from amct.record.float32 import shortest
 
 if TYPE_CHECKING:
@@ -220,12 +219,7 @@ class IFMR(_Integers):
                 logger.warning(
                     'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, found.index
                 )
-            update_with(
-                Path(self.options.record_file_path),
-                name,
-                CaffeLayerRecord,
-                lambda entry: (entry or CaffeLayerRecord()).with_input(found),
-            )
+            update_input(self.options.record_file_path, name, found)
             logger.info("Do layer %s activation calibration success!", name)
         self.observer = self._new_observer()
 
