@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,8 +171,9 @@ def quantize(
     input_file(model, "model")
     input_file(weights, "weights")
     layers = layer_list(model)
-    batches = iter(data) if config is not None else iter(kept := list(data))
-    plan = _plan(config, layers, len(kept) if config is None else 0)
+    if config is None and not isinstance(data, Sized):
+        data = list(data)  # how many there are decides when calibration ends
+    plan = _plan(config, layers, len(data) if isinstance(data, Sized) else 0)
     if plan.update_bn is not None:
         raise ConfigError("quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on")
     original = read_model(model, weights)
@@ -181,7 +182,7 @@ def quantize(
         prepare_weights(graph)
         record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
         write_record(record, graph.record_file)
-        ranges = _calibrate(graph, batches)
+        ranges = _calibrate(graph, data)
         return QuantizedCaffeModel(graph, results_of(graph), ranges)
 
 
