@@ -33,7 +33,16 @@ def test_a_tensor_is_the_only_argument():
     assert inputs.names == ("x",)
 
 
-@pytest.mark.parametrize("data", [(X, Y), [X, Y], {"a": X, "b": Y}, {"b": Y, "a": X}, (X, {"b": Y})], ids=str)
+FORMS = {
+    "tuple": (X, Y),
+    "list": [X, Y],
+    "dict": {"a": X, "b": Y},
+    "dict in another order": {"b": Y, "a": X},
+    "tuple that ends in a dict": (X, {"b": Y}),
+}
+
+
+@pytest.mark.parametrize("data", FORMS.values(), ids=FORMS)
 def test_every_form_of_two_arguments(data):
     inputs = example_inputs(Conv1d3d(), data)
     assert inputs.names == ("a", "b")
