@@ -23,6 +23,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+_WITH_SETTINGS = frozenset({"clamp", "gelu", "hardtanh", "leaky_relu", "prelu", "rrelu"})
 
 
 def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
@@ -36,11 +37,15 @@ def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tens
     reader = traced.graph.sole_consumer(traced.graph[norm if norm is not None else layer])
     if reader is None or len(reader.inputs) != 1:
         return None
-    return _PLAIN.get(reader.op) or _with_settings(reader, traced, fused)
+    if reader.op in _PLAIN:
+        return _PLAIN[reader.op]
+    return _with_settings(reader, traced, fused) if reader.op in _WITH_SETTINGS else None
 
 
 def _with_settings(node: Node, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
     settings = _settings(node, traced)
+    if settings is None:
+        return None
     if node.op in ("clamp", "hardtanh"):
         limits = (settings.get("min", settings.get("min_val")), settings.get("max", settings.get("max_val")))
         return functional.relu6 if limits == (0, 6) else None
@@ -69,10 +74,12 @@ def _apply_prelu(slope: Tensor, x: Tensor) -> Tensor:
     return functional.prelu(x, slope.to(x.dtype))
 
 
-def _settings(node: Node, traced: Traced) -> dict[str, Any]:
-    """Every argument of an operation by its name, those left out by their default."""
+def _settings(node: Node, traced: Traced) -> dict[str, Any] | None:
+    """Every argument of an operation by its name, those left out by their default; None for one inside a region."""
     assert traced.program is not None
-    operation: fx.Node = next(found for found in traced.program.graph.nodes if found.name == node.name)
+    operation: fx.Node | None = next((found for found in traced.program.graph.nodes if found.name == node.name), None)
+    if operation is None:
+        return None
     target = operation.target
     assert isinstance(target, torch._ops.OpOverload)
     schema = target._schema.arguments

@@ -14,7 +14,7 @@ from torch import nn
 from amct import atomic, log
 from amct.calibration import RecordFiles
 from amct.config.settings import AdaRoundSettings
-from amct.errors import ArgumentTypeError, ExportError
+from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx_qdq import Placement
 from amct.export.qdq_nodes import Target
 from amct.export.tensor_factors import tensor_factors_path, tensor_factors_text
@@ -90,7 +90,7 @@ def quantize(
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if adaround not in ("plain", "fast"):
-        raise ArgumentTypeError(f'adaround: expected "plain" or "fast", got {adaround!r}')
+        raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
     io = io or IoOptions()
     batches = Batches(unwrap(model), calibration_data, inputs)
     args, kwargs = batches.first()
