@@ -30,8 +30,9 @@ Floats = NDArray[np.float32]
 class Samples:
     """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
 
-    def __init__(self, channel_axis: int | None = None) -> None:
+    def __init__(self, channel_axis: int | None = None, *, tails: bool = True) -> None:
         self.range = RunningRange(channel_axis)
+        self._tails = tails
         self.merged = False
         """Two collections were joined, so the batches have no order any more."""
         self._pieces: list[Floats] = []
@@ -113,7 +114,7 @@ class Samples:
     def _histogram(self) -> FloatHistogram:
         """The histogram; from the first call on, everything is counted in it."""
         if not isinstance(self._counts, FloatHistogram):
-            histogram = FloatHistogram(1, MANTISSA_BITS)
+            histogram = FloatHistogram(1, MANTISSA_BITS, tails=self._tails)
             if self._counts is not None:
                 histogram.add_counted(self._counts.values, self._counts.counts)
             self._counts = histogram
@@ -132,7 +133,7 @@ class SamplingObserver(ABC):
 
     def __post_init__(self) -> None:
         integer_range(self.bits)
-        self._samples = Samples(self.channel_axis)
+        self._samples = Samples(self.channel_axis, tails=self.bits > 8)  # at 8 bits a bin is fine enough
 
     @property
     def batches(self) -> int:
