@@ -91,8 +91,7 @@ class FloatHistogram:
             for part in parts[1:]:
                 self._merge_counts(part)
             if self.tails:
-                lower, upper = self._tail_edges()
-                self._keep_tail(lower, upper, *run(lambda piece: _outside(piece[0], lower, upper), pieces))
+                self._add_tails(lambda: list(run(lambda piece: _outside(piece[0], *self._edges), pieces)))
 
     def add_counted(self, values: NDArray[np.float32], counts: Counts) -> None:
         """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
@@ -114,7 +113,8 @@ class FloatHistogram:
         assert (other.channels, other.mantissa_bits, other.tails) == (self.channels, self.mantissa_bits, self.tails)
         self._merge_counts(other)
         if self.tails:
-            self._keep_tail(*self._tail_edges(), other._tail)
+            self._seek_edges()
+            self._keep_tail(other._tail)
 
     def _merge_counts(self, other: FloatHistogram) -> None:
         tables = other._tables()
@@ -126,7 +126,8 @@ class FloatHistogram:
         bins = self._counted_bins(channel)
         if not self.tails:
             return bins
-        lower, upper = self._tail_edges()
+        lower, upper = self._seek_edges()
+        self._keep_tail()
         inner = (bins.low < upper) & (bins.high > lower)
         tail = np.sort(self._tail).astype(np.float64)
         below, above = tail[tail <= lower], tail[tail >= upper]
