@@ -11,8 +11,8 @@ import pytest
 from ptq_caffe_flow import NETS, batch, cosine, golden_flow, text_flow
 
 from amct.caffe import quantize
+from amct.caffe.engine import registry
 from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.registry import register
 from amct.errors import ArgumentError, CalibrationError
 
 NET = """
@@ -27,7 +27,6 @@ layer { name: "fc" type: "InnerProduct" bottom: "sum" top: "fc" inner_product_pa
 """
 
 
-@register("TestHalvesForQdq")
 class _Halves(Layer):
     """A layer that runs in the engine and has no ONNX form."""
 
@@ -129,7 +128,8 @@ def test_clustered_weights_are_in_the_file(tmp_path):
     assert cosine(got, model(data[0])["fc"]) > 0.999
 
 
-def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog):
+def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(registry._registered, "TestHalvesForQdq", _Halves)  # gone after the test
     flow = text_flow(NET + 'layer { name: "own" type: "TestHalvesForQdq" bottom: "fc" top: "own" }', tmp_path)
     model = quantize(flow.model, flow.weights, [batch(flow.original(), 0)])
     written = model.save(tmp_path / "out" / "net")
