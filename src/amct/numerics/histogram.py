@@ -104,7 +104,7 @@ class FloatHistogram:
             self._add_block(0, one, table)
         if not self.tails:
             return
-        lower, upper = self._seek_edges()
+        lower, upper = self._tail_edges()
         outside = (values <= lower) | (values >= upper)
         self._keep_tail(np.repeat(values[outside], counts[outside]))
 
@@ -113,7 +113,7 @@ class FloatHistogram:
         assert (other.channels, other.mantissa_bits, other.tails) == (self.channels, self.mantissa_bits, self.tails)
         self._merge_counts(other)
         if self.tails:
-            self._seek_edges()
+            self._tail_edges()
             self._keep_tail(other._tail)
 
     def _merge_counts(self, other: FloatHistogram) -> None:
@@ -126,7 +126,7 @@ class FloatHistogram:
         bins = self._counted_bins(channel)
         if not self.tails:
             return bins
-        lower, upper = self._seek_edges()
+        lower, upper = self._tail_edges()
         self._keep_tail()
         inner = (bins.low < upper) & (bins.high > lower)
         tail = np.sort(self._tail).astype(np.float64)
@@ -137,7 +137,7 @@ class FloatHistogram:
             np.concatenate([np.ones(below.size), bins.count[inner], np.ones(above.size)]),
         )
 
-    def _seek_edges(self) -> tuple[float, float]:
+    def _tail_edges(self) -> tuple[float, float]:
         """Values from the first number down and from the second up are kept exactly."""
         self._edges = -self._edge(negative=True), self._edge(negative=False)
         return self._edges
@@ -150,11 +150,11 @@ class FloatHistogram:
         """
         found = outside() if self._edges[1] > 0 else [None]
         if any(part is None for part in found):
-            self._seek_edges()
+            self._tail_edges()
             found = outside()
         self._tail = np.concatenate([self._tail, *(part for part in found if part is not None)])
         if self._tail.size > 4 * TAIL:
-            self._seek_edges()
+            self._tail_edges()
             self._keep_tail()
 
     def _edge(self, *, negative: bool) -> float:
@@ -212,34 +212,31 @@ class FloatHistogram:
         bits = rows.view(np.uint32)
         for row in range(self.channels):
             values = np.ascontiguousarray(bits[row])
-            if self._count_in_known_blocks(values, row):
+            unknown = self._first_bin[row] < 0
+            if not unknown.all() and self._count_known_blocks(values, self._first_bin[row]):
                 continue
             done = 0
             while done < values.size:
-                done = _count_row(values, done, self._first_bin[row], self._counts, self._used, self.mantissa_bits)
+                done = _count_new(
+                    values, done, unknown, self._first_bin[row], self._counts, self._used, self.mantissa_bits
+                )
                 if done < values.size:
                     self._grow()
 
-    def _count_in_known_blocks(self, values: NDArray[np.uint32], row: int) -> bool:
-        """Count without a look at each value's block; False, and nothing is counted, when one has none yet.
+    def _count_known_blocks(self, values: NDArray[np.uint32], first_bin: Counts) -> bool:
+        """Count the values whose blocks are allocated, without asking each; whether those were all.
 
-        The test and the branch for it take a third of the time; after the first batch they are hardly ever needed.
+        Values without a block are counted in one block behind the others, which is then cleared.
         """
-        if not self._used[0]:
-            return False
-        # Values without a block are counted in a block of their own at the end.
         spill = int(self._used[0])
         if spill == self._counts.size:
             self._grow()
-        first_bin = self._first_bin[row]
         known = np.where(first_bin < 0, spill, first_bin).astype(np.uint64)
         _count_known(values, known, self._counts, self.mantissa_bits)
-        beyond = self._counts[spill : spill + (1 << self.mantissa_bits)]
-        if not beyond.any():
+        spilled = self._counts[spill : spill + (1 << self.mantissa_bits)]
+        if not spilled.any():
             return True
-        beyond[:] = 0
-        _count_known(values, known, self._counts, self.mantissa_bits, -1)
-        beyond[:] = 0
+        spilled[:] = 0
         return False
 
     def _add_by_torch(self, rows: Tensor) -> None:
@@ -251,7 +248,7 @@ class FloatHistogram:
             for block in table.any(dim=1).nonzero().reshape(-1).tolist():
                 self._add_block(channel, block, table[block].cpu().numpy())
         if self.tails:
-            lower, upper = self._seek_edges()
+            lower, upper = self._tail_edges()
             self._keep_tail(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
     def _add_block(self, channel: int, block: int, counts: Counts) -> None:
@@ -271,36 +268,47 @@ class FloatHistogram:
 
 
 @compiled
-def _count_row(
-    bits: NDArray[np.uint32], done: int, first_bin: Counts, counts: Counts, used: Counts, mantissa_bits: int
-) -> int:
-    """Count from position ``done`` on; returns the end, or the position that needs a block when there is no room."""
-    shift = np.uint32(_FLOAT_MANTISSA - mantissa_bits)
-    mask = np.uint32((1 << mantissa_bits) - 1)
-    for position in range(done, bits.size):
-        value = bits[position]
-        first = first_bin[value >> np.uint32(_FLOAT_MANTISSA)]
-        if first < 0:
-            if used[0] == counts.size:
-                return position
-            first = used[0]
-            first_bin[value >> np.uint32(_FLOAT_MANTISSA)] = first
-            used[0] += mask + 1
-        # Unsigned: spares the check for negative indices in the hot line.
-        counts[np.uint64(first) + np.uint64((value >> shift) & mask)] += 1
-    return bits.size
-
-
-@compiled
-def _count_known(
-    bits: NDArray[np.uint32], first_bin: NDArray[np.uint64], counts: Counts, mantissa_bits: int, step: int = 1
-) -> None:
-    """Count values (or, with ``step`` -1, take them back) whose blocks all exist."""
+def _count_known(bits: NDArray[np.uint32], first_bin: NDArray[np.uint64], counts: Counts, mantissa_bits: int) -> None:
+    """Count every value; ``first_bin`` has a place for each block. No branches: half the time of ``_count_new``."""
     shift = np.uint32(_FLOAT_MANTISSA - mantissa_bits)
     mask = np.uint32((1 << mantissa_bits) - 1)
     for position in range(bits.size):
         value = bits[position]
-        counts[first_bin[value >> np.uint32(_FLOAT_MANTISSA)] + np.uint64((value >> shift) & mask)] += step
+        # Unsigned: spares the check for negative indices in the hot line.
+        counts[first_bin[value >> np.uint32(_FLOAT_MANTISSA)] + np.uint64((value >> shift) & mask)] += 1
+
+
+@compiled
+def _count_new(
+    bits: NDArray[np.uint32],
+    done: int,
+    unknown: NDArray[np.bool_],
+    first_bin: Counts,
+    counts: Counts,
+    used: Counts,
+    mantissa_bits: int,
+) -> int:
+    """Count the values of blocks that were ``unknown``, from position ``done`` on, and allocate those blocks.
+
+    Returns:
+        The end, or the position that needs a block when there is no room.
+    """
+    shift = np.uint32(_FLOAT_MANTISSA - mantissa_bits)
+    mask = np.uint32((1 << mantissa_bits) - 1)
+    for position in range(done, bits.size):
+        value = bits[position]
+        block = value >> np.uint32(_FLOAT_MANTISSA)
+        if not unknown[block]:
+            continue
+        first = first_bin[block]
+        if first < 0:
+            if used[0] == counts.size:
+                return position
+            first = used[0]
+            first_bin[block] = first
+            used[0] += mask + 1
+        counts[np.uint64(first) + np.uint64((value >> shift) & mask)] += 1
+    return bits.size
 
 
 def _outside(values: NDArray[np.float32], lower: float, upper: float) -> NDArray[np.float32] | None:
