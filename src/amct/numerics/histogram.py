@@ -46,6 +46,7 @@ TAIL = 4096
 _FLOAT_MANTISSA = 23
 _BLOCKS = 512  # signs and exponents of a float32
 _FIRST_BLOCKS = 16
+_SPARE_BLOCKS = 4
 _STRETCH = 128
 _THREADED_SIZE = 1 << 20  # values per thread that outweigh its start
 
@@ -82,16 +83,20 @@ class FloatHistogram:
             return
         values = rows.cpu().contiguous().numpy()
         threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE)) if self.channels == 1 else 1
+        if threads == 1:
+            self._count(values)
+            if self.tails:
+                self._add_tails(lambda: [_outside(values[0], *self._edges)])
+            return
         parts = [self, *(FloatHistogram(self.channels, self.mantissa_bits, tails=False) for _ in range(threads - 1))]
         pieces = np.array_split(values, threads, axis=1)
         with ThreadPoolExecutor(threads) as pool:
-            run = pool.map if threads > 1 else map
-            for _ in run(FloatHistogram._count, parts, pieces):
+            for _ in pool.map(FloatHistogram._count, parts, pieces):
                 pass  # raises what a thread raised
             for part in parts[1:]:
                 self._merge_counts(part)
             if self.tails:
-                self._add_tails(lambda: list(run(lambda piece: _outside(piece[0], *self._edges), pieces)))
+                self._add_tails(lambda: list(pool.map(lambda piece: _outside(piece[0], *self._edges), pieces)))
 
     def add_counted(self, values: NDArray[np.float32], counts: Counts) -> None:
         """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
@@ -222,6 +227,17 @@ class FloatHistogram:
                 )
                 if done < values.size:
                     self._grow()
+            if self.channels == 1:
+                self._allocate_below(unknown)
+
+    def _allocate_below(self, unknown: NDArray[np.bool_]) -> None:
+        """Allocate some blocks nearer to zero than any: each batch has a few values smaller than all before it."""
+        fresh = np.flatnonzero(unknown & (self._first_bin[0] >= 0))
+        for sign in (0, _BLOCKS // 2):
+            own = fresh[(fresh >= sign) & (fresh < sign + _BLOCKS // 2) & (fresh != sign)]  # zero needs no neighbours
+            for block in range(max(sign, own.min() - _SPARE_BLOCKS), own.min()) if own.size else ():
+                if self._first_bin[0, block] < 0:
+                    self._add_block(0, block, np.zeros(1 << self.mantissa_bits, np.int64))
 
     def _count_known_blocks(self, values: NDArray[np.uint32], first_bin: Counts) -> bool:
         """Count the values whose blocks are allocated, without asking each; whether those were all.
