@@ -16,6 +16,7 @@ import amct.pytorch as amct
 from amct.errors import CalibrationError
 from amct.pytorch.activation_after import activation_after
 from amct.pytorch.adaround_layers import _collect, _FloatOutputs
+from amct.pytorch.finished_modules import FinishedModules
 from amct.pytorch.fuse import fuse
 from amct.pytorch.trace import trace
 
@@ -198,12 +199,80 @@ def test_inputs_come_from_the_quantized_model_and_outputs_from_the_float_model()
     quantized = amct.quantize(model, [x], config())
     preparation = quantized._preparation
     copied = preparation.quantized_copy()
-    inputs = _collect(copied, ["c2"], lambda: [((x,), {})], inputs=True)["c2"]
+    inputs = _collect(copied, ["c2"], [((x,), {})], inputs=True)["c2"]
     with torch.no_grad():
         assert torch.equal(inputs[0], torch.relu(copied.c(x)))
-        wanted = _FloatOutputs(preparation.fused.model, ["c", "c2"], lambda: [((x,), {})])
+        wanted = _FloatOutputs(preparation.fused.model, ["c", "c2"], [((x,), {})])
         for name in ("c", "c2"):
             outputs = wanted.of(name)
             assert len(outputs) == 1
         assert torch.equal(outputs[0], preparation.fused.model.c2(torch.relu(preparation.fused.model.c(x))))
     assert not copied.c2._forward_pre_hooks
+
+
+# -- forwards that skip what is finished ---------------------------------------------------------------------------
+
+
+def counted_forwards(model, monkeypatch):
+    """How often each layer type's own forward runs."""
+    counts = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+
+            def forward(x, original=module.forward, name=name):
+                counts[name] = counts.get(name, 0) + 1
+                return original(x)
+
+            monkeypatch.setattr(module, "forward", forward)
+    return counts
+
+
+def test_finished_modules_are_not_computed_again_and_give_the_same(monkeypatch):
+    net = case("resnet20")
+    model, names = net.model(), ["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer2.0.conv1"]
+    plain = net.model()
+    counts = counted_forwards(model, monkeypatch)
+    finished = FinishedModules(model, [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)])
+    batches = [((torch.randn(2, 3, 32, 32),), {}) for _ in range(2)]
+    for name in names:
+        found = _collect(model, [name], batches, inputs=True, begin=finished.begin)[name]
+        with torch.no_grad():
+            expected = _collect(plain, [name], batches, inputs=True)[name]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for copy in (model, plain):  # what is learned
+            nn.init.constant_(copy.get_submodule(name).weight, 0.01)
+        finished.finish(name)
+    assert counts["conv1"] == 2  # once a batch, after it was learned
+    assert counts["layer1.0.conv1"] == 2
+    # Of layer1.0 the block, not its parts; of layer1.1 the parts before conv2, which is still to be learned.
+    assert {name for name, _ in finished._outputs} == {"conv1", "bn1", "layer1.0", "layer1.1.conv1", "layer1.1.bn1"}
+
+
+def test_modules_called_twice_or_beyond_the_budget_are_computed_again(monkeypatch):
+    net = case("shared")
+    model = net.model()
+    counts = counted_forwards(model, monkeypatch)
+    batches = [((net.inputs(),), {})]
+    finished = FinishedModules(model, ["b", "c"])
+    for _ in range(2):
+        _collect(model, ["c"], batches, inputs=True, begin=finished.begin)
+    assert counts["a"] == 4
+    small_memory = net.model()
+    counts = counted_forwards(small_memory, monkeypatch)
+    finished = FinishedModules(small_memory, ["c"], budget=10)
+    for _ in range(2):
+        _collect(small_memory, ["c"], batches, inputs=True, begin=finished.begin)
+    assert counts["b"] == 2
+
+
+def test_a_shuffling_loader_pairs_inputs_with_their_own_outputs():
+    model = small()
+    data = torch.cat([images(seed, count=8) for seed in range(4)])
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=8, shuffle=True)
+    errors = []
+    for weights in (amct.AdaRoundSettings(num_bits=4, num_iteration=300), amct.ArqSettings(num_bits=4)):
+        torch.manual_seed(0)
+        layers = {"c2": amct.LayerConfig(weights=weights)}
+        quantized = amct.quantize(model, loader, amct.QuantConfig(layers=layers, batch_num=4))
+        errors.append({found.layer: found.mean_squared_error for found in quantized.compare(data)}["c2"])
+    assert errors[0] < errors[1]

@@ -2,7 +2,7 @@
 
 A layer's inputs come from the model whose layers before it are quantized already, its wanted outputs from the float
 model. The inputs and outputs of one layer are held at a time, with the outputs of a few layers ahead as long as they
-are small; forwards stop at the layer they are made for.
+are small; forwards stop at the layer they are made for, and begin behind what is finished (``finished_modules``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from amct.numerics.adaround import AdaRoundLayer, AdaRoundResult, CachedData, ad
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.pytorch.activation_after import activation_after
+from amct.pytorch.finished_modules import FinishedModules
 from amct.pytorch.layer_hooks import Balance, given_input
 from amct.pytorch.layer_weights import balanced_weight, channel_axis, named, weight_parts
 from amct.pytorch.quantized_weights import LayerWeights
@@ -47,43 +48,40 @@ def learn_rounding(
 
     Args:
         preparation: the model with ARQ's weights everywhere.
-        data: makes the inputs to learn from, the same each time.
+        data: makes the inputs to learn from.
         fast: learn from the Gram matrix of the layer's input.
 
     Raises:
         CalibrationError: the data reaches a layer not at all or makes its loss not finite; names the layer.
     """
     layers = [layer for layer in preparation.layers if isinstance(layer.weight, AdaRoundSettings)]
+    batches = list(data())  # a loader may shuffle: inputs and wanted outputs must belong to the same data
     quantized = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
         module = quantized.get_submodule(name)
         if weights.balance is not None:
             module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
-    outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], data)
+    finished = FinishedModules(quantized, [layer.name for layer in layers])
+    outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, LayerWeights] = {}
     with progress.bar("AdaRound", len(layers)) as advance:
         for layer in layers:
             advance(0, description=f"AdaRound {layer.name}")
-            found = _learn_layer(layer, preparation, quantized, outputs, data, fast=fast)
+            wanted = outputs.of(layer.name)
+            inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=finished.begin)[layer.name]
+            found = _learn_layer(layer, preparation, inputs, wanted, fast=fast)
             found.put_into(quantized.get_submodule(layer.name))
+            finished.finish(layer.name)
             learned[layer.name] = found
             advance()
     return learned
 
 
 def _learn_layer(
-    layer: LayerPlan,
-    preparation: Preparation,
-    quantized: nn.Module,
-    outputs: _FloatOutputs,
-    data: Callable[[], Iterable[Arguments]],
-    *,
-    fast: bool,
+    layer: LayerPlan, preparation: Preparation, inputs: list[Tensor], wanted: list[Tensor], *, fast: bool
 ) -> LayerWeights:
     before = preparation.weights[layer.name]
     module = preparation.fused.model.get_submodule(layer.name)
-    wanted = outputs.of(layer.name)
-    inputs = _collect(quantized, [layer.name], data, inputs=True)[layer.name]
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
     pairs, notes = _alike(module, inputs, wanted)
@@ -188,9 +186,17 @@ class _Enough(BaseException):
 
 
 def _collect(
-    model: nn.Module, names: Sequence[str], data: Callable[[], Iterable[Arguments]], *, inputs: bool
+    model: nn.Module,
+    names: Sequence[str],
+    batches: Sequence[Arguments],
+    *,
+    inputs: bool,
+    begin: Callable[[int], None] | None = None,
 ) -> dict[str, list[Tensor]]:
-    """The inputs, or the outputs, of some layers over all data; each forward ends after the last of them."""
+    """The inputs, or the outputs, of some layers over all data; each forward ends after the last of them.
+
+    ``begin`` is told the number of each batch before it runs.
+    """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     handles = []
 
@@ -208,7 +214,9 @@ def _collect(
             handles.append(module.register_forward_hook(_after(note, name)))
     try:
         with torch.no_grad():
-            for args, kwargs in data():
+            for number, (args, kwargs) in enumerate(batches):
+                if begin is not None:
+                    begin(number)
                 with suppress(_Enough):
                     model(*args, **kwargs)
     finally:
@@ -237,7 +245,7 @@ class _FloatOutputs:
 
     model: nn.Module
     names: Sequence[str]
-    data: Callable[[], Iterable[Arguments]]
+    batches: Sequence[Arguments]
     ready: dict[str, list[Tensor]] = field(default_factory=dict)
     ahead: int = 1
 
@@ -245,7 +253,7 @@ class _FloatOutputs:
         """The outputs of one layer, a batch each; they are handed over, not kept."""
         if name not in self.ready:
             place = self.names.index(name)
-            self.ready = _collect(self.model, self.names[place : place + self.ahead], self.data, inputs=False)
+            self.ready = _collect(self.model, self.names[place : place + self.ahead], self.batches, inputs=False)
             fetched = sum(tensor.nbytes for tensors in self.ready.values() for tensor in tensors)
             # Layers deeper in a network are seldom larger: as many as would have fit this time.
             self.ahead = max(1, self.ahead * _LOOKAHEAD_BYTES // max(fetched, 1))
