@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from ptq_helpers import Flow, Small, images, small
@@ -227,8 +228,8 @@ def test_folders_that_cannot_be_written_are_told_before_any_work(path, flow, mon
     monkeypatch.setattr("amct.pytorch.ptq.read_modified", no_work)
     refuses(OSError, "cannot write", amct.create_quant_config, path, flow.model, flow.example)
     refuses(OSError, "cannot write", amct.quantize_preprocess, flow.config, path, flow.model, flow.example)
-    for onnx, record in ((path, flow.record), (flow.onnx, path)):
-        refuses(OSError, "cannot write", amct.quantize_model, flow.config, onnx, record, flow.model, flow.example)
+    for modified, record in ((path, flow.record), (flow.onnx, path)):
+        refuses(OSError, "cannot write", amct.quantize_model, flow.config, modified, record, flow.model, flow.example)
     refuses(OSError, "cannot write", amct.save_model, flow.onnx, flow.record, path)
 
 
@@ -384,6 +385,40 @@ def test_a_balance_factor_of_a_wrong_length(calibrated):
 def test_a_modified_file_that_is_no_onnx(calibrated):
     calibrated.onnx.write_bytes(b"\xff\xfe not a model")
     refuses(ValueError, "is not an ONNX model", calibrated.save)
+
+
+def changed(path, change):
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, path)
+
+
+def test_a_modified_file_without_nodes_or_with_notes_that_cannot_be_read(calibrated):
+    changed(calibrated.onnx, lambda model: model.metadata_props[0].__setattr__("value", '{"layers": 3}'))
+    refuses(ValueError, r'm\.onnx": its metadata "amct" cannot be read', calibrated.save)
+    calibrated.onnx.write_bytes(b"")
+    refuses(ValueError, "it has no nodes", calibrated.save)
+
+
+def test_a_modified_file_whose_large_tensors_are_lost(calibrated):
+    model = onnx.load(calibrated.onnx)
+    onnx.save_model(model, calibrated.onnx, save_as_external_data=True, location="large.bin", size_threshold=0)
+    calibrated.save()
+    (calibrated.folder / "large.bin").unlink()
+    refuses(OSError, "tensors that it keeps in files of their own cannot be read", calibrated.save)
+
+
+def test_an_operation_that_onnx_lacks(tmp_path):
+    class Lacking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.special.bessel_j0(self.fc(x))
+
+    flow = Flow(tmp_path, Lacking().eval(), torch.ones(2, 3)).configure()
+    refuses(RuntimeError, "torch.onnx cannot export the model", flow.quantize)
 
 
 def test_strange_characters_in_the_save_path_are_fine(calibrated):

@@ -146,6 +146,22 @@ def test_save_writes_the_four_files_and_a_report_with_fusions_and_skips(tmp_path
     run_onnx(tmp_path / "out" / "q_qdq_model.onnx", flow.model, flow.example)
 
 
+def test_a_modified_file_without_our_notes_can_be_saved(tmp_path):
+    """As AMCT itself writes it: only the names of the nodes tell the layers, and each is marked by an attribute."""
+    flow = Flow(tmp_path).configure()
+    flow.quantize()(flow.example)
+    flow.save()
+    model = onnx.load(flow.onnx)
+    del model.metadata_props[:]
+    for node in model.graph.node:
+        if node.name in ("c", "c2", "fc"):
+            node.attribute.append(onnx.helper.make_attribute("op_data_type", "float"))
+    flow.onnx.write_bytes(model.SerializeToString())
+    flow.save(tmp_path / "bare" / "q")
+    for name in ("q_deploy_model.onnx", "q_fake_quant_model.onnx", "q_qdq_model.onnx"):
+        assert (tmp_path / "bare" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
 def test_a_save_path_that_ends_in_a_slash_has_no_prefix(tmp_path):
     flow = Flow(tmp_path).configure()
     flow.quantize()(flow.example)

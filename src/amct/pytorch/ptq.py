@@ -32,7 +32,7 @@ from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.fast_placement import watch_between
 from amct.pytorch.looked import look
 from amct.pytorch.modified_onnx import file_notes, read_modified, write_modified
-from amct.pytorch.preparation import prepare
+from amct.pytorch.preparation import prepare, try_float_onnx
 from amct.pytorch.quantized_weights import as_balance
 from amct.pytorch.saving import save_files
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
@@ -188,17 +188,16 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     traced = look(model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     plan = _plan(content, config_file, traced)
     preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
-    onnx, failure = None, ""
-    if traced.program is None:
-        try:
-            preparation.float_onnx()
-        except ExportError as error:
-            failure = str(error)
-            logger.warning("calibration works, but save_model will not: %s", failure)
-    else:
-        onnx = preparation.float_onnx()
-    write_modified(onnx_path, onnx.model if onnx else None, file_notes(preparation, failure))
-    between = watch_between(preparation, onnx) if onnx else None
+    onnx = try_float_onnx(preparation)
+    if isinstance(onnx, ExportError):
+        if traced.program is not None:
+            raise onnx
+        # Data decides what the model executes: it can be calibrated all the same, and the file tells why not saved.
+        logger.warning("calibration works, but save_model will not: %s", onnx)
+        write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
+        return start_calibration(preparation, record_file=record_path).model
+    write_modified(onnx_path, onnx.model, file_notes(preparation))
+    between = watch_between(preparation, onnx)
     return start_calibration(preparation, record_file=record_path, between=between).model
 
 
