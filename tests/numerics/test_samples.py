@@ -52,8 +52,8 @@ def test_the_state_is_small_enough_to_send():
     assert size < 1 << 20
     for seed in range(10, 30):
         observer.observe(batch(seed))
-    # Three times the data reaches less than two powers of two nearer to zero, and one farther out, on both sides; nearer
-    # to zero, spare blocks are allocated with the new ones.
+    # Three times the data reaches less than two powers of two nearer to zero, and one farther out, on both sides;
+    # nearer to zero, spare blocks are allocated with the new ones.
     blocks = 6 + 2 * _SPARE_BLOCKS
     assert len(pickle.dumps(observer)) < size + blocks * (16 << 10) + 1024
     assert pickle.loads(pickle.dumps(observer)).result().scale.item() == observer.result().scale.item()
