@@ -12,8 +12,8 @@ bin; at more bits steps get narrower than bins, and the even spread is what the 
 
 Per tensor, and where asked for, the outermost ``TAIL`` values of each sign are kept as they are besides. They are the
 ones that a range may cut off: at more than 8 bits they make nearly all of the loss, and of a percentile they are all
-that counts. At 8 bits bins alone are fine enough, and a third cheaper. Which values the tails are depends on the counts
-alone, so this, too, is the same in any order.
+that counts. Without them counting is a third cheaper. Which values the tails are depends on the counts alone, so this,
+too, is the same in any order.
 
 The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
 need some 50 blocks of 16 KB, no data can ever need more than 512.

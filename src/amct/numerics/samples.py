@@ -133,7 +133,7 @@ class SamplingObserver(ABC):
 
     def __post_init__(self) -> None:
         integer_range(self.bits)
-        self._samples = Samples(self.channel_axis, tails=self.bits > 8)  # at 8 bits a bin is fine enough
+        self._samples = Samples(self.channel_axis)
 
     @property
     def batches(self) -> int:
