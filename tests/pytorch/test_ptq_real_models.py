@@ -103,7 +103,7 @@ def need(package: str) -> None:
 
 @pytest.mark.xfail(
     strict=False,
-    reason="0.5 points are 2.7 of the 536 pictures: it was 2 with percentiles found exactly, 4 with those of a histogram",
+    reason="0.5 points are 2.7 of the 536 pictures: 2 were lost with exact percentiles, 4 with those of a histogram",
 )
 def test_efficientnet_lite0_within_0_5_points(assets, tmp_path):
     need("efficientnet_lite_pytorch")
