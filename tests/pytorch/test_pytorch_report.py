@@ -13,7 +13,8 @@ from torch import nn
 
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError
-from amct.pytorch.reporting import config_text, report_content
+from amct.pytorch.reporting import report_content
+from amct.report.filling import config_text
 
 
 class InPlaceNet(nn.Module):

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from amct.export.binding import TensorFactors
     from amct.pytorch.batches import BatchInputs
     from amct.pytorch.preparation import AdaRoundMode
-    from amct.pytorch.reporting import Metric
     from amct.record import Record
     from amct.report.compare import LayerComparison
+    from amct.report.measuring import Metric
     from amct.topology import Skip
 
 logger = logging.getLogger(__name__)
