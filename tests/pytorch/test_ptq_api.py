@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import amct.pytorch as amct
+from amct.calibration.quant_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError, ModelError
 from amct.pytorch.batches import Batches
-from amct.pytorch.quant_config import plan_of
 from amct.pytorch.trace import trace
 from amct.record import read_record
 

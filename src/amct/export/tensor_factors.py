@@ -23,6 +23,8 @@ from amct.export.binding import TensorFactors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from amct.numerics.observer import ActivationFactors
+
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -40,6 +42,14 @@ class _Document(BaseModel):
 def tensor_factors_path(record: str | os.PathLike[str]) -> Path:
     """Where the factors of the tensors between layers are kept: ``<record>.qdq.json``."""
     return Path(f"{os.fspath(record)}.qdq.json")
+
+
+def observed_factors(found: Mapping[str, ActivationFactors]) -> dict[str, TensorFactors]:
+    """What observers of tensors between layers found, as the exporter wants it."""
+    return {
+        name: TensorFactors(scale=float(factors.scale), zero_point=int(factors.offset), bits=factors.bits)
+        for name, factors in found.items()
+    }
 
 
 def tensor_factors_text(tensors: Mapping[str, TensorFactors]) -> str:

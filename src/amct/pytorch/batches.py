@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
+from amct.calibration.replay import Replay
+from amct.errors import ArgumentError, ArgumentTypeError
 from amct.pytorch.example_inputs import example_inputs
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ class Batches:
     def __init__(self, model: nn.Module, data: object, inputs: BatchInputs | None = None) -> None:
         self._model = model
         self._inputs = inputs
-        self._once = isinstance(data, Iterator)
-        self._keep = False
-        self._read: list[Any] = []
-        self._data: Iterable[Any] = _batches(data)
-        self._rest = iter(self._data) if self._once else None
+        self._batches = Replay(_batches(data))
 
     def __len__(self) -> int:
         """How many batches there are.
@@ -47,20 +43,16 @@ class Batches:
         Raises:
             TypeError: nobody can know before they are read.
         """
-        if self._once or not isinstance(self._data, Sized):
-            raise TypeError("the number of batches is not known before they are read")
-        return len(self._data)
+        return len(self._batches)
 
     @property
     def length(self) -> int | None:
         """How many batches there are, where that is known."""
-        with suppress(TypeError):  # also a data loader over a stream, which has a length in name only
-            return len(self)
-        return None
+        return self._batches.length
 
     def keep(self) -> None:
         """Keep what is read of data that can be read only once, because it is needed several times."""
-        self._keep = True
+        self._batches.keep()
 
     def limited(self, count: int | None) -> Iterator[Arguments]:
         """The first ``count`` batches; all when None."""
@@ -72,15 +64,7 @@ class Batches:
         Raises:
             CalibrationError: there is none.
         """
-        if self._rest is not None:
-            if not self._read:
-                self._read.extend(itertools.islice(self._rest, 1))
-            batch = self._read[0] if self._read else _NOTHING
-        else:
-            batch = next(iter(self._data), _NOTHING)
-        if batch is _NOTHING:
-            raise CalibrationError("calibration_data is empty; at least one batch is needed")
-        return self._arguments(batch)
+        return self._arguments(self._batches.first())
 
     def __iter__(self) -> Iterator[Arguments]:
         for _, arguments in self.with_originals():
@@ -88,19 +72,8 @@ class Batches:
 
     def with_originals(self) -> Iterator[tuple[Any, Arguments]]:
         """Each batch as the data gave it, labels and all, and as arguments of a call."""
-        for batch in self._raw():
+        for batch in self._batches:
             yield batch, self._arguments(batch)
-
-    def _raw(self) -> Iterator[Any]:
-        if self._rest is None:
-            yield from self._data
-            return
-        kept, self._read = self._read, self._read if self._keep else []
-        yield from list(kept)
-        for batch in self._rest:
-            if self._keep:
-                self._read.append(batch)
-            yield batch
 
     def _arguments(self, batch: object) -> Arguments:
         chosen = self._inputs(batch) if self._inputs is not None else _without_labels(self._model, batch)
@@ -112,9 +85,6 @@ class Batches:
             torch.Tensor, lambda tensor: tensor.to(device), (inputs.args, inputs.kwargs)
         )
         return moved
-
-
-_NOTHING = object()
 
 
 def _batches(data: object) -> Iterable[Any]:

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from amct.calibration import CalibrationSession, RecordFiles, Stream
+from amct.calibration.layer_records import complete_record
 from amct.calibration.session import HIDDEN, INPUT
-from amct.export.binding import TensorFactors
-from amct.export.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.layer_hooks import Balance, observe_inputs, run_inside
 from amct.pytorch.layer_weights import channel_axis
 from amct.pytorch.operators import MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationResult
-    from amct.numerics.observer import ActivationFactors
     from amct.pytorch.between import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import Preparation
-    from amct.record import LayerRecord, Record
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +60,9 @@ def start_calibration(
 
     def end(result: CalibrationResult) -> None:
         if files is not None:
-            text = tensor_factors_text(tensor_factors(result)) if between is not None else None
+            text = tensor_factors_text(observed_factors(result.tensors)) if between is not None else None
             beside = {tensor_factors_path(files.record): text} if text is not None else {}
-            files.complete(complete_record(preparation, result), beside)
+            files.complete(complete_record(preparation.record(), result), beside)
         for undo in cleanup:
             undo()
 
@@ -119,28 +117,3 @@ def _attach(
     if watching is not None:
         undo.append(watching.detach)
     return [*undo, run_inside(model, surroundings)]
-
-
-def complete_record(preparation: Preparation, result: CalibrationResult) -> Record:
-    """The record with the factors of the activations."""
-    record = preparation.record()
-    return record.with_layers(
-        {name: _with_activations(record[name], result.layers[name]) for name in preparation.weights}
-    )
-
-
-def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactors]) -> LayerRecord:
-    found = factors[INPUT]
-    entry = replace(entry, scale_d=float(found.scale), offset_d=int(found.offset), act_type=f"INT{found.bits}")
-    hidden = factors.get(HIDDEN)
-    if hidden is None:
-        return entry
-    return replace(entry, scale_h=float(hidden.scale), offset_h=int(hidden.offset))
-
-
-def tensor_factors(result: CalibrationResult) -> dict[str, TensorFactors]:
-    """The factors of the tensors between layers, as the exporter wants them."""
-    return {
-        name: TensorFactors(scale=float(found.scale), zero_point=int(found.offset), bits=found.bits)
-        for name, found in result.tensors.items()
-    }

@@ -24,6 +24,7 @@ from amct.calibration import read_progress
 from amct.config.ptq_pytorch import default_config, expand_config
 from amct.config.ptq_pytorch_json import make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
+from amct.export.saving import save_files
 from amct.export.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.writer import SavePath
 from amct.pytorch.arguments import FILE, check_types, output_file
@@ -34,7 +35,6 @@ from amct.pytorch.looked import look
 from amct.pytorch.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare, try_float_onnx
 from amct.pytorch.quantized_weights import as_balance
-from amct.pytorch.saving import save_files
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:

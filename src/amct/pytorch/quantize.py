@@ -13,15 +13,18 @@ from torch import nn
 
 from amct import atomic, log
 from amct.calibration import RecordFiles
+from amct.calibration.layer_records import complete_record
+from amct.calibration.quant_config import AnyConfig, plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx_qdq import Placement
 from amct.export.qdq_nodes import Target
-from amct.export.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.saving import ExportOptions, save_files
+from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.export.writer import SavePath
 from amct.pytorch.balancing import balance_of
 from amct.pytorch.batches import Batches
-from amct.pytorch.calibrating import complete_record, start_calibration, tensor_factors
+from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.comparing import compare_layers
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.fast_placement import watch_between
@@ -30,9 +33,7 @@ from amct.pytorch.looked import look
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.modified_onnx import file_notes
 from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
-from amct.pytorch.quant_config import AnyConfig, plan_of
 from amct.pytorch.reporting import report_content
-from amct.pytorch.saving import ExportOptions, save_files
 from amct.report.page import write_page
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ def quantize(
     result = calibration.session.result
     return QuantizedModel(
         preparation,
-        complete_record(preparation, result),
-        tensor_factors(result) if between is not None else None,
+        complete_record(preparation.record(), result),
+        observed_factors(result.tensors) if between is not None else None,
         onnx,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.calibration.layer_records import recorded_bits, weight_record
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError
 from amct.pytorch.layer_types import quantizable_type
@@ -19,7 +20,6 @@ from amct.pytorch.layer_weights import (
     put_weight,
     weight_parts,
 )
-from amct.record import LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import LayerPlan
     from amct.numerics.arq import WeightFactors
-
-RECORDED_BITS = (4, 6, 7, 8)
+    from amct.record import LayerRecord
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,24 +61,19 @@ class LayerWeights:
     @property
     def recorded_bits(self) -> int:
         """The bit width that the record has for them: the next that it knows."""
-        return next(bits for bits in RECORDED_BITS if bits >= self.bits and (bits > 4 or self.can_pack))
+        return recorded_bits(self.bits, can_pack=self.can_pack)
 
     def record(self, module: nn.Module) -> LayerRecord:
         """The layer's entry in the record, still without its activations."""
         kind = quantizable_type(module)
         recurrent = kind if kind in GATES else None
         scales = [part.recorded(self.factors[part.attribute], recurrent) for part in weight_parts(module)]
-        if not scales:
-            return LayerRecord(scale_w=(1.0,), offset_w=(0,))
         balance = () if self.balance is None else tuple(float(value) for value in self.balance)
-        state = scales[1] if recurrent else ()
-        return LayerRecord(
-            scale_w=scales[0],
-            offset_w=(0,) * len(scales[0]),
-            scale_r=state,
-            offset_r=(0,) * len(state),
-            wts_type=f"INT{self.recorded_bits}",
-            tensor_balance_factor=balance,
+        return weight_record(
+            scales[0] if scales else (),
+            state=scales[1] if recurrent else (),
+            bits=self.recorded_bits,
+            balance=balance,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,13 +19,12 @@ from amct.export.result import ExportedModel, Skip
 from amct.export.writer import OutputFile, SavePath, save_models
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
 
     from amct.export.binding import TensorFactors
-    from amct.pytorch.modified_onnx import FileNotes
     from amct.record import LayerRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,18 @@ def layer_factors(entry: LayerRecord) -> LayerFactors:
         scale_r=np.array(entry.scale_r, dtype=np.float32) if entry.scale_r else None,
         balance=balance,
     )
+
+
+class ModelNotes(Protocol):
+    """What a front door knows of a model beside its record."""
+
+    @property
+    def fusions(self) -> Mapping[str, Sequence[str]]:
+        """By layer: layers of the original model that were folded into it."""
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """Layers that stay float, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +98,7 @@ def save_files(
     save_path: SavePath,
     model: ModelProto,
     record: Record,
-    notes: FileNotes,
+    notes: ModelNotes,
     tensors: Mapping[str, TensorFactors] | None,
     options: ExportOptions = ExportOptions(),  # noqa: B008  frozen
 ) -> list[Path]:

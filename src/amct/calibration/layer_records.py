@@ -1,0 +1,60 @@
+"""What a calibration puts into the record of AMCT's PyTorch dialect, whichever front door it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from amct.calibration.session import HIDDEN, INPUT
+from amct.record import LayerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from amct.calibration.session import CalibrationResult
+    from amct.numerics.observer import ActivationFactors
+    from amct.record import Record
+
+RECORDED_BITS = (4, 6, 7, 8)
+
+
+def recorded_bits(bits: int, *, can_pack: bool) -> int:
+    """The bit width that the record has for weights: the next that it knows; 4 only where two share a byte."""
+    return next(known for known in RECORDED_BITS if known >= bits and (known > 4 or can_pack))
+
+
+def weight_record(
+    scales: Sequence[float], *, state: Sequence[float] = (), bits: int = 8, balance: Sequence[float] = ()
+) -> LayerRecord:
+    """The entry of a layer before its activations are known.
+
+    Args:
+        scales: of the weights, in the order of the record; empty for a layer without.
+        state: of the second matrix of a recurrent layer.
+        bits: as ``recorded_bits`` has them.
+        balance: DMQ's factors.
+    """
+    if not scales:
+        return LayerRecord(scale_w=(1.0,), offset_w=(0,))
+    return LayerRecord(
+        scale_w=tuple(scales),
+        offset_w=(0,) * len(scales),
+        scale_r=tuple(state),
+        offset_r=(0,) * len(state),
+        wts_type=f"INT{bits}",
+        tensor_balance_factor=tuple(balance),
+    )
+
+
+def complete_record(record: Record, result: CalibrationResult) -> Record:
+    """A record of weights with the factors of the activations."""
+    return record.with_layers({name: _with_activations(entry, result.layers[name]) for name, entry in record.items()})
+
+
+def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactors]) -> LayerRecord:
+    found = factors[INPUT]
+    entry = replace(entry, scale_d=float(found.scale), offset_d=int(found.offset), act_type=f"INT{found.bits}")
+    hidden = factors.get(HIDDEN)
+    if hidden is None:
+        return entry
+    return replace(entry, scale_h=float(hidden.scale), offset_h=int(hidden.offset))
