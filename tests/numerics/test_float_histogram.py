@@ -112,6 +112,24 @@ def test_the_way_for_gpus_counts_the_same(rows):
     assert same(by_torch, histogram_of(rows, mantissa_bits=6))
 
 
+def test_many_values_count_the_same_as_few():
+    random = np.random.default_rng(0)
+    values = (random.normal(size=200_000) * 10.0 ** random.integers(-44, 38, 200_000)).astype(np.float32)
+    largest = np.finfo(np.float32).max
+    values[:50_000] = 0
+    values[50_000:50_010] = [-0.0, 1e-45, -1e-45, largest, -largest, 1.0, -1.0, 2.0**-126, 2.0**64, -(2.0**-100)]
+    random.shuffle(values)
+    together = histogram_of(values, values[:100], values[:70_000])
+    pieces = [values, values[:100], values[:70_000]]
+    assert same(together, histogram_of(*(few for piece in pieces for few in np.array_split(piece, 20))))
+    with mock.patch("amct.numerics.histogram._MOST_AT_ONCE", 60_000):
+        assert same(together, histogram_of(*pieces))
+    counts = np.unique(np.concatenate(pieces).view(np.uint32) >> (23 - MANTISSA_BITS), return_counts=True)[1]
+    with mock.patch("amct.numerics.histogram.TAIL", 0):
+        counted = histogram_of(*pieces)
+        assert np.array_equal(np.sort(counted.bins().count), np.sort(counts))
+
+
 def test_threads_count_the_same():
     values = torch.randn(1, 2_500_000, generator=torch.Generator().manual_seed(3))
     before = torch.get_num_threads()

@@ -21,6 +21,7 @@ need some 50 blocks of 16 KB, no data can ever need more than 512.
 
 from __future__ import annotations
 
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,12 +47,21 @@ TAIL = 4096
 _FLOAT_MANTISSA = 23
 _BLOCKS = 512  # signs and exponents of a float32
 _FIRST_BLOCKS = 16
-_SPARE_BLOCKS = 4
-_STRETCH = 128
+_STRETCH = 64
+_TABLE_SIZE = (
+    _BLOCKS - 1
+) << MANTISSA_BITS  # bins of all finite values; the last block holds negative infinity and NaN
+_ZEROS = (_BLOCKS // 2 - 1) << MANTISSA_BITS  # where no finite value is counted: the block of infinity and NaN
+_ZERO_PLACES = 8
+_NEAREST_TO_ONE = np.array(sorted(range(_BLOCKS - 1), key=lambda block: abs(block % (_BLOCKS // 2) - 127)), np.int64)
+_MOST_AT_ONCE = 1 << 31  # a table's counts have 32 bits
 _THREADED_SIZE = 1 << 20  # values per thread that outweigh its start
 
 Counts = NDArray[np.int64]
 Values = NDArray[np.float64]
+
+_idle_tables: deque[NDArray[np.uint32]] = deque()
+"""All zero, one for each thread that ever counted at the same time as others; clearing them anew would cost more."""
 
 
 @dataclass(frozen=True)
@@ -217,43 +227,30 @@ class FloatHistogram:
         bits = rows.view(np.uint32)
         for row in range(self.channels):
             values = np.ascontiguousarray(bits[row])
-            unknown = self._first_bin[row] < 0
-            if not unknown.all() and self._count_known_blocks(values, self._first_bin[row]):
+            if self.mantissa_bits == MANTISSA_BITS and values.size >= _TABLE_SIZE // 32:
+                for begin in range(0, values.size, _MOST_AT_ONCE):
+                    self._count_many(row, values[begin : begin + _MOST_AT_ONCE])
                 continue
             done = 0
             while done < values.size:
-                done = _count_new(
-                    values, done, unknown, self._first_bin[row], self._counts, self._used, self.mantissa_bits
-                )
+                done = _count_few(values, done, self._first_bin[row], self._counts, self._used, self.mantissa_bits)
                 if done < values.size:
                     self._grow()
-            if self.channels == 1:
-                self._allocate_below(unknown)
 
-    def _allocate_below(self, unknown: NDArray[np.bool_]) -> None:
-        """Allocate some blocks nearer to zero than any: each batch has a few values smaller than all before it."""
-        fresh = np.flatnonzero(unknown & (self._first_bin[0] >= 0))
-        for sign in (0, _BLOCKS // 2):
-            own = fresh[(fresh >= sign) & (fresh < sign + _BLOCKS // 2) & (fresh != sign)]  # zero needs no neighbours
-            for block in range(max(sign, own.min() - _SPARE_BLOCKS), own.min()) if own.size else ():
-                if self._first_bin[0, block] < 0:
-                    self._add_block(0, block, np.zeros(1 << self.mantissa_bits, np.int64))
-
-    def _count_known_blocks(self, values: NDArray[np.uint32], first_bin: Counts) -> bool:
-        """Count the values whose blocks are allocated, without asking each; whether those were all.
-
-        Values without a block are counted in one block behind the others, which is then cleared.
-        """
-        spill = int(self._used[0])
-        if spill == self._counts.size:
-            self._grow()
-        known = np.where(first_bin < 0, spill, first_bin).astype(np.uint64)
-        _count_known(values, known, self._counts, self.mantissa_bits)
-        spilled = self._counts[spill : spill + (1 << self.mantissa_bits)]
-        if not spilled.any():
-            return True
-        spilled[:] = 0
-        return False
+    def _count_many(self, row: int, values: NDArray[np.uint32]) -> None:
+        """Count in a table of all bins, then add its blocks to the counts: without a look-up for each value."""
+        try:
+            table = _idle_tables.pop()
+        except IndexError:
+            table = np.zeros(_TABLE_SIZE, np.uint32)
+        _count_in_table(values, table)
+        missing = values.size - _move_known(table, self._first_bin[row], self._counts, self.mantissa_bits)
+        if missing:
+            blocks = table.reshape(-1, 1 << self.mantissa_bits)
+            for block in _blocks_with(missing, table, self._first_bin[row], _NEAREST_TO_ONE):
+                self._add_block(row, block, blocks[block].astype(np.int64))
+                blocks[block] = 0
+        _idle_tables.append(table)
 
     def _add_by_torch(self, rows: Tensor) -> None:
         """The same in torch operations, for values that should not leave their GPU: one full table per channel."""
@@ -284,27 +281,67 @@ class FloatHistogram:
 
 
 @compiled
-def _count_known(bits: NDArray[np.uint32], first_bin: NDArray[np.uint64], counts: Counts, mantissa_bits: int) -> None:
-    """Count every value; ``first_bin`` has a place for each block. No branches: half the time of ``_count_new``."""
-    shift = np.uint32(_FLOAT_MANTISSA - mantissa_bits)
-    mask = np.uint32((1 << mantissa_bits) - 1)
+def _count_in_table(bits: NDArray[np.uint32], table: NDArray[np.uint32]) -> None:
+    """Count every value in a table of all bins.
+
+    Zeros, every other value behind a ReLU, are counted in several places in turn: an increment has to wait for the one
+    before it in the same place, which doubles the time.
+    """
+    shift = np.uint32(_FLOAT_MANTISSA - MANTISSA_BITS)
     for position in range(bits.size):
         value = bits[position]
         # Unsigned: spares the check for negative indices in the hot line.
-        counts[first_bin[value >> np.uint32(_FLOAT_MANTISSA)] + np.uint64((value >> shift) & mask)] += 1
+        place = np.uint64(value >> shift)
+        place = np.uint64(_ZEROS) + np.uint64(position & (_ZERO_PLACES - 1)) if value == 0 else place
+        table[place] += np.uint32(1)
+    for place in range(_ZEROS, _ZEROS + _ZERO_PLACES):
+        table[0] += table[place]
+        table[place] = 0
 
 
 @compiled
-def _count_new(
-    bits: NDArray[np.uint32],
-    done: int,
-    unknown: NDArray[np.bool_],
-    first_bin: Counts,
-    counts: Counts,
-    used: Counts,
-    mantissa_bits: int,
+def _move_known(table: NDArray[np.uint32], first_bin: Counts, counts: Counts, mantissa_bits: int) -> int:
+    """Add the blocks of ``table`` that are allocated to ``counts``, and clear them; the number of values moved."""
+    size = 1 << mantissa_bits
+    moved = 0
+    for block in range(table.size >> mantissa_bits):
+        first = first_bin[block]
+        if first < 0:
+            continue
+        source = table[block << mantissa_bits : (block << mantissa_bits) + size]
+        target = counts[first : first + size]
+        for place in range(size):
+            target[place] += source[place]
+            moved += source[place]
+            source[place] = 0
+    return moved
+
+
+@compiled
+def _blocks_with(missing: int, table: NDArray[np.uint32], first_bin: Counts, order: Counts) -> Counts:
+    """The blocks that are not allocated yet and hold the ``missing`` values of ``table``."""
+    found = np.empty(order.size, np.int64)
+    number = 0
+    for block in order:
+        if first_bin[block] >= 0:
+            continue
+        count = 0
+        for place in range(block << MANTISSA_BITS, (block + 1) << MANTISSA_BITS):
+            count += table[place]
+        if count:
+            found[number] = block
+            number += 1
+            missing -= count
+            if missing == 0:
+                break
+    return found[:number]
+
+
+@compiled
+def _count_few(
+    bits: NDArray[np.uint32], done: int, first_bin: Counts, counts: Counts, used: Counts, mantissa_bits: int
 ) -> int:
-    """Count the values of blocks that were ``unknown``, from position ``done`` on, and allocate those blocks.
+    """Count the values from position ``done`` on, and allocate their blocks.
 
     Returns:
         The end, or the position that needs a block when there is no room.
@@ -314,8 +351,6 @@ def _count_new(
     for position in range(done, bits.size):
         value = bits[position]
         block = value >> np.uint32(_FLOAT_MANTISSA)
-        if not unknown[block]:
-            continue
         first = first_bin[block]
         if first < 0:
             if used[0] == counts.size:
@@ -332,7 +367,7 @@ def _outside(values: NDArray[np.float32], lower: float, upper: float) -> NDArray
     signed, unsigned = values.view(np.int32), values.view(np.uint32)
     limits = np.array([upper, lower], np.float32)
     places = _places_outside(signed, unsigned, limits.view(np.int32)[0], limits.view(np.uint32)[1], 2 * TAIL)
-    return values[places] if places.size < 2 * TAIL + 1 else None
+    return values[places] if places.size <= 2 * TAIL else None
 
 
 @compiled
@@ -344,7 +379,7 @@ def _places_outside(
     Positive floats are ordered like their bits as signed integers, negative ones by size like unsigned integers. So two
     integer maxima, which compilers vectorize, tell whether a stretch of values need be looked at at all.
     """
-    found = np.empty(room + 1, np.int64)  # one more tells that there was no room
+    found = np.empty(room + _STRETCH, np.int64)  # more than ``room`` tell that there was no room
     number = 0
     for begin in range(0, signed.size, _STRETCH):
         end = min(begin + _STRETCH, signed.size)
@@ -354,9 +389,8 @@ def _places_outside(
             smallest = max(smallest, unsigned[place])
         if largest >= upper or smallest >= lower:
             for place in range(begin, end):
-                if signed[place] >= upper or unsigned[place] >= lower:
-                    found[number] = place
-                    number += 1
-                    if number > room:
-                        return found
+                found[number] = place
+                number += np.int64((signed[place] >= upper) | (unsigned[place] >= lower))
+            if number > room:
+                break
     return found[:number]

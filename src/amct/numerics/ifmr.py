@@ -138,7 +138,10 @@ class BinnedValues:
         matters = np.maximum(-bins.low, bins.high) > 0.5 * candidates.scale.min()
         kept = _merged(Bins(bins.low[matters], bins.high[matters], bins.count[matters]), candidates.scale.min() / 8)
         limits = (candidates.lower, candidates.upper, candidates.scale)
-        return _expected_losses(kept.low, kept.high, kept.count, *limits) / self.count
+        spread = kept.low < kept.high
+        low, high, count = kept.low[spread], kept.high[spread], kept.count[spread]
+        losses = _spread_losses(low, high, count / (high - low), *limits)
+        return (losses + _point_losses(kept.low[~spread], kept.count[~spread], *limits)) / self.count
 
 
 def _merged(bins: Bins, width: float) -> Bins:
@@ -179,30 +182,52 @@ def _exact_losses(values: Floats, lower: Floats, upper: Floats, scale: Floats) -
     return losses
 
 
-@compiled
-def _expected_losses(low: Values, high: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
+@compiled_sum
+def _point_losses(value: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
+    """Of values that are known exactly."""
     losses = np.empty(scale.size)
     for candidate in range(scale.size):
         step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
-        kept_bottom, kept_top = np.rint(bottom / step) * step, np.rint(top / step) * step
         total = 0.0
-        for place in range(low.size):
-            begin, end = low[place], high[place]
-            if begin >= end:  # the bin was cut down to one value
-                error = np.rint(min(max(begin, bottom), top) / step) * step - begin
-                total += count[place] * error * error
-                continue
-            area = 0.0
-            if begin < bottom:
-                area += _cubes(begin - kept_bottom, min(end, bottom) - kept_bottom)
-            if end > top:
-                area += _cubes(max(begin, top) - kept_top, end - kept_top)
-            inner_begin, inner_end = max(begin, bottom), min(end, top)
-            if inner_begin < inner_end:
-                area += step**3 * (_sawtooth(inner_end / step) - _sawtooth(inner_begin / step))
-            total += count[place] * area / (end - begin)
+        for place in range(value.size):
+            error = np.rint(min(max(value[place], bottom), top) / step) * step - value[place]
+            total += count[place] * error * error
         losses[candidate] = total
     return losses
+
+
+@compiled_sum
+def _spread_losses(low: Values, high: Values, density: Values, lower: Values, upper: Values, scale: Values) -> Values:
+    """Of values spread over ascending bins."""
+    losses = np.empty(scale.size)
+    for candidate in range(scale.size):
+        step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
+        first, last = np.searchsorted(low, bottom), np.searchsorted(high, top, side="right")
+        inner = 0.0
+        for place in range(first, last):  # nearly all bins: no branches here
+            inner += density[place] * (_sawtooth(high[place] / step) - _sawtooth(low[place] / step))
+        total = inner * step**3
+        for place in range(min(first, low.size)):
+            total += density[place] * _cut_area(low[place], high[place], bottom, top, step)
+        for place in range(max(first, last), low.size):
+            total += density[place] * _cut_area(low[place], high[place], bottom, top, step)
+        losses[candidate] = total
+    return losses
+
+
+@compiled
+def _cut_area(begin: float, end: float, bottom: float, top: float, step: float) -> float:
+    """The integral of the squared error over a bin that the limits may cut."""
+    kept_bottom, kept_top = np.rint(bottom / step) * step, np.rint(top / step) * step
+    area = 0.0
+    if begin < bottom:
+        area += _cubes(begin - kept_bottom, min(end, bottom) - kept_bottom)
+    if end > top:
+        area += _cubes(max(begin, top) - kept_top, end - kept_top)
+    inner_begin, inner_end = max(begin, bottom), min(end, top)
+    if inner_begin < inner_end:
+        area += step**3 * (_sawtooth(inner_end / step) - _sawtooth(inner_begin / step))
+    return area
 
 
 @compiled
