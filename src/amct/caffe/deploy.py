@@ -14,7 +14,7 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.insertion import insert_quant, taken_names
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.quantized_weights import QuantizedWeights, may_overflow, with_bias
-from amct.caffe.recurrent_deploy import deploy_recurrent, fake_recurrent
+from amct.caffe.recurrent_deploy import deploy_recurrent, fake_recurrent, integer_recurrent
 from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.caffe.quantized_weights import IntegerLayer
+    from amct.caffe.recurrent_deploy import IntegerRecurrent
     from amct.record import DataFactors
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Results:
         self._model = model
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}
+        self._recurrent: dict[str, IntegerRecurrent] = {}
         entries: dict[str, CaffeLayerRecord] = {}
         for layer in model.layers:
             if layer.name not in record.layers:
@@ -74,22 +76,24 @@ class Results:
         self.record = CaffeRecord(entries)
 
     def _finish(self, layer: ProtoMessage, entry: CaffeLayerRecord, may_raise_scale: bool) -> CaffeLayerRecord:
-        weights = self._weights[layer.name]
-        if layer.type not in RECURRENT_TYPES:
-            blobs = self._model.weights[layer.name]
+        weights, blobs = self._weights[layer.name], self._model.weights[layer.name]
+        if layer.type in RECURRENT_TYPES:
+            recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, entry)
+            weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
+        else:
+            inputs = [self.factors(entry, index) for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
-            data = self.factors(entry, 0)
-            assert data.scale is not None, "the record was checked"
-            assert data.offset is not None, "the record was checked"
-            made = with_bias(weights, bias, data.scale, may_raise_scale=may_raise_scale)
-            self._integer[layer.name] = made
-            self._weights[layer.name] = weights = made.weights
-            if may_overflow(made, data.bits, data.offset):
-                logger.warning(
-                    'layer "%s": with %d-bit data its sums could leave int32 on a chip; they are exact here',
-                    layer.name,
-                    data.bits,
-                )
+            scales = [known(data.scale) for data in inputs]
+            made = self._integer[layer.name] = with_bias(weights, bias, scales, may_raise_scale=may_raise_scale)
+            weights = made.weights
+            overflowing = next((data.bits for index, data in enumerate(inputs) if _overflows(made, index, data)), None)
+        self._weights[layer.name] = weights
+        if overflowing is not None:
+            logger.warning(
+                'layer "%s": with %d-bit data its sums could leave int32 on a chip; they are exact here',
+                layer.name,
+                overflowing,
+            )
         own = weights.record()
         return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
 
@@ -110,13 +114,13 @@ class Results:
             fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
 
         inserted = insert_quant(model, self.record.layers, fill)
-        for name, weights in self._weights.items():
-            blobs = weights.real_blobs(model.weights[name])
-            layer = model.layer(name)
-            if layer.type in RECURRENT_TYPES:
-                fake_recurrent(layer, self.record[name])
-            elif (bias := self._integer[name].real_bias) is not None:
-                blobs[1] = bias
+        for name, recurrent in self._recurrent.items():
+            fake_recurrent(model.layer(name), self.record[name])
+            model.weights[name] = recurrent.real_blobs
+        for name, integer in self._integer.items():
+            blobs = integer.weights.real_blobs(model.weights[name])
+            if integer.real_bias is not None:
+                blobs[1] = integer.real_bias
             model.weights[name] = blobs
         return QuantizedNet(model, inserted)
 
@@ -152,11 +156,11 @@ class Results:
             entry = self.record[layer.name]
             for each in sorted(entry.record_d, key=lambda data: data.index):
                 fill_quant(layer.integer_param.input.add(), layer.name, each)
-            if layer.type in RECURRENT_TYPES:
-                made[layer.name] = deploy_recurrent(layer, model.weights[layer.name], self._weights[layer.name], entry)
+            if layer.name in self._recurrent:
+                made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], entry)
                 continue
             if layer.name in self._integer:
-                behind = [self._weighted(layer, made, taken)]
+                behind = self._weighted(layer, made, taken)
             else:
                 behind = self._data_only(layer, taken)
             for position, after in enumerate(behind):
@@ -168,24 +172,29 @@ class Results:
         model.weights.update(made)
         return result
 
-    def _weighted(self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]) -> ProtoMessage:
+    def _weighted(
+        self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]
+    ) -> list[ProtoMessage]:
         integer = self._integer[layer.name]
         matrix = integer.weights.matrices[0]
-        blobs = [matrix.stored()]
-        if integer.bias is not None:
-            blobs.append(integer.bias)
+        blobs = [matrix.stored(), *integer.biases]
         if matrix.clustered is not None:
             layer.integer_param.num_bits_w = integer.weights.bits
             layer.integer_param.channel_wise = matrix.clustered.table.shape[0] > 1
             blobs.append(matrix.clustered.table)
         made[layer.name] = blobs
-        name = free_name(f"{layer.name}_dequant", taken)
-        after = new_message("LayerParameter", name=name, type="DeQuant")
-        after.bottom.append(free_name(f"{layer.name}_int32", taken))
-        after.dequant_param.object_layer = layer.name
-        after.dequant_param.channel_wise = integer.sum_scale.numel() > 1
-        made[name] = [integer.sum_scale.reshape(-1)]
-        return after
+        behind = []
+        for index, scale in enumerate(integer.sum_scales):
+            suffix = f"_{index}" if len(layer.top) > 1 else ""
+            after = new_message(
+                "LayerParameter", name=free_name(f"{layer.name}_dequant{suffix}", taken), type="DeQuant"
+            )
+            after.bottom.append(free_name(f"{layer.name}_int32{suffix}", taken))
+            after.dequant_param.object_layer = layer.name
+            after.dequant_param.channel_wise = scale.numel() > 1
+            made[after.name] = [scale.reshape(-1)]
+            behind.append(after)
+        return behind
 
     def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
         first = self.factors(self.record[layer.name], 0)
@@ -202,6 +211,17 @@ class Results:
                 options.scale, options.offset, options.num_bits_d = first.scale, first.offset, first.bits
             behind.append(after)
         return behind
+
+
+def known(factor: float | int | None) -> float:
+    """A factor of a record that was checked to have it."""
+    assert factor is not None, "the record was checked"
+    return factor
+
+
+def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:
+    bias = layer.biases[index] if layer.biases else None
+    return may_overflow(layer.weights.matrices[0], bias, data.bits, int(known(data.offset)))
 
 
 def fill_quant(options: ProtoMessage, layer: str, data: DataFactors) -> None:

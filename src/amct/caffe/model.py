@@ -105,6 +105,13 @@ def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
 
 def read_net(model_file: AnyPath) -> ProtoMessage:
     """The layers of the TEST phase in today's form, none of them in place; errors as ``read_model``."""
+    net = read_test_net(model_file)
+    check_is_float(net, str(model_file))
+    return remove_in_place(net)
+
+
+def read_test_net(model_file: AnyPath) -> ProtoMessage:
+    """The layers of the TEST phase in today's form, of a float or a quantized model; errors as ``read_model``."""
     net = upgrade_net(read_message(model_file, "NetParameter"), str(model_file))
     net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
     filter_net(net)
@@ -113,8 +120,7 @@ def read_net(model_file: AnyPath) -> ProtoMessage:
         layer.ClearField("include")
         layer.ClearField("exclude")
     _check_names(net, str(model_file))
-    check_is_float(net, str(model_file))
-    return remove_in_place(net)
+    return net
 
 
 def _check_names(net: ProtoMessage, source: str) -> None:
@@ -218,6 +224,7 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
     if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
         return
     if layer.type in WEIGHTED_TYPES:
+        _check_bottoms(layer, source)
         options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
         expected = 2 if options.bias_term else 1
     if expected is None:
@@ -229,6 +236,20 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
         )
     if layer.type in WEIGHTED_TYPES:
         _check_outputs(layer, blobs, source)
+
+
+def _check_bottoms(layer: ProtoMessage, source: str) -> None:
+    bottoms, tops = len(layer.bottom), len(layer.top)
+    if layer.type == "InnerProduct" and (bottoms, tops) != (1, 1):
+        raise ModelError(
+            f'{source}: layer "{layer.name}" (InnerProduct) takes one bottom and gives one top, got {bottoms} bottoms '
+            f"and {tops} tops"
+        )
+    if not bottoms or bottoms != tops:
+        raise ModelError(
+            f'{source}: layer "{layer.name}" ({layer.type}) gives one top for each bottom, got {bottoms} bottoms and '
+            f"{tops} tops"
+        )
 
 
 def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:

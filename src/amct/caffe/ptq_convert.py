@@ -112,6 +112,4 @@ def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> Ca
                 f'layer "{name}": num_bits_w {entry.weight_bits} cannot be converted: a record has no table of the 16 '
                 "values; use weights of 8 bits"
             )
-        if len(layer.bottom) > 1:
-            raise RecordError(f'layer "{name}" applies its weights to {len(layer.bottom)} bottoms; leave it in float')
     return record

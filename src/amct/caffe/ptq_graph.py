@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.quantized_weights import QuantizedWeights
     from amct.config.plan import LayerPlan, Plan
-
-logger = logging.getLogger(__name__)
 
 IMAGE_AXES = 4
 
@@ -62,22 +59,7 @@ class QuantGraph:
     def plans(self) -> dict[str, LayerPlan]:
         """The layers that will be quantized and still stand, by name, in model order."""
         enabled = {plan.name: plan for plan in self.plan.enabled}
-        found = {}
-        for layer in self.model.layers:
-            plan = enabled.get(layer.name)
-            if plan is None:
-                continue
-            if layer.type in WEIGHTED_TYPES and len(layer.bottom) > 1:
-                logger.warning(
-                    'layer "%s" (%s) is not quantized: it applies its weights to %d bottoms, which have different '
-                    "factors",
-                    layer.name,
-                    layer.type,
-                    len(layer.bottom),
-                )
-                continue
-            found[layer.name] = plan
-        return found
+        return {layer.name: enabled[layer.name] for layer in self.model.layers if layer.name in enabled}
 
     def need(self, stage: Stage, function: str) -> None:
         """Refuse a call out of order.

@@ -215,60 +215,80 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerLayer:
-    """A weighted layer with everything decided: weights, int32 bias, and the scale of its sums."""
+    """A weighted layer with everything decided: weights, and for each bottom the int32 bias and the scale of its sums.
+
+    Bottoms have factors of their own, so the same bias is another integer for each.
+    """
 
     weights: QuantizedWeights
-    bias: torch.Tensor | None
-    sum_scale: torch.Tensor
+    biases: tuple[torch.Tensor, ...]
+    sum_scales: tuple[torch.Tensor, ...]
 
     @property
     def real_bias(self) -> torch.Tensor | None:
-        """The float32 bias that the integers stand for."""
-        if self.bias is None:
-            return None
-        return (self.bias.double() * self.sum_scale.double()).float()
+        """The float32 bias that the integers stand for; of several bottoms the first counts."""
+        return real_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
+
+
+def real_bias(bias: torch.Tensor, sum_scale: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers that integers of a bias stand for."""
+    return (bias.double() * sum_scale.double()).float()
+
+
+def sum_scale(matrix: QuantizedMatrix, scale_data: float) -> torch.Tensor:
+    """The step of the sums of products of a matrix and data, one or one for each output channel."""
+    data = torch.tensor(scale_data, dtype=torch.float32)
+    return (matrix.factors.scale.double() * data.double()).float()
 
 
 def with_bias(
-    weights: QuantizedWeights, bias: torch.Tensor | None, scale_data: float, *, may_raise_scale: bool
+    weights: QuantizedWeights, bias: torch.Tensor | None, scales_data: Sequence[float], *, may_raise_scale: bool
 ) -> IntegerLayer:
-    """Quantize the bias; where it does not fit int32, raise that channel's weight scale until it does.
+    """Quantize the bias for each bottom; where it does not fit int32, raise that channel's weight scale until it does.
 
     Raises:
         CalibrationError: it does not fit and the scale is the user's.
     """
     matrix = weights.matrices[0]
-    data = torch.tensor(scale_data, dtype=torch.float32)
-    integers = None
+    biases: tuple[torch.Tensor, ...] = ()
     if bias is not None:
-        try:
-            if may_raise_scale:
-                fit = fit_bias(bias, matrix.factors.scale, data)
-                if fit.raised:
-                    channels = ", ".join(map(str, fit.raised[:5])) + (" ..." if len(fit.raised) > 5 else "")
-                    logger.warning(
-                        'layer "%s": the bias does not fit int32; the weight scale of %d channel(s) is raised: %s',
-                        weights.layer,
-                        len(fit.raised),
-                        channels,
-                    )
-                    matrix = matrix.with_scale(fit.scale_weight)
-            integers = quantize_bias(bias, matrix.factors.scale, data)
-        except AmctError as error:
-            raise CalibrationError(f'layer "{weights.layer}": {error}') from error
-    scale = (matrix.factors.scale.double() * data.double()).float()
-    return IntegerLayer(weights=replace(weights, matrices=(matrix,)), bias=integers, sum_scale=scale)
+        matrix, biases = fitted_bias(weights.layer, matrix, bias, scales_data, may_raise_scale=may_raise_scale)
+    return IntegerLayer(
+        weights=replace(weights, matrices=(matrix,)),
+        biases=biases,
+        sum_scales=tuple(sum_scale(matrix, scale) for scale in scales_data),
+    )
 
 
-def may_overflow(layer: IntegerLayer, bits: int, offset: int) -> bool:
+def fitted_bias(
+    layer: str, matrix: QuantizedMatrix, bias: torch.Tensor, scales_data: Sequence[float], *, may_raise_scale: bool
+) -> tuple[QuantizedMatrix, tuple[torch.Tensor, ...]]:
+    """The integers of a bias for each of the data's scales, and the matrix, on a coarser grid where they need it.
+
+    Raises:
+        CalibrationError: the bias does not fit int32 and the scale is the user's; names the layer.
+    """
+    scales = [torch.tensor(scale, dtype=torch.float32) for scale in scales_data]
+    try:
+        if may_raise_scale:
+            fit = fit_bias(bias, matrix.factors.scale, min(scales))  # the finest grid makes the largest integers
+            if fit.raised:
+                channels = ", ".join(map(str, fit.raised[:5])) + (" ..." if len(fit.raised) > 5 else "")
+                logger.warning(
+                    'layer "%s": the bias does not fit int32; the weight scale of %d channel(s) is raised: %s',
+                    layer,
+                    len(fit.raised),
+                    channels,
+                )
+                matrix = matrix.with_scale(fit.scale_weight)
+        return matrix, tuple(quantize_bias(bias, matrix.factors.scale, scale) for scale in scales)
+    except AmctError as error:
+        raise CalibrationError(f'layer "{layer}": {error}') from error
+
+
+def may_overflow(matrix: QuantizedMatrix, bias: torch.Tensor | None, bits: int, offset: int) -> bool:
     """Whether the worst data could make sums that leave a chip's int32."""
-    matrix = layer.weights.matrices[0]
     worst = worst_case_accumulator(
-        matrix.integers,
-        layer.bias,
-        kind=matrix.layout.kind,
-        groups=matrix.layout.groups,
-        bits=bits,
-        offset=offset,
+        matrix.integers, bias, kind=matrix.layout.kind, groups=matrix.layout.groups, bits=bits, offset=offset
     )
     return bool(worst.overflowing)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 #: Sub-packages whose modules hold layers.
 LAYER_FOLDERS = ("layers", "data_layers")
 #: Types with a class of their own for running on integers ("Convolution on integers").
-INTEGER_TYPES = ("Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct")
+INTEGER_TYPES = (
+    "Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct", "LSTMQuant", "RNNQuant", "GRUQuant",
+)  # fmt: skip
 
 _registered: dict[str, type[Layer]] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from amct.caffe.engine.layers.recurrent import Recurrent
 from amct.caffe.engine.registry import register
@@ -33,10 +32,12 @@ class GRU(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The state is h."""
-        size = self.outputs
+        gated = 2 * self.outputs
         before = cont * states[0]
-        gates = torch.sigmoid(drive[:, : 2 * size] + functional.linear(before, parameters[-1][: 2 * size]))
+        hidden = self.hidden_product(before, parameters, -1, rows=slice(0, gated))
+        gates = torch.sigmoid(drive[:, :gated] + hidden)
         update, reset = gates.chunk(2, -1)
-        new = torch.tanh(drive[:, 2 * size :] + functional.linear(reset * before, parameters[-1][2 * size :]))
+        hidden = self.hidden_product(reset * before, parameters, -1, rows=slice(gated, None))
+        new = torch.tanh(drive[:, gated:] + hidden)
         hidden = (1 - update) * new + update * before
         return hidden, [hidden]

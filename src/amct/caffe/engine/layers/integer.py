@@ -43,11 +43,20 @@ class _IntegerWeights(Layer):
     weight_groups = 1
 
     def make_integer_blobs(self, outputs: int) -> None:
-        """Read the factors; exchange the weight of a clustered layer for packed indices and their table."""
+        """Read the factors; give every bottom a bias of its own, since its integers stand in another step.
+
+        The weight of a clustered layer is exchanged for packed indices and their table.
+        """
         options = self.parameter.integer_param
-        if len(options.input) != 1:
-            raise self.error(f"integer_param needs one input, got {len(options.input)}")
-        self.factors = InputFactors(self, options.input[0])
+        if len(options.input) != len(self.bottom_blobs):
+            raise self.error(
+                f"integer_param has {len(options.input)} inputs, the layer {len(self.bottom_blobs)} bottoms"
+            )
+        self.factors = [InputFactors(self, each) for each in options.input]
+        self.has_bias = len(self.blobs) > 1
+        if self.has_bias:
+            for _ in self.factors[1:]:
+                self.add_parameter((outputs,))
         self.weight_bits: int = options.num_bits_w
         self.full_shape = self.blobs[0].shape
         if self.weight_bits != TABLE_BITS:
@@ -56,13 +65,16 @@ class _IntegerWeights(Layer):
         blobs = [Blob(outputs, (length + 1) // 2), *self.blobs[1:]]
         self.blobs = [*blobs, Blob(outputs if options.channel_wise else 1, CLUSTERS)]
 
-    def integer_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight (int8, in the layer's own layout) and bias (int32)."""
-        bias = None
-        if len(self.blobs) > (2 if self.weight_bits == TABLE_BITS else 1):
-            stored = self.blobs[1].tensor
-            bias = stored.round().to(torch.int64) if stored.is_floating_point() else stored
-        return self.derived("integer weight", self.blobs, self._weight), bias
+    def integer_weight(self) -> torch.Tensor:
+        """int8, in the layer's own layout."""
+        return self.derived("integer weight", self.blobs, self._weight)
+
+    def integer_bias(self, bottom: int) -> torch.Tensor | None:
+        """The int32 bias of that bottom's sums."""
+        if not self.has_bias:
+            return None
+        stored = self.blobs[1 + bottom].tensor
+        return stored.round().to(torch.int64) if stored.is_floating_point() else stored
 
     def _weight(self) -> torch.Tensor:
         first = self.blobs[0].tensor
@@ -104,11 +116,15 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
         del parameters
-        weight, bias = self.integer_parameters()
-        return [self._one(self.factors.integers(bottom), weight, bias) for bottom in bottoms]
+        weight = self.integer_weight()
+        sums = []
+        for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True)):
+            self._offset = int(factors.offset)
+            sums.append(self._one(factors.integers(bottom), weight, self.integer_bias(index)))
+        return sums
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Padding stands for zero, which is the offset among the integers."""
+        """Padding stands for zero, which is the offset among the integers of the bottom at hand."""
         window = self.window
         plain = self.spatial_axes == 0
         geometry = ConvolutionGeometry(
@@ -118,7 +134,7 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
             groups=self.group,
             transposed=self.transposed,
         )
-        return integer_convolution(bottom, weight, bias, geometry=geometry, offset=int(self.factors.offset))
+        return integer_convolution(bottom, weight, bias, geometry=geometry, offset=self._offset)
 
 
 @register("Convolution on integers")
@@ -167,11 +183,11 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
         del parameters
-        weight, bias = self.integer_parameters()
+        weight, (factors,) = self.integer_weight(), self.factors
         rows = weight.t() if self.options.transpose else weight
-        bottom = self.factors.integers(bottoms[0])
+        bottom = factors.integers(bottoms[0])
         flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
-        sums = integer_linear(flat, rows, bias, offset=int(self.factors.offset))
+        sums = integer_linear(flat, rows, self.integer_bias(0), offset=int(factors.offset))
         return [sums.reshape(*bottom.shape[: self.axis], self.outputs)]
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONTINUATION = 1
 GATES = 4
+EVERY_ROW = slice(None)
 
 
 class Recurrent(Layer):
@@ -114,6 +115,18 @@ class Recurrent(Layer):
             driven = driven + functional.linear(bottoms[2].reshape(x.shape[1], -1), parameters[2])
         return driven
 
+    def hidden_product(
+        self,
+        hidden: torch.Tensor,
+        parameters: list[torch.Tensor],
+        blob: int,
+        *,
+        rows: slice = EVERY_ROW,
+        bias: int | None = None,
+    ) -> torch.Tensor:
+        """A hidden state times (some rows of) the matrix of that place, plus the bias of that place."""
+        return functional.linear(hidden, parameters[blob][rows], None if bias is None else parameters[bias])
+
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -151,7 +164,7 @@ class LSTM(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """States are h and c."""
-        gates = drive + functional.linear(cont * states[0], parameters[-1])
+        gates = drive + self.hidden_product(cont * states[0], parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
         return hidden, [hidden, cell]
 
@@ -174,8 +187,8 @@ class RNN(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The state is h."""
-        hidden = torch.tanh(drive + functional.linear(cont * states[0], parameters[-3]))
-        return torch.tanh(functional.linear(hidden, parameters[-2], parameters[-1])), [hidden]
+        hidden = torch.tanh(drive + self.hidden_product(cont * states[0], parameters, -3))
+        return torch.tanh(self.hidden_product(hidden, parameters, -2, bias=-1)), [hidden]
 
 
 @register("LSTMUnit")

@@ -1,6 +1,8 @@
-"""LSTM, RNN and GRU of quantized models: the hidden state, which lies in -1..1, is rounded to integers at every step.
+"""LSTM, RNN and GRU of quantized models: every hidden state that meets a matrix is rounded to integers.
 
-In a deploy model the matrices are int8 and the biases int32; they are taken for the real numbers they stand for.
+A hidden state lies in -1..1, so 1 is the largest integer and no calibration is needed. Gates, cell and output stay
+real. In a deploy model data, static input and hidden states meet int8 matrices as integers: the sums, with int32
+biases, are exact, and each is turned into a real number once.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.layers.gru import GRU
-from amct.caffe.engine.layers.recurrent import LSTM, RNN, Recurrent
+from amct.caffe.engine.layers.quantization import InputFactors
+from amct.caffe.engine.layers.recurrent import EVERY_ROW, LSTM, RNN, Recurrent
 from amct.caffe.engine.registry import register
-from amct.numerics.affine import fake_quantize, integer_range
+from amct.numerics.affine import fake_quantize, integer_range, quantize
+from amct.numerics.integer import integer_linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,52 +24,31 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
 MATRIX_AXES = 2
+STATIC = 2
 
 
 class QuantizedRecurrent(Recurrent):
     """What the quantized forms share; the class beside it in the bases is the plain layer."""
 
-    keeps_integers = True
-
     def setup(self, bottoms: list[Shape]) -> None:
         """As the plain layer; the hidden state's largest value, 1, is the largest integer."""
         super().setup(bottoms)
-        options = self.parameter.lstm_quant_param
-        self.bits: int = options.num_bits_d
+        self.bits: int = self.parameter.lstm_quant_param.num_bits_d
         self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
-        self.data_scale = 1.0
-        if self.parameter.HasField("integer_param"):
-            self.data_scale = self.parameter.integer_param.input[0].scale
+        self.zero = torch.zeros((), dtype=torch.int32)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """With the real numbers that integer parameters stand for."""
-        scales = list(self.parameter.lstm_quant_param.scale_w)
-        return super().forward(bottoms, self._real(parameters, scales) if scales else parameters)
-
-    def _real(self, parameters: list[torch.Tensor], scales: list[float]) -> list[torch.Tensor]:
-        real: list[torch.Tensor] = []
-        remaining = iter(scales)
-        latest = first = None
-        for parameter in parameters:
-            if parameter.dim() == MATRIX_AXES:
-                latest = torch.tensor(next(remaining), dtype=torch.float64)
-                first = latest if first is None else first
-                real.append((parameter.double() * latest).float())
-                continue
-            assert latest is not None, "a matrix stands before each bias"
-            step = torch.tensor(self.data_scale, dtype=torch.float64) if latest is first else self.hidden_scale.double()
-            real.append((parameter.double() * latest * step).float())
-        return real
-
-    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden state on its grid."""
-        return fake_quantize(hidden, self.hidden_scale, torch.zeros((), dtype=torch.int32), self.bits)
-
-    def step(
-        self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One step from the rounded state."""
-        return super().step(drive, cont, [self.rounded(states[0]), *states[1:]], parameters)
+    def hidden_product(
+        self,
+        hidden: torch.Tensor,
+        parameters: list[torch.Tensor],
+        blob: int,
+        *,
+        rows: slice = EVERY_ROW,
+        bias: int | None = None,
+    ) -> torch.Tensor:
+        """From the rounded state."""
+        rounded = fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
+        return super().hidden_product(rounded, parameters, blob, rows=rows, bias=bias)
 
 
 @register("LSTMQuant")
@@ -81,3 +64,100 @@ class RNNQuant(QuantizedRecurrent, RNN):
 @register("GRUQuant")
 class GRUQuant(QuantizedRecurrent, GRU):
     """A quantized GRU."""
+
+
+class IntegerRecurrent(QuantizedRecurrent):
+    """What the forms on integers share."""
+
+    keeps_integers = True
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """As the quantized layer; every bottom has factors and every matrix a scale."""
+        super().setup(bottoms)
+        inputs = self.parameter.integer_param.input
+        if len(inputs) != len(bottoms):
+            raise self.error(f"integer_param has {len(inputs)} inputs, the layer {len(bottoms)} bottoms")
+        self.factors = [InputFactors(self, each) for each in inputs]
+        scales = list(self.parameter.lstm_quant_param.scale_w)
+        places = [place for place, blob in enumerate(self.blobs) if len(blob.shape) == MATRIX_AXES]
+        if len(scales) != len(places):
+            raise self.error(f"lstm_quant_param has {len(scales)} scale_w for {len(places)} matrices")
+        self.weight_scales = {
+            place: torch.tensor(scale, dtype=torch.float32) for place, scale in zip(places, scales, strict=True)
+        }
+
+    @property
+    def uses_autograd(self) -> bool:
+        """Integers have no gradients."""
+        return False
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What meets a matrix stays integer; continuation marks and first states become real."""
+        multiplied = (0, STATIC) if self.has_static else (0,)
+        taken = [
+            factors.integers(bottom) if index in multiplied else factors.real(bottom)
+            for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
+        ]
+        return super().forward(taken, parameters)
+
+    def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
+        """What the input adds at every step: exact sums, made real."""
+        driven = self._product(x, self.factors[0], parameters, 0, bias=1)
+        if self.has_static:
+            static = bottoms[STATIC].reshape(x.shape[1], -1)
+            driven = driven + self._product(static, self.factors[STATIC], parameters, STATIC)
+        return driven
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        factors: InputFactors,
+        parameters: list[torch.Tensor],
+        blob: int,
+        *,
+        bias: int | None = None,
+    ) -> torch.Tensor:
+        added = None if bias is None else _integers(parameters[bias], torch.int32)
+        sums = integer_linear(x, _integers(parameters[blob], torch.int8), added, offset=int(factors.offset))
+        return self._real(sums, factors.scale, blob)
+
+    def _real(self, sums: torch.Tensor, data_scale: torch.Tensor, blob: int) -> torch.Tensor:
+        """Multiplied in float64 by the float32 step and rounded once, as DeQuant does."""
+        step = (data_scale.double() * self.weight_scales[blob].double()).float()
+        return (sums.double() * step.double()).float()
+
+    def hidden_product(
+        self,
+        hidden: torch.Tensor,
+        parameters: list[torch.Tensor],
+        blob: int,
+        *,
+        rows: slice = EVERY_ROW,
+        bias: int | None = None,
+    ) -> torch.Tensor:
+        """The state as integers times int8: exact sums, made real."""
+        state = quantize(hidden, self.hidden_scale, self.zero, self.bits)
+        matrix = _integers(parameters[blob], torch.int8)[rows]
+        added = None if bias is None else _integers(parameters[bias], torch.int32)
+        sums = integer_linear(state, matrix, added)
+        return self._real(sums, self.hidden_scale, blob % len(parameters))
+
+
+def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """What a blob of integers holds; a blob that NumPy looks at holds them as floats."""
+    return parameter.round().to(kind) if parameter.is_floating_point() else parameter
+
+
+@register("LSTMQuant on integers")
+class IntegerLSTM(IntegerRecurrent, LSTM):
+    """An LSTM of int8 or int16 data with int8 weights."""
+
+
+@register("RNNQuant on integers")
+class IntegerRNN(IntegerRecurrent, RNN):
+    """An RNN of int8 or int16 data with int8 weights."""
+
+
+@register("GRUQuant on integers")
+class IntegerGRU(IntegerRecurrent, GRU):
+    """A GRU of int8 or int16 data with int8 weights."""
