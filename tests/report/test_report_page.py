@@ -50,17 +50,17 @@ def test_the_data_of_every_layer_is_on_the_page():
     layers = data_of(Reader(page(content)))["layers"]
     assert [entry["name"] for entry in layers] == [layer.name for layer in content.layers]
     seen = content.layers[0].activation
-    assert layers[0]["bars"] == {
+    assert layers[0]["inputs"][0]["bars"] == {
         "low": seen.histogram.low,
         "high": seen.histogram.high,
         "counts": list(seen.histogram.counts),
         "below": 0,
         "above": 3,
     }
-    assert layers[0]["clip"] == [0.0, 6.375]
+    assert layers[0]["inputs"][0]["clip"] == [0.0, 6.375]
     assert layers[0]["weights"]["min"] == list(content.layers[0].weights.minimum)
     assert layers[0]["weights"]["max"] == list(content.layers[0].weights.maximum)
-    assert layers[4] == {"name": "pool"}
+    assert layers[4] == {"name": "pool", "inputs": [{}]}
 
 
 def test_every_number_is_in_the_table():

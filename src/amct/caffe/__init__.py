@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from amct.caffe.onnx_graph import export_onnx
-    from amct.caffe.quantized_model import QuantizedCaffeModel, quantize
+    from amct.caffe.quantized_model import QuantizedCaffeModel, compare, quantize, report
 
-__all__ = ["QuantizedCaffeModel", "export_onnx", "quantize"]
+__all__ = ["QuantizedCaffeModel", "compare", "export_onnx", "quantize", "report"]
 
 
 def __getattr__(name: str) -> object:

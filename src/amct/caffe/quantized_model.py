@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from amct import log
 from amct.atomic import read_bytes
-from amct.caffe.arguments import input_file
-from amct.caffe.engine.net import Net
+from amct.caffe.arguments import input_file, output_file
+from amct.caffe.comparing import ModelSide, float_side, measure, quantized_files
 from amct.caffe.insertion import insert_ifmr
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model
@@ -24,37 +21,42 @@ from amct.caffe.ptq import prepare_weights, with_real_weights
 from amct.caffe.ptq_graph import QuantGraph, Stage
 from amct.caffe.ptq_qdq import QdqFile, QdqRanges
 from amct.caffe.ptq_save import check_save_type, results_of, save_results
+from amct.caffe.reporting import Runs, files_report, model_report
+from amct.caffe.running import batches_of, build_net, run_net
 from amct.config.ptq_caffe import default_config, expand_config
 from amct.config.ptq_caffe_json import make_plan, read_config
-from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError
+from amct.errors import ArgumentTypeError, CalibrationError, ConfigError
 from amct.export.onnx_qdq import Placement
 from amct.export.qdq_nodes import Target
 from amct.record import CaffeRecord, write_record
-from amct.report.compare import Comparison
+from amct.report.measuring import check_metric
+from amct.report.page import write_page
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
+    from amct.caffe.comparing import FilePair, Side
     from amct.caffe.deploy import Results
-    from amct.caffe.model import CaffeModel
+    from amct.caffe.engine.net import Net
+    from amct.caffe.running import Batch, BatchInputs
     from amct.config.layers import LayerList
     from amct.config.plan import Plan
     from amct.report.compare import LayerComparison
+    from amct.report.measuring import Metric
 
 AnyPath = str | os.PathLike[str]
-Array = "npt.NDArray[np.float32]"
-Batch = Any
-"""An array for a net with one input, or a dict of arrays by the inputs' names."""
 SOURCE = "config"
 
 
 class QuantizedCaffeModel:
-    """A quantized Caffe model: run it (``model(batch)``), compare it, save it."""
+    """A quantized Caffe model: run it (``model(batch)``), compare it, report on it, save it."""
 
-    def __init__(self, graph: QuantGraph, results: Results, ranges: QdqRanges) -> None:
+    def __init__(self, graph: QuantGraph, results: Results, ranges: QdqRanges, example: Batch = None) -> None:
         self._graph = graph
         self._results = results
         self._ranges = ranges
+        self._example = example
         self._nets: dict[str, Net] = {}
 
     @property
@@ -74,7 +76,7 @@ class QuantizedCaffeModel:
 
     def __call__(self, batch: Batch, *, deploy: bool = True) -> dict[str, npt.NDArray[np.float32]]:
         """Run the deploy model (or the fake-quant one) and return the outputs by name."""
-        return _run(self._net("deploy" if deploy else "fake_quant"), batch)
+        return run_net(self._net("deploy" if deploy else "fake_quant"), batch)
 
     def summary(self) -> str:
         """A table of the quantized layers, and how many there are."""
@@ -125,34 +127,134 @@ class QuantizedCaffeModel:
             qdq=qdq,
         )
 
-    def compare(self, data: Iterable[Batch], *, deploy: bool = False) -> list[LayerComparison]:
-        """How near the quantized model comes to the float one: every blob that both have, over all batches."""
-        float_net, quantized = self._net("float"), self._net("deploy" if deploy else "fake_quant")
-        names = [name for name in float_net.graph.blob_names if name in set(quantized.graph.blob_names)]
-        inputs = {float_net.graph.blob_names[index] for index in float_net.graph.inputs}
-        comparison = Comparison()
-        for batch in data:
-            _run(float_net, batch)
-            _run(quantized, batch)
-            for name in names:
-                if name not in inputs and not name.endswith(")"):
-                    comparison.add(name, float_net.blob(name).tensor, quantized.blob(name).tensor)
-        return comparison.layers()
+    def compare(
+        self, data: object, *, deploy: bool = False, inputs: BatchInputs | None = None
+    ) -> list[LayerComparison]:
+        """Run the float and the quantized model on data, and compare the output of every quantized layer.
+
+        Args:
+            data: An array, or batches as for ``quantize``; one at a time is in memory.
+            deploy: Whether the integer model is run, and not the fake-quant one.
+            inputs: Makes of a batch what the net takes, where its form does not tell.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: the data does not fit the net.
+            CalibrationError: there is no data.
+        """
+        quantized = self._side("deploy" if deploy else "fake_quant")
+        measured = measure(self._side("float"), quantized, data, inputs=inputs, with_inputs=False)
+        return list(measured.layers.values())
+
+    def report(
+        self,
+        path: AnyPath,
+        data: object = None,
+        metric: Metric | None = None,
+        *,
+        inputs: BatchInputs | None = None,
+        files: Iterable[AnyPath] = (),
+    ) -> Path:
+        """Run the float and the fake-quant model on data, and write what was found as one HTML file.
+
+        Args:
+            path: Of the HTML file.
+            data: As for ``compare``, best with labels behind the inputs; None: the first calibration batch.
+            metric: ``metric(outputs, batch) -> float``, the mean over one batch: the outputs are a dict of arrays by
+                name, the batch is as the data gives it. It is called for both models; batches count as much as they
+                have samples. Its name is shown.
+            inputs: Makes of a batch what the net takes, where its form does not tell.
+            files: Whose sizes are shown, such as those that ``save`` returned.
+
+        Returns:
+            The path.
+
+        Raises:
+            ArgumentTypeError: the data is of no known form, or the metric gives no number.
+            ArgumentError: a metric without data, or a batch that does not fit the net.
+            CalibrationError: there is no data.
+            FileError: the file cannot be written, or one of ``files`` cannot be looked at.
+        """
+        where = output_file(path, "path")
+        check_metric(metric, data)
+        runs = Runs(
+            reference=self._side("float"),
+            quantized=self._side("fake_quant"),
+            data=[self._example] if data is None else data,
+            metric=metric,
+            inputs=None if data is None else inputs,
+            on="the first calibration batch" if data is None else None,
+        )
+        write_page(where, model_report(self._graph, self._results, runs, files))
+        return where
+
+    def _side(self, kind: str) -> ModelSide:
+        if kind == "float":
+            return ModelSide(self._graph.model)
+        return ModelSide((self._results.deploy() if kind == "deploy" else self._results.fake_quant()).model)
 
     def _net(self, kind: str) -> Net:
         if kind not in self._nets:
-            if kind == "float":
-                model = self._graph.model
-            else:
-                model = (self._results.deploy() if kind == "deploy" else self._results.fake_quant()).model
-            self._nets[kind] = build_net(model)
+            self._nets[kind] = self._side(kind).build(())
         return self._nets[kind]
+
+
+def compare(
+    float_model: FilePair,
+    quantized_model: QuantizedCaffeModel | FilePair,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
+) -> list[LayerComparison]:
+    """Run both models on data and compare the outputs of the quantized layers, in model order.
+
+    A layer that has taken in BatchNorm, Scale or Bias is compared with what the last of them makes in the float model.
+
+    Args:
+        float_model: Prototxt and caffemodel of the original.
+        quantized_model: What ``quantize`` returned, or prototxt and caffemodel of the fake-quant or deploy model.
+        data: An array, or batches as for ``quantize``; one at a time is in memory.
+        inputs: Makes of a batch what the net takes, where its form does not tell.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is not what it should be, or the data does not fit the net.
+        FileError, ParseError: a file cannot be read.
+        ModelError: they are not the same net, or the second one is not quantized.
+        CalibrationError: there is no data.
+    """
+    reference = float_side(float_model)
+    quantized: Side
+    if isinstance(quantized_model, QuantizedCaffeModel):
+        quantized = quantized_model._side("fake_quant")
+    else:
+        quantized = quantized_files(quantized_model)
+    return list(measure(reference, quantized, data, inputs=inputs, with_inputs=False).layers.values())
+
+
+def report(
+    path: AnyPath,
+    float_model: FilePair,
+    quantized_model: FilePair,
+    data: object,
+    metric: Metric | None = None,
+    *,
+    inputs: BatchInputs | None = None,
+) -> Path:
+    """Write the report of a float pair of files and of the pair that quantization made of it.
+
+    The arguments are those of ``compare`` and of ``QuantizedCaffeModel.report``.
+
+    Raises:
+        AmctError: a subclass says what is wrong: arguments, files, models or data.
+    """
+    where = output_file(path, "path")
+    write_page(where, files_report(float_model, quantized_model, data, metric=metric, inputs=inputs).content)
+    return where
 
 
 def quantize(
     model: AnyPath,
     weights: AnyPath,
-    data: Iterable[Batch],
+    data: object,
     config: AnyPath | Mapping[str, Any] | None = None,
 ) -> QuantizedCaffeModel:
     """Quantize a Caffe model with some batches of data.
@@ -160,7 +262,8 @@ def quantize(
     Args:
         model: The prototxt.
         weights: The caffemodel.
-        data: Batches: arrays, or dicts of arrays by input name; every batch is used, unless the config says how many.
+        data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays with labels behind them;
+            every batch is used, unless the config says how many.
         config: A simple config (``.cfg``), a JSON config, its content as a dict, or nothing for the defaults.
 
     Raises:
@@ -171,9 +274,10 @@ def quantize(
     input_file(model, "model")
     input_file(weights, "weights")
     layers = layer_list(model)
-    if config is None and not isinstance(data, Sized):
-        data = list(data)  # how many there are decides when calibration ends
-    plan = _plan(config, layers, len(data) if isinstance(data, Sized) else 0)
+    batches = batches_of(data)
+    if config is None and not isinstance(batches, Sized):
+        batches = list(batches)  # how many there are decides when calibration ends
+    plan = _plan(config, layers, len(batches) if isinstance(batches, Sized) else 0)
     if plan.update_bn is not None:
         raise ConfigError("quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on")
     original = read_model(model, weights)
@@ -182,8 +286,9 @@ def quantize(
         prepare_weights(graph)
         record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
         write_record(record, graph.record_file)
-        ranges = _calibrate(graph, data)
-        return QuantizedCaffeModel(graph, results_of(graph), ranges)
+        kept: list[Batch] = []
+        ranges = _calibrate(graph, _keep_first(batches, kept))
+        return QuantizedCaffeModel(graph, results_of(graph), ranges, next(iter(kept), None))
 
 
 def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches: int) -> Plan:
@@ -200,6 +305,14 @@ def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches
     return make_plan(reader(content, os.fspath(config), layers), layers)
 
 
+def _keep_first(batches: Iterable[Batch], kept: list[Batch]) -> Iterator[Batch]:
+    """The batches; the first one stays in ``kept``."""
+    for batch in batches:
+        if not kept:
+            kept.append(batch)
+        yield batch
+
+
 def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
     ranges = QdqRanges(build_net(graph.model), graph.plans())
     calibration = with_real_weights(graph)
@@ -210,31 +323,6 @@ def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
     for count, batch in enumerate(batches):
         if count == graph.plan.batch_num:
             break
-        _run(net, batch)
+        run_net(net, batch)
         ranges.observe(net)
     return ranges
-
-
-def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
-    """A net that runs a model in memory."""
-    net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
-    for layer in net.layers:
-        for blob, tensor in zip(layer.blobs, model.weights.get(layer.name, layer.blobs), strict=True):
-            if isinstance(tensor, torch.Tensor):
-                blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
-    return net
-
-
-def _run(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
-    graph = net.graph
-    names = [graph.blob_names[index] for index in graph.inputs]
-    given = batch if isinstance(batch, Mapping) else {names[0]: batch} if len(names) == 1 else None
-    if given is None or set(given) != set(names):
-        got = sorted(given) if given is not None else "one array"
-        raise ArgumentError(f"a batch must be a dict with the arrays of the net's inputs {names}, got {got}")
-    for name, value in given.items():
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-        blob = net.blob(name)
-        blob.set_tensor(torch.from_numpy(np.array(array, np.float32)))
-    net.forward()
-    return {graph.blob_names[index]: graph.blobs[index].data.copy() for index in graph.outputs}

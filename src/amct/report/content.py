@@ -101,19 +101,30 @@ class WeightRanges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InputContent:
+    """A further quantized input of a layer that has several, such as a sum: its grid, and what was seen of it."""
+
+    bits: int
+    scale: float | None = None
+    offset: int | None = None
+    activation: ActivationContent | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerContent:
     """One quantized layer.
 
     Attributes:
         name: As the model calls it.
         type: Its type name.
-        activation_bits: Bits of its quantized input.
+        activation_bits: Bits of its quantized input; of the first one where it has several.
         weight_bits: Bits of its weights; None for a layer without weights.
         scale: Of the input.
         offset: Of the input.
         sqnr: Signal-to-quantization-noise ratio of its output in dB.
         cosine: Between its output in the float and in the quantized model.
         activation: What was seen of its input.
+        other_inputs: Its second input and those behind it.
         weights: Its weight ranges.
     """
 
@@ -126,7 +137,29 @@ class LayerContent:
     sqnr: float | None = None
     cosine: float | None = None
     activation: ActivationContent | None = None
+    other_inputs: tuple[InputContent, ...] = ()
     weights: WeightRanges | None = None
+
+    @property
+    def inputs(self) -> tuple[InputContent, ...]:
+        """All inputs."""
+        first = InputContent(
+            bits=self.activation_bits, scale=self.scale, offset=self.offset, activation=self.activation
+        )
+        return (first, *self.other_inputs)
+
+    @property
+    def clipped(self) -> float | None:
+        """The clipped share of the input that lost most; None when nothing was measured."""
+        return max((seen.clipped for seen in self._seen()), default=None)
+
+    @property
+    def saturated(self) -> float | None:
+        """The saturated share of the input that has most."""
+        return max((seen.saturated for seen in self._seen()), default=None)
+
+    def _seen(self) -> list[ActivationContent]:
+        return [each.activation for each in self.inputs if each.activation is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,8 +66,8 @@
     draw(svg, "text", { class: "clip", x, y: top - 13, "text-anchor": anchor }, short(value));
   }
 
-  function drawActivation(layer) {
-    const svg = byId("activation"), bars = layer.bars;
+  function drawActivation(input) {
+    const svg = byId("activation"), bars = input.bars;
     svg.replaceChildren();
     byId("activation-note").textContent = "";
     if (!bars) return drawNothing(svg, "not measured");
@@ -75,7 +75,7 @@
     const size = (count) => (logarithmic ? Math.log10(1 + count) : count);
     const most = Math.max(...bars.counts.map(size), 1e-9);
     const step = (bars.high - bars.low) / bars.counts.length;
-    const [clipLow, clipHigh] = layer.clip;
+    const [clipLow, clipHigh] = input.clip;
     bars.counts.forEach((count, place) => {
       const from = bars.low + place * step, middle = from + step / 2;
       const outside = middle < clipLow || middle > clipHigh;
@@ -99,7 +99,7 @@
     }
     const far = bars.below + bars.above;
     byId("activation-note").textContent =
-      `Values from ${short(layer.seen[0])} to ${short(layer.seen[1])}; the dashed lines are the clip range.` +
+      `Values from ${short(input.seen[0])} to ${short(input.seen[1])}; the dashed lines are the clip range.` +
       (far ? ` ${far} values lie beyond the picture.` : "");
   }
 
@@ -148,10 +148,21 @@
     byId("chosen").value = String(index);
     byId("facts").replaceChildren();
     for (let column = 2; column < headers.length; column += 1) {
-      fact(headers[column].textContent.trim(), row.cells[column].textContent.trim());
+      fact(headers[column].textContent.trim(), row.cells[column].innerText.trim().replaceAll("\n", ", "));
     }
-    drawActivation(layers[index]);
+    offerInputs(layers[index].inputs);
+    drawChosen();
     drawWeights(layers[index]);
+  }
+
+  function offerInputs(inputs) {
+    const list = byId("input");
+    list.replaceChildren(...inputs.map((_, place) => new Option(`input ${place + 1} of ${inputs.length}`, place)));
+    list.hidden = inputs.length < 2;
+  }
+
+  function drawChosen() {
+    drawActivation(layers[Number(byId("chosen").value)].inputs[Number(byId("input").value)]);
   }
 
   document.addEventListener("click", (event) => {
@@ -164,7 +175,8 @@
   });
   byId("search").addEventListener("input", (event) => search(event.target.value));
   byId("chosen").addEventListener("change", (event) => choose(Number(event.target.value)));
-  byId("logarithmic").addEventListener("change", () => choose(Number(byId("chosen").value)));
+  byId("logarithmic").addEventListener("change", drawChosen);
+  byId("input").addEventListener("change", drawChosen);
 
   const worst = document.querySelector(".bars .choose");
   if (layers.length) choose(worst ? Number(worst.dataset.index) : 0);

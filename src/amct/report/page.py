@@ -27,13 +27,15 @@ from amct import atomic
 if TYPE_CHECKING:
     import os
 
-    from amct.report.content import LayerContent, LayerNote, ReportContent
+    from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
 
 LARGEST_LAYERS = 3000
 LARGEST_NOTES = 2000
 LARGEST_CONFIG = 200_000
 LARGEST_TEXT = 200
 """Characters of a name or a reason."""
+LARGEST_INPUTS = 16
+"""Inputs of one layer; the rest is not drawn."""
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
@@ -83,6 +85,7 @@ def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
         layer,
         name=_short(layer.name),
         type=_short(layer.type),
+        other_inputs=layer.other_inputs[: LARGEST_INPUTS - 1],
         weights=layer.weights.joined(ranges) if layer.weights is not None else None,
     )
 
@@ -140,25 +143,32 @@ def embedded(content: ReportContent) -> str:
 
 
 def _layer_data(layer: LayerContent) -> dict[str, Any]:
-    data: dict[str, Any] = {"name": layer.name}
-    seen = layer.activation
-    if seen is not None:
-        data["seen"] = [_number(seen.minimum), _number(seen.maximum)]
-        data["clip"] = [_number(seen.clip_low), _number(seen.clip_high)]
-        if seen.histogram is not None:
-            found = seen.histogram
-            data["bars"] = {
-                "low": _number(found.low),
-                "high": _number(found.high),
-                "counts": found.counts,
-                "below": found.below,
-                "above": found.above,
-            }
+    data: dict[str, Any] = {"name": layer.name, "inputs": [_input_data(each) for each in layer.inputs]}
     if layer.weights is not None:
         data["weights"] = {
             "min": [_number(value) for value in layer.weights.minimum],
             "max": [_number(value) for value in layer.weights.maximum],
             "each": layer.weights.channels_each,
+        }
+    return data
+
+
+def _input_data(given: InputContent) -> dict[str, Any]:
+    seen = given.activation
+    if seen is None:
+        return {}
+    data: dict[str, Any] = {
+        "seen": [_number(seen.minimum), _number(seen.maximum)],
+        "clip": [_number(seen.clip_low), _number(seen.clip_high)],
+    }
+    if seen.histogram is not None:
+        found = seen.histogram
+        data["bars"] = {
+            "low": _number(found.low),
+            "high": _number(found.high),
+            "counts": found.counts,
+            "below": found.below,
+            "above": found.above,
         }
     return data
 

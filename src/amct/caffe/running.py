@@ -1,0 +1,88 @@
+"""Runs nets on data as users have it: arrays, dicts of arrays, tuples with labels behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from amct.caffe.engine.net import Net
+from amct.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from amct.caffe.model import CaffeModel
+
+Batch = Any
+"""An array for a net with one input, a dict of arrays by the inputs' names, or a tuple of arrays in the order of the
+inputs; what follows them in the tuple (labels) is left out."""
+BatchInputs = Callable[[Any], Any]
+"""Makes of a batch of any other form one of these."""
+
+
+def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
+    """A net that runs a model in memory."""
+    net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
+    for layer in net.layers:
+        for blob, tensor in zip(layer.blobs, model.weights.get(layer.name, layer.blobs), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
+    return net
+
+
+def batches_of(data: object) -> Iterable[Batch]:
+    """The data as batches; a single array or dict is one batch.
+
+    Raises:
+        ArgumentTypeError: it is nothing that can be gone through.
+    """
+    if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
+        return [data]
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
+        return data
+    raise ArgumentTypeError(f"data: expected an array or an iterable of batches, got {type(data).__name__}")
+
+
+def run_net(net: Net, batch: Batch, inputs: BatchInputs | None = None) -> dict[str, npt.NDArray[np.float32]]:
+    """Run a net on one batch and return its outputs by name.
+
+    Raises:
+        ArgumentError: the batch does not have the net's inputs.
+    """
+    graph = net.graph
+    names = [graph.blob_names[index] for index in graph.inputs]
+    for name, value in _arrays(names, batch if inputs is None else inputs(batch)).items():
+        net.blob(name).set_tensor(torch.from_numpy(value))
+    net.forward()
+    return {graph.blob_names[index]: graph.blobs[index].data.copy() for index in graph.outputs}
+
+
+def samples_of(net: Net) -> int:
+    """How many samples the last batch of a net had."""
+    shape = net.graph.blobs[net.graph.inputs[0]].shape if net.graph.inputs else ()
+    return shape[0] if shape else 1
+
+
+def _arrays(names: list[str], batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
+    given: Mapping[str, Any] | None
+    if isinstance(batch, Mapping):
+        given = batch
+    elif isinstance(batch, (tuple, list)) and len(batch) >= len(names) > 0 and hasattr(batch[0], "shape"):
+        given = dict(zip(names, batch, strict=False))
+    else:
+        given = {names[0]: batch} if len(names) == 1 else None
+    if given is None or set(given) != set(names):
+        got = sorted(given) if given is not None else "one array"
+        raise ArgumentError(f"a batch must be a dict with the arrays of the net's inputs {names}, got {got}")
+    return {name: _float_array(value) for name, value in given.items()}
+
+
+def _float_array(value: object) -> npt.NDArray[np.float32]:
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    try:
+        return np.array(array, np.float32)  # a copy: layers may work in place
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
