@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from amct.numerics.histogram import MANTISSA_BITS, FloatHistogram
+from amct.numerics.histogram import MANTISSA_BITS, TAIL, FloatHistogram
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 60), elements=FINITE)
 
 
-def histogram_of(*pieces: np.ndarray, mantissa_bits: int = MANTISSA_BITS) -> FloatHistogram:
-    histogram = FloatHistogram(pieces[0].shape[0] if pieces[0].ndim == 2 else 1, mantissa_bits)
+def histogram_of(*pieces: np.ndarray, mantissa_bits: int = MANTISSA_BITS, tail: int = TAIL) -> FloatHistogram:
+    histogram = FloatHistogram(pieces[0].shape[0] if pieces[0].ndim == 2 else 1, mantissa_bits, tail=tail)
     for piece in pieces:
         histogram.add(torch.from_numpy(np.atleast_2d(piece)))
     return histogram
@@ -34,8 +34,7 @@ def same(first: FloatHistogram, second: FloatHistogram) -> bool:
 
 @given(ARRAYS, st.sampled_from([3, 6, 11]))
 def test_bins_hold_their_values_and_are_as_fine_as_promised(values, mantissa_bits):
-    with mock.patch("amct.numerics.histogram.TAIL", 0):
-        bins = histogram_of(values, mantissa_bits=mantissa_bits).bins()
+    bins = histogram_of(values, mantissa_bits=mantissa_bits, tail=0).bins()
     assert bins.count.sum() == values.size
     assert (bins.low[1:] >= bins.high[:-1]).all()
     exact = values.astype(np.float64)
@@ -51,10 +50,9 @@ def test_bins_hold_their_values_and_are_as_fine_as_promised(values, mantissa_bit
 
 @given(ARRAYS, st.sampled_from([0, 1, 3, 10]))
 def test_the_tails_are_the_outermost_values_themselves(values, tail):
-    with mock.patch("amct.numerics.histogram.TAIL", tail):
-        histogram = histogram_of(values, mantissa_bits=6)
-        bins = histogram.bins()
-        lower, upper = histogram._tail_edges()
+    histogram = histogram_of(values, mantissa_bits=6, tail=tail)
+    bins = histogram.bins()
+    lower, upper = histogram._tail_edges()
     assert bins.count.sum() == values.size
     assert (np.diff(bins.low) >= 0).all()
     exact = np.sort(values).astype(np.float64)
@@ -75,16 +73,14 @@ def test_pieces_and_order_do_not_matter(pieces, random, tail):
     together = np.concatenate(pieces)
     shuffled = list(together)
     random.shuffle(shuffled)
-    with mock.patch("amct.numerics.histogram.TAIL", tail):
-        assert same(histogram_of(*pieces), histogram_of(np.array(shuffled, np.float32)))
+    assert same(histogram_of(*pieces, tail=tail), histogram_of(np.array(shuffled, np.float32), tail=tail))
 
 
 @given(ARRAYS, ARRAYS, st.sampled_from([2, 4096]))
 def test_merging_equals_counting_together(first, second, tail):
-    with mock.patch("amct.numerics.histogram.TAIL", tail):
-        merged = histogram_of(first)
-        merged.merge(histogram_of(second))
-        assert same(merged, histogram_of(np.concatenate([first, second])))
+    merged = histogram_of(first, tail=tail)
+    merged.merge(histogram_of(second, tail=tail))
+    assert same(merged, histogram_of(np.concatenate([first, second]), tail=tail))
 
 
 @given(ARRAYS)
@@ -125,9 +121,7 @@ def test_many_values_count_the_same_as_few():
     with mock.patch("amct.numerics.histogram._MOST_AT_ONCE", 60_000):
         assert same(together, histogram_of(*pieces))
     counts = np.unique(np.concatenate(pieces).view(np.uint32) >> (23 - MANTISSA_BITS), return_counts=True)[1]
-    with mock.patch("amct.numerics.histogram.TAIL", 0):
-        counted = histogram_of(*pieces)
-        assert np.array_equal(np.sort(counted.bins().count), np.sort(counts))
+    assert np.array_equal(np.sort(histogram_of(*pieces, tail=0).bins().count), np.sort(counts))
 
 
 def test_threads_count_the_same():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from amct.errors import ArgumentError
-from amct.numerics.histogram import TAIL
+from amct.numerics.histogram import SHORT_TAIL
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.samples import EXACT_LIMIT, Samples
 
@@ -54,7 +54,7 @@ def test_the_state_is_small_enough_to_send():
         observer.observe(batch(seed))
     # Three times the data reaches less than two powers of two nearer to zero, and one farther out, on both sides.
     # Up to four times as many values as the tails may keep wait until they are looked through.
-    assert len(pickle.dumps(observer)) < size + 6 * (16 << 10) + 4 * TAIL * 4 + 1024
+    assert len(pickle.dumps(observer)) < size + 6 * (16 << 10) + 4 * SHORT_TAIL * 4 + 1024
     assert pickle.loads(pickle.dumps(observer)).result().scale.item() == observer.result().scale.item()
 
 

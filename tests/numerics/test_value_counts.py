@@ -63,11 +63,10 @@ def test_too_many_different_values_are_none():
 @given(ARRAYS, st.sampled_from([2, 4096]))
 def test_a_histogram_takes_counted_values_like_the_values_themselves(values, tail):
     counted = ValueCounts.of(torch.from_numpy(values))
-    with mock.patch("amct.numerics.histogram.TAIL", tail):
-        by_counts, by_values = FloatHistogram(), FloatHistogram()
-        by_counts.add_counted(counted.values, counted.counts)
-        by_values.add(torch.from_numpy(values[None]))
-        first, second = by_counts.bins(), by_values.bins()
+    by_counts, by_values = FloatHistogram(tail=tail), FloatHistogram(tail=tail)
+    by_counts.add_counted(counted.values, counted.counts)
+    by_values.add(torch.from_numpy(values[None]))
+    first, second = by_counts.bins(), by_values.bins()
     for part in ("low", "high", "count"):
         assert np.array_equal(getattr(first, part), getattr(second, part))
 

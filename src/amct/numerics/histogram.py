@@ -10,10 +10,9 @@ instead of a multiplication and a range check: one pass at about a quarter of th
 At 8 bits, a bin is at most an eighth of a quantization step wide, and values are taken as evenly spread inside their
 bin; at more bits steps get narrower than bins, and the even spread is what the rounding error depends on.
 
-Per tensor, and where asked for, the outermost ``TAIL`` values of each sign are kept as they are besides. They are the
-ones that a range may cut off: at more than 8 bits they make nearly all of the loss, and of a percentile they are all
-that counts. Without them counting is a third cheaper. Which values the tails are depends on the counts alone, so this,
-too, is the same in any order.
+Per tensor, the outermost ``tail`` values of each sign are kept as they are besides. They are the ones that a range may
+cut off: at more than 8 bits they make nearly all of the loss, and of a percentile they are all that counts. Which
+values the tails are depends on the counts alone, so this, too, is the same in any order.
 
 The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
 need some 50 blocks of 16 KB, no data can ever need more than 512.
@@ -42,7 +41,9 @@ CHANNEL_MANTISSA_BITS = 6
 """Per channel, where thousands of histograms are kept at once."""
 
 TAIL = 4096
-"""At most so many of the largest positive and of the largest negative values are known exactly."""
+"""At most so many of the largest positive and of the largest negative values are known exactly, where it matters."""
+SHORT_TAIL = 512
+"""For 8 bits and less, where the bins are fine enough for all but a percentile."""
 
 _FLOAT_MANTISSA = 23
 _BLOCKS = 512  # signs and exponents of a float32
@@ -76,14 +77,14 @@ class Bins:
 class FloatHistogram:
     """How often every (rounded) float32 value occurred, for each of ``channels`` rows."""
 
-    def __init__(self, channels: int = 1, mantissa_bits: int = MANTISSA_BITS, *, tails: bool = True) -> None:
+    def __init__(self, channels: int = 1, mantissa_bits: int = MANTISSA_BITS, *, tail: int = TAIL) -> None:
         self.channels = channels
-        self.tails = tails and channels == 1
+        self.tail = tail if channels == 1 else 0
         self.mantissa_bits = mantissa_bits
         self._first_bin = np.full((channels, _BLOCKS), -1, np.int64)  # of a block, in _counts; -1: not allocated
         self._counts = np.zeros(channels * _FIRST_BLOCKS << mantissa_bits, np.int64)
         self._used = np.zeros(1, np.int64)
-        self._tail = np.empty(0, np.float32)
+        self._outer = np.empty(0, np.float32)
         self._edges = (-0.0, 0.0)  # as of the last time they were sought; values between them are in no tail
 
     def add(self, rows: Tensor) -> None:
@@ -95,18 +96,20 @@ class FloatHistogram:
         threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE)) if self.channels == 1 else 1
         if threads == 1:
             self._count(values)
-            if self.tails:
-                self._add_tails(lambda: [_outside(values[0], *self._edges)])
+            if self.tail:
+                self._add_tails(lambda: [_outside(values[0], *self._edges, self.tail)])
             return
-        parts = [self, *(FloatHistogram(self.channels, self.mantissa_bits, tails=False) for _ in range(threads - 1))]
+        parts = [self, *(FloatHistogram(self.channels, self.mantissa_bits, tail=0) for _ in range(threads - 1))]
         pieces = np.array_split(values, threads, axis=1)
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(FloatHistogram._count, parts, pieces):
                 pass  # raises what a thread raised
             for part in parts[1:]:
                 self._merge_counts(part)
-            if self.tails:
-                self._add_tails(lambda: list(pool.map(lambda piece: _outside(piece[0], *self._edges), pieces)))
+            if self.tail:
+                self._add_tails(
+                    lambda: list(pool.map(lambda piece: _outside(piece[0], *self._edges, self.tail), pieces))
+                )
 
     def add_counted(self, values: NDArray[np.float32], counts: Counts) -> None:
         """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
@@ -117,7 +120,7 @@ class FloatHistogram:
             table = np.zeros(1 << self.mantissa_bits, np.int64)
             np.add.at(table, place[block == one], counts[block == one])
             self._add_block(0, one, table)
-        if not self.tails:
+        if not self.tail:
             return
         lower, upper = self._tail_edges()
         outside = (values <= lower) | (values >= upper)
@@ -125,11 +128,11 @@ class FloatHistogram:
 
     def merge(self, other: FloatHistogram) -> None:
         """Add the counts of a histogram with as many channels and bins."""
-        assert (other.channels, other.mantissa_bits, other.tails) == (self.channels, self.mantissa_bits, self.tails)
+        assert (other.channels, other.mantissa_bits, other.tail) == (self.channels, self.mantissa_bits, self.tail)
         self._merge_counts(other)
-        if self.tails:
+        if self.tail:
             self._tail_edges()
-            self._keep_tail(other._tail)
+            self._keep_tail(other._outer)
 
     def _merge_counts(self, other: FloatHistogram) -> None:
         tables = other._tables()
@@ -139,12 +142,12 @@ class FloatHistogram:
     def bins(self, channel: int = 0) -> Bins:
         """The occupied bins of a channel; each value of the tails is a bin of its own, without width."""
         bins = self._counted_bins(channel)
-        if not self.tails:
+        if not self.tail:
             return bins
         lower, upper = self._tail_edges()
         self._keep_tail()
         inner = (bins.low < upper) & (bins.high > lower)
-        tail = np.sort(self._tail).astype(np.float64)
+        tail = np.sort(self._outer).astype(np.float64)
         below, above = tail[tail <= lower], tail[tail >= upper]
         return Bins(
             np.concatenate([below, bins.low[inner], above]),
@@ -167,13 +170,13 @@ class FloatHistogram:
         if any(part is None for part in found):
             self._tail_edges()
             found = outside()
-        self._tail = np.concatenate([self._tail, *(part for part in found if part is not None)])
-        if self._tail.size > 4 * TAIL:
+        self._outer = np.concatenate([self._outer, *(part for part in found if part is not None)])
+        if self._outer.size > 4 * self.tail:
             self._tail_edges()
             self._keep_tail()
 
     def _edge(self, *, negative: bool) -> float:
-        """The smallest border of bins beyond which at most ``TAIL`` values of one sign lie; always above zero."""
+        """The smallest border of bins beyond which at most ``tail`` values of one sign lie; always above zero."""
         seen = 0
         first = _BLOCKS // 2 if negative else 0
         for block in reversed(range(_BLOCKS // 2)):
@@ -182,9 +185,9 @@ class FloatHistogram:
                 continue
             count = self._counts[begin : begin + (1 << self.mantissa_bits)]
             total = int(count.sum())
-            if seen + total > TAIL:
+            if seen + total > self.tail:
                 beyond = np.cumsum(count[::-1]) + seen
-                fitting = int(np.searchsorted(beyond, TAIL, side="right"))
+                fitting = int(np.searchsorted(beyond, self.tail, side="right"))
                 place = (block << self.mantissa_bits) + (1 << self.mantissa_bits) - fitting
                 edge = float(self._value(np.array([place]))[0])
                 return edge if edge < 2.0**128 else np.inf  # the outermost bin alone holds too many
@@ -194,8 +197,8 @@ class FloatHistogram:
     def _keep_tail(self, *found: NDArray[np.float32]) -> None:
         """Add values to the tails and drop those that no longer belong."""
         lower, upper = self._edges
-        joined = np.concatenate([self._tail, *found])
-        self._tail = joined[(joined <= lower) | (joined >= upper)]
+        joined = np.concatenate([self._outer, *found])
+        self._outer = joined[(joined <= lower) | (joined >= upper)]
 
     def _counted_bins(self, channel: int) -> Bins:
         blocks = np.flatnonzero(self._first_bin[channel] >= 0)
@@ -206,7 +209,8 @@ class FloatHistogram:
         inner, outer = self._value(top_bits & (sign_bit - 1)), self._value((top_bits & (sign_bit - 1)) + 1)
         negative = top_bits >= sign_bit
         low, high = np.where(negative, -outer, inner), np.where(negative, -inner, outer)
-        order = np.argsort(low, kind="stable")
+        # Negative floats follow the positive ones, from zero outwards.
+        order = np.concatenate([np.flatnonzero(negative)[::-1], np.flatnonzero(~negative)])
         return Bins(low[order], high[order], table[row, place].astype(np.float64)[order])
 
     def __getstate__(self) -> dict[str, object]:
@@ -260,7 +264,7 @@ class FloatHistogram:
             table = torch.bincount(index & (size - 1), minlength=size).reshape(_BLOCKS, -1)
             for block in table.any(dim=1).nonzero().reshape(-1).tolist():
                 self._add_block(channel, block, table[block].cpu().numpy())
-        if self.tails:
+        if self.tail:
             lower, upper = self._tail_edges()
             self._keep_tail(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
@@ -362,12 +366,12 @@ def _count_few(
     return bits.size
 
 
-def _outside(values: NDArray[np.float32], lower: float, upper: float) -> NDArray[np.float32] | None:
-    """The values from ``lower`` down and from ``upper`` up; None when they are more than ``TAIL`` of each."""
+def _outside(values: NDArray[np.float32], lower: float, upper: float, tail: int) -> NDArray[np.float32] | None:
+    """The values from ``lower`` down and from ``upper`` up; None when they are more than ``tail`` of each."""
     signed, unsigned = values.view(np.int32), values.view(np.uint32)
     limits = np.array([upper, lower], np.float32)
-    places = _places_outside(signed, unsigned, limits.view(np.int32)[0], limits.view(np.uint32)[1], 2 * TAIL)
-    return values[places] if places.size <= 2 * TAIL else None
+    places = _places_outside(signed, unsigned, limits.view(np.int32)[0], limits.view(np.uint32)[1], 2 * tail)
+    return values[places] if places.size <= 2 * tail else None
 
 
 @compiled

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.numerics.affine import SymmetricScale, integer_range
-from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, Bins, FloatHistogram
+from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
 from amct.numerics.min_max import RunningRange
 from amct.numerics.observer import ActivationFactors, Observer, check_mergeable
 from amct.numerics.value_counts import ValueCounts
@@ -30,9 +30,9 @@ Floats = NDArray[np.float32]
 class Samples:
     """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
 
-    def __init__(self, channel_axis: int | None = None, *, tails: bool = True) -> None:
+    def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL) -> None:
         self.range = RunningRange(channel_axis)
-        self._tails = tails
+        self._tail = tail
         self.merged = False
         """Two collections were joined, so the batches have no order any more."""
         self._pieces: list[Floats] = []
@@ -114,7 +114,7 @@ class Samples:
     def _histogram(self) -> FloatHistogram:
         """The histogram; from the first call on, everything is counted in it."""
         if not isinstance(self._counts, FloatHistogram):
-            histogram = FloatHistogram(1, MANTISSA_BITS, tails=self._tails)
+            histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail)
             if self._counts is not None:
                 histogram.add_counted(self._counts.values, self._counts.counts)
             self._counts = histogram
@@ -133,7 +133,7 @@ class SamplingObserver(ABC):
 
     def __post_init__(self) -> None:
         integer_range(self.bits)
-        self._samples = Samples(self.channel_axis)
+        self._samples = Samples(self.channel_axis, tail=SHORT_TAIL if self.bits <= 8 else TAIL)
 
     @property
     def batches(self) -> int:
