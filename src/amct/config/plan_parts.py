@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import check_settings
+from amct.config.precedence import Level
 from amct.config.problems import ProblemList
 from amct.config.registry import find_algorithm
 
@@ -49,5 +50,8 @@ def reasons_not_quantized(
         elif layer.name not in blocks:
             reasons[layer.name] = "not in the config"
         elif not blocks[layer.name].data[switch_key]:
-            reasons[layer.name] = f"switched off: {blocks[layer.name].origin(switch_key)}"
+            origin = blocks[layer.name].origin(switch_key)
+            by_type = origin.level is Level.RULE and origin.position is None
+            off = f"{layer.type} is off by default: switch it on with {switch_key}"
+            reasons[layer.name] = off if by_type else f"switched off: {origin}"
     return reasons

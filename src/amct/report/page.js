@@ -55,8 +55,14 @@
   const short = (value) => Number(value.toPrecision(3)).toString();
   const between = (value, low, high, from, to) => from + ((value - low) / (high - low)) * (to - from);
 
+  function clear(svg, tall) {
+    svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${tall}`);
+  }
+
   function drawNothing(svg, text) {
-    draw(svg, "text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, text);
+    clear(svg, 60);
+    draw(svg, "text", { x: left, y: 40 }, text);
   }
 
   function drawClip(svg, value, low, high) {
@@ -68,7 +74,7 @@
 
   function drawActivation(input) {
     const svg = byId("activation"), bars = input.bars;
-    svg.replaceChildren();
+    clear(svg, height);
     byId("activation-note").textContent = "";
     if (!bars) return drawNothing(svg, "not measured");
     const logarithmic = byId("logarithmic").checked;
@@ -105,7 +111,7 @@
 
   function drawWeights(layer) {
     const svg = byId("weights"), weights = layer.weights;
-    svg.replaceChildren();
+    clear(svg, height);
     byId("weights-note").textContent = "";
     if (!weights || !weights.min.length) return drawNothing(svg, "no weights");
     let low = Math.min(0, ...weights.min), high = Math.max(0, ...weights.max);
