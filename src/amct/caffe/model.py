@@ -198,7 +198,7 @@ def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> t
             f'{source}: blob {index} of layer "{layer.name}" holds {blob.values.dtype} integers: this model is '
             "quantized already; give the original float model"
         )
-    shape = blob.shape or (blob.values.size,)
+    shape = blob.shape if blob.shape or blob.values.size == 1 else (blob.values.size,)
     if int(np.prod(shape)) != blob.values.size:
         raise ParseError(
             f'{source}: layer "{layer.name}", blob {index}: shape {shape} but {blob.values.size} values stored'
