@@ -44,8 +44,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_quantize_a_caffe_pair(folder, capsys):
     arguments = ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json"]
-    assert main(["quantize", *arguments]) == 0
+    assert main(["quantize", *arguments, "--report"]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert "measured on 2 batches" in (folder / "out/net_report.html").read_text(encoding="utf-8")
     assert result["quantized"] == ["conv", "fc"]
     assert "relu" in result["left float"]
     assert [row["layer"] for row in result["layers"]]
@@ -63,10 +64,12 @@ def test_quantize_a_torch_reference(folder):
         "2",
         "-o",
         "out/net",
+        "--report",
     ]
     code = f"from amct.cli import main; raise SystemExit(main({arguments!r}))"
     result = subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, capture_output=True, text=True)
     assert "quantized   2 layers" in result.stdout
+    assert "out/net_report.html" in result.stdout
     session = onnxruntime.InferenceSession(folder / "out/net_qdq_model.onnx")
     (scores,) = session.run(None, {session.get_inputs()[0].name: np.load(folder / "data.npy")[:2]})
     assert scores.shape == (2, 2)

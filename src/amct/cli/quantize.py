@@ -3,99 +3,39 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.cli import printing
+from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+from amct.cli.printing import comparison_row, most_harmed
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
-
     from amct.config.layers import LayerInfo
 
 WORST_SHOWN = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Where the calibration data is and how it is prepared, as given on the command line."""
-
-    data: Path
-    size: str | None
-    crop: str | None
-    mean: str | None
-    scale: float
-    color: str
-    batch_size: int
-    batches: int | None
-
-    def open(self) -> list[NDArray[np.float32]]:
-        """The calibration batches."""
-        return list(islice(self._batches(), self.batches))
-
-    def _batches(self) -> Iterator[NDArray[np.float32]]:
-        import numpy as np
-
-        from amct.data import Preparation, batches, open_samples
-
-        mean = np.zeros(0, np.float32) if self.mean is None else _mean(self.mean)
-        preparation = Preparation(
-            size=_pair("--size", self.size),
-            crop=_pair("--crop", self.crop),
-            color=cast("Literal['bgr', 'rgb', 'gray']", self.color),
-            mean=mean,
-            scale=self.scale,
-        )
-        for values, _ in batches(open_samples(self.data, preparation), self.batch_size):
-            yield values
-
-
-def _pair(option: str, text: str | None) -> tuple[int, int] | None:
-    """``224`` or ``240,320`` as height and width."""
-    if text is None:
-        return None
-    words = text.replace("x", ",").split(",")
-    if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
-        raise ArgumentError(f'{option}: expected a number, or height,width, got "{text}"')
-    return int(words[0]), int(words[-1])
-
-
-def _mean(text: str) -> NDArray[np.float32]:
-    """Numbers, one a channel, or a mean file."""
-    import numpy as np
-
-    if Path(text).is_file():
-        from amct.data.mean import read_mean
-
-        return read_mean(text)
-    try:
-        return np.array([float(word) for word in text.split(",")], np.float32)
-    except ValueError:
-        message = f'--mean: expected numbers such as 104,117,123 or the name of a mean file, got "{text}"'
-        raise ArgumentError(message) from None
 
 
 def quantize(  # noqa: PLR0913  a command has as many options as a user needs
     model: Annotated[str, typer.Argument(help='A prototxt, or a Python reference "package.module:factory".')],
     weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
     *,
-    data: Annotated[Path, typer.Option(help="Calibration data: a folder of pictures, .npy, .npz, LMDB or idx.")],
+    data: DataPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
     config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
-    size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None,
-    crop: Annotated[str | None, typer.Option(help="Then keep the middle of this size.")] = None,
-    mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None,
-    scale: Annotated[float, typer.Option(help="Then multiply.")] = 1.0,
-    color: Annotated[str, typer.Option(help="Channels of pictures: bgr, rgb or gray.")] = "bgr",
-    batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 1,
-    batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None,
+    size: Size = None,
+    crop: Crop = None,
+    mean: Mean = None,
+    scale: Scale = 1.0,
+    color: Color = "bgr",
+    batch_size: BatchSize = 1,
+    batches: MostBatches = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also write OUTPUT_report.html: what each layer lost.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")] = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -106,18 +46,26 @@ def quantize(  # noqa: PLR0913  a command has as many options as a user needs
         data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
     )
     if weights is not None:
-        result = _quantize_caffe(model, weights, options, config, output)
+        result = _quantize_caffe(model, weights, options, config, output, report)
     elif ":" in model:
-        result = _quantize_torch(model, options, config, output)
+        result = _quantize_torch(model, options, config, output, report)
     else:
         raise ArgumentError(
             f'expected a prototxt and a caffemodel, or a Python reference "package.module:factory", got only "{model}"'
         )
-    typer.echo(json.dumps(result, indent=2) if as_json else _as_text(result))
+    typer.echo(printing.as_json(result) if as_json else _as_text(result))
+
+
+def _files(quantized: Any, batches: list[Any], output: Path, report: bool) -> list[str]:  # noqa: ANN401  of any front door
+    """Write the model, and its report if one is wanted."""
+    files = quantized.save(output)
+    if report:
+        files = [*files, quantized.report(output.with_name(f"{output.name}_report.html"), batches, files=files)]
+    return [str(path) for path in files]
 
 
 def _quantize_caffe(
-    model: str, weights: Path, options: DataOptions, config: Path | None, output: Path
+    model: str, weights: Path, options: DataOptions, config: Path | None, output: Path, report: bool
 ) -> dict[str, Any]:
     import amct.caffe as front_door
     from amct import atomic
@@ -128,12 +76,14 @@ def _quantize_caffe(
     return {
         "quantized": list(quantized.layers),
         "left float": dict(quantized.not_quantized),
-        "layers": [_row(layer) for layer in quantized.compare(batches)],
-        "files": [str(path) for path in quantized.save(output)],
+        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
+        "files": _files(quantized, batches, output, report),
     }
 
 
-def _quantize_torch(reference: str, options: DataOptions, config: Path | None, output: Path) -> dict[str, Any]:
+def _quantize_torch(
+    reference: str, options: DataOptions, config: Path | None, output: Path, report: bool
+) -> dict[str, Any]:
     import torch
 
     import amct.pytorch as front_door
@@ -146,20 +96,17 @@ def _quantize_torch(reference: str, options: DataOptions, config: Path | None, o
     return {
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
-        "layers": [_row(layer) for layer in quantized.compare(batches)],
-        "files": [str(path) for path in quantized.save(output)],
+        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
+        "files": _files(quantized, batches, output, report),
     }
 
 
-def _row(layer: Any) -> dict[str, Any]:  # noqa: ANN401  a LayerComparison; its module needs torch
-    return {"layer": layer.layer, "sqnr": layer.sqnr, "cosine": layer.cosine}
-
-
 def _as_text(result: dict[str, Any]) -> str:
-    worst = sorted(result["layers"], key=lambda row: row["sqnr"])[:WORST_SHOWN]
+    worst = most_harmed(result["layers"], WORST_SHOWN)
     lines = [f"quantized   {len(result['quantized'])} layers; {len(result['left float'])} left as they are:"]
     lines += [f"              {reason}: {', '.join(names)}" for reason, names in _by_reason(result["left float"])]
-    lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
+    if worst:
+        lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
     lines += [f"wrote       {path}" for path in result["files"]]
     return "\n".join(lines)
 

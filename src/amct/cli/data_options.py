@@ -1,0 +1,104 @@
+"""The options that say where data is and how it is prepared: the same for every command that runs a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from amct.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
+
+DataPath = Annotated[Path, typer.Option("--data", help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
+Size = Annotated[str | None, typer.Option("--size", help="Resize pictures to this size: 224 or height,width.")]
+Crop = Annotated[str | None, typer.Option("--crop", help="Then keep the middle of this size.")]
+Mean = Annotated[str | None, typer.Option("--mean", help="Subtract: 104,117,123 or a mean file.")]
+Scale = Annotated[float, typer.Option("--scale", help="Then multiply.")]
+Color = Annotated[str, typer.Option("--color", help="Channels of pictures: bgr, rgb or gray.")]
+BatchSize = Annotated[int, typer.Option("--batch-size", help="Samples a batch.")]
+MostBatches = Annotated[int | None, typer.Option("--batches", help="Use no more batches than this.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Where data is and how it is prepared, as given on the command line.
+
+    Going through it reads one batch after the other, any number of times.
+    """
+
+    data: Path
+    size: str | None
+    crop: str | None
+    mean: str | None
+    scale: float
+    color: str
+    batch_size: int
+    batches: int | None
+
+    def __iter__(self) -> Iterator[NDArray[np.float32]]:
+        for values, _ in self.labelled():
+            yield values
+
+    def labelled(self) -> Iterator[LabelledBatch]:
+        """The batches with the labels of their samples, None where there is none.
+
+        Raises:
+            ArgumentError: an option cannot be used.
+            FileError, ParseError: the data cannot be read.
+        """
+        if self.batches is not None and self.batches < 1:
+            raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
+        return islice(self._batches(), self.batches)
+
+    def open(self) -> list[NDArray[np.float32]]:
+        """All batches, read."""
+        return list(self)
+
+    def _batches(self) -> Iterator[LabelledBatch]:
+        import numpy as np
+
+        from amct.data import Preparation, batches, open_samples
+
+        preparation = Preparation(
+            size=_pair("--size", self.size),
+            crop=_pair("--crop", self.crop),
+            color=cast("Literal['bgr', 'rgb', 'gray']", self.color),
+            mean=np.zeros(0, np.float32) if self.mean is None else _mean(self.mean),
+            scale=self.scale,
+        )
+        yield from batches(open_samples(self.data, preparation), self.batch_size)
+
+
+def _pair(option: str, text: str | None) -> tuple[int, int] | None:
+    """``224`` or ``240,320`` as height and width."""
+    if text is None:
+        return None
+    words = text.replace("x", ",").split(",")
+    if len(words) > 2 or not all(word.strip().isdecimal() for word in words):
+        raise ArgumentError(f'{option}: expected a number, or height,width, got "{text}"')
+    return int(words[0]), int(words[-1])
+
+
+def _mean(text: str) -> NDArray[np.float32]:
+    """Numbers, one a channel, or a mean file."""
+    import numpy as np
+
+    if Path(text).is_file():
+        from amct.data.mean import read_mean
+
+        return read_mean(text)
+    try:
+        return np.array([float(word) for word in text.split(",")], np.float32)
+    except ValueError:
+        message = f'--mean: expected numbers such as 104,117,123 or the name of a mean file, got "{text}"'
+        raise ArgumentError(message) from None

@@ -1,0 +1,45 @@
+"""What commands print of a comparison: JSON for programs, aligned lines for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def as_json(content: object) -> str:
+    """Strict JSON; a number that is not finite (the SQNR of equal outputs) becomes null."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def comparison_row(layer: Any) -> dict[str, Any]:  # noqa: ANN401  a LayerComparison; its module needs torch
+    """A layer's comparison as plain data."""
+    return {"layer": layer.layer, "sqnr": layer.sqnr, "cosine": layer.cosine}
+
+
+def most_harmed(rows: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The rows with the lowest SQNR, the worst first; layers without any error are not among them."""
+    harmed = [row for row in rows if row["sqnr"] != math.inf]
+    return sorted(harmed, key=lambda row: -math.inf if math.isnan(row["sqnr"]) else row["sqnr"])[:count]
+
+
+def decibel(value: float) -> str:
+    """``31.4 dB``, or that nothing was lost."""
+    return "no error" if value == math.inf else f"{value:.1f} dB"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
