@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 _GATES = {LayerKind.LSTM: 4, LayerKind.GRU: 3}
 
 
+class LayerMismatchError(ExportError):
+    """A node does not look as its kind of layer must; ``reason`` says why without naming the node."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 def find_layers(
     model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
 ) -> tuple[OnnxGraph, list[Layer], list[Skip]]:
@@ -172,7 +180,7 @@ def _gemm_bias(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, channel
     bias = _optional_constant(graph, binding, node, 2, "bias")
     if bias is None:
         return None
-    if bias.size not in (1, channels):
+    if bias.size not in (1, channels) or (bias.ndim > 0 and bias.shape[-1] != bias.size):
         _refuse(binding, node, f"expected a bias of {channels} values, got shape {list(bias.shape)}")
     return np.broadcast_to(bias.reshape(-1), channels)
 
@@ -278,4 +286,5 @@ def _float_type(weight: NDArray[Any]) -> int:
 
 
 def _refuse(binding: LayerBinding, node: NodeProto, reason: str) -> NoReturn:
-    raise ExportError(f'layer "{binding.layer}" ({binding.kind.value}, node "{node.name}" of {node.op_type}): {reason}')
+    where = f'layer "{binding.layer}" ({binding.kind.value}, node "{node.name}" of {node.op_type})'
+    raise LayerMismatchError(f"{where}: {reason}", reason)

@@ -296,6 +296,15 @@ class OnnxGraph:
             if self._producers.get(name) is node:
                 del self._producers[name]
 
+    def take_output(self, node: NodeProto, successor: NodeProto) -> None:
+        """Let a node make what its successor made, under that name; the successor goes."""
+        old, new = node.output[0], successor.output[0]
+        self.remove_node(successor)
+        node.output[0] = new
+        self._producers.pop(old, None)
+        self._producers[new] = node
+        self._value_info.pop(old, None)
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
@@ -305,7 +314,7 @@ class OnnxGraph:
         copy_fields(self._source, model, skip={"graph"})
         copy_fields(self._source.graph, graph, skip={"node", "initializer", "input", "value_info"})
         graph.input.extend(self.inputs)
-        nodes = self._live_nodes()
+        nodes = self.live_nodes()
         graph.node.extend(nodes)
         used = {name for node in nodes for name in reads(node)} | self._outputs
         graph.initializer.extend(tensor for name, tensor in self._initializers.items() if name in used)
@@ -313,8 +322,8 @@ class OnnxGraph:
         graph.value_info.extend(value for name, value in self._value_info.items() if name in written)
         return model
 
-    def _live_nodes(self) -> list[NodeProto]:
-        """Nodes in an order that defines every tensor before its use, without those whose constants nobody uses."""
+    def live_nodes(self) -> list[NodeProto]:
+        """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
         alive: set[int] = set()
         pending = [self._producers[name] for name in self._outputs if name in self._producers]
         while pending:

@@ -1,1 +1,29 @@
-"""Placeholder docstring, to be replaced by the package owner."""
+"""Quantize float ONNX files.
+
+>>> import amct.onnx_model as amct                                  # doctest: +SKIP
+>>> quantized = amct.quantize("net.onnx", calibration_batches)      # doctest: +SKIP
+>>> print(quantized.summary())                                      # doctest: +SKIP
+>>> quantized.save("out/net")                                       # doctest: +SKIP
+>>> amct.compare("net.onnx", "out/net_qdq_model.onnx", batches)     # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from amct.calibration.quant_config import LayerConfig, QuantConfig
+from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings
+from amct.onnx_model.comparing import compare, measure
+from amct.onnx_model.quantize import QuantizedModel, quantize
+from amct.record import Record
+
+__all__ = [
+    "ArqSettings",
+    "HfmgSettings",
+    "IfmrSettings",
+    "LayerConfig",
+    "QuantConfig",
+    "QuantizedModel",
+    "Record",
+    "compare",
+    "measure",
+    "quantize",
+]

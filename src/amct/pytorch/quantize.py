@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +34,7 @@ from amct.pytorch.modified_onnx import file_notes
 from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
 from amct.pytorch.reporting import report_content
 from amct.report.page import write_page
+from amct.report.summary import summary_text
 
 if TYPE_CHECKING:
     import os
@@ -170,19 +170,8 @@ class QuantizedModel:
 
     def summary(self) -> str:
         """What was quantized, what was folded, what stays float and why, as text."""
-        kinds = Counter(
-            f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights"
-            for entry in self.record.values()
-        )
         name = type(self._preparation.traced.model).__name__
-        folded = len(self._preparation.fused.fusions)
-        lines = [f"{name}: {len(self.layers)} layers quantized, {folded} batch norms folded"]
-        lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
-        if self.skipped:
-            width = max(len(skip.layer) for skip in self.skipped)
-            lines.append(f"{len(self.skipped)} left as they are:")
-            lines += [f"  {skip.layer:<{width}}  {skip.reason}" for skip in self.skipped]
-        return "\n".join(lines)
+        return summary_text(name, self.record, len(self._preparation.fused.fusions), self.skipped)
 
     def save(
         self,

@@ -1,0 +1,124 @@
+"""Calibration data as feeds of an ONNX model: by the names of its inputs, in its types, checked against its shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from amct.calibration.replay import Replay
+from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from amct.onnx_model.reading import element_dtype, input_shape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+BatchInputs = Callable[[Any], Any]
+"""Makes of a batch what the model is fed with: an array, a tuple in the order of the inputs, or a dict by name."""
+Feeds = dict[str, "NDArray[Any]"]
+
+
+class Batches:
+    """The data as feeds of one model.
+
+    An array or a dict of arrays is one batch. Of a batch that is a tuple or list, the items are the inputs in the order
+    of the model; items behind the last input (labels) are left out. Arrays are NumPy's or torch's.
+    """
+
+    def __init__(self, model: ModelProto, data: object, inputs: BatchInputs | None = None) -> None:
+        self._inputs = inputs
+        self._shapes = {value.name: input_shape(model, value.name) for value in model.graph.input}
+        self._types = {value.name: np.dtype(element_dtype(model, value.name)) for value in model.graph.input}
+        self._batches = Replay(_batches(data))
+
+    @property
+    def length(self) -> int | None:
+        """How many batches there are, where that is known."""
+        return self._batches.length
+
+    def keep(self) -> None:
+        """Keep what is read of data that can be read only once, because it is needed several times."""
+        self._batches.keep()
+
+    def first(self) -> Feeds:
+        """The first batch, without losing it.
+
+        Raises:
+            CalibrationError: there is none.
+        """
+        return self._feeds(self._batches.first())
+
+    def limited(self, count: int | None) -> Iterator[Feeds]:
+        """The first ``count`` batches; all when None."""
+        return itertools.islice(self, count)
+
+    def __iter__(self) -> Iterator[Feeds]:
+        for _, feeds in self.with_originals():
+            yield feeds
+
+    def with_originals(self) -> Iterator[tuple[Any, Feeds]]:
+        """Each batch as the data gave it, labels and all, and as feeds."""
+        for batch in self._batches:
+            yield batch, self._feeds(batch)
+
+    def _feeds(self, batch: object) -> Feeds:
+        names = list(self._shapes)
+        given = self._inputs(batch) if self._inputs is not None else batch
+        if isinstance(given, Mapping):
+            values = dict(given)
+        elif isinstance(given, (tuple, list)) and not _is_plain(given):
+            values = dict(zip(names, given, strict=False))
+        else:
+            values = {names[0]: given}
+        unknown = [name for name in values if name not in self._shapes]
+        missing = [name for name in names if name not in values]
+        if unknown or missing:
+            found = f'"{unknown[0]}" is none of them.{did_you_mean(str(unknown[0]), names)}' if unknown else ""
+            lacking = f'"{missing[0]}" is missing' if missing else ""
+            raise ArgumentError(
+                f"a batch must have the inputs of the model ({', '.join(names)}): {found or lacking}; "
+                "give a dict of arrays by these names, or a tuple in this order"
+            )
+        return {name: self._checked(name, values[name]) for name in names}
+
+    def _checked(self, name: str, value: object) -> NDArray[Any]:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        expected = self._types[name]
+        if array.dtype != expected:
+            if array.dtype.kind not in "fiub" or (expected.kind in "iub" and array.dtype.kind == "f"):
+                raise ArgumentTypeError(f'input "{name}": expected values of {expected}, got {array.dtype}')
+            array = array.astype(expected)
+        shape = self._shapes[name]
+        if shape is not None and not _fits(shape, array.shape):
+            wanted = ", ".join("?" if size is None else str(size) for size in shape)
+            hint = ""
+            if len(shape) == array.ndim and _fits((None, *shape[1:]), array.shape):
+                hint = f"; the file fixes the batch size, so give batches of {shape[0]}"
+            raise ArgumentError(f'input "{name}": expected shape [{wanted}], got {list(array.shape)}{hint}')
+        return np.ascontiguousarray(array)
+
+
+def _fits(shape: tuple[int | str | None, ...], found: tuple[int, ...]) -> bool:
+    if len(shape) != len(found):
+        return False
+    return all(not isinstance(size, int) or size == own for size, own in zip(shape, found, strict=True))
+
+
+def _is_plain(batch: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether a list is one array written out in numbers."""
+    return bool(batch) and isinstance(batch[0], (int, float, bool))
+
+
+def _batches(data: object) -> Iterable[Any]:
+    if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
+        return [data]
+    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
+        raise ArgumentTypeError(
+            "calibration_data: expected an array, a dict of arrays by input name or an iterable of batches, "
+            f"got {type(data).__name__}"
+        )
+    return data

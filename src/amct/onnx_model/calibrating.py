@@ -1,0 +1,172 @@
+"""Calibration: the model runs in onnxruntime with its rounded weights, and observers see what the layers are given.
+
+Of one batch the watched tensors are in memory, of all batches only what the observers keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.calibration import BalanceSession, CalibrationSession, Stream
+from amct.calibration.session import HIDDEN, INPUT
+from amct.errors import AmctError, CalibrationError
+from amct.export.finding import find_layers
+from amct.numerics.dmq import balance_activation, dmq
+from amct.numerics.min_max import MinMaxObserver
+from amct.onnx_model.layers import find_all_layers, usual_factors
+from amct.onnx_model.runtime import Runner, as_tensor
+from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+    from torch import Tensor
+
+    from amct.calibration import CalibrationResult
+    from amct.config.plan import Plan
+    from amct.export.layer import Layer
+    from amct.onnx_model.batches import Feeds
+    from amct.onnx_model.preparation import Preparation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """The tensors that tell of a layer: its input; of a recurrent one its first state (if given) and its outputs."""
+
+    input: str
+    state: str | None = None
+    output: str | None = None
+    hidden_size: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(name for name in (self.input, self.state, self.output) if name)
+
+    def hidden(self, values: Mapping[str, NDArray[Any]]) -> Tensor:
+        """The state before the first step (zero when none is given) and after every step but the last."""
+        assert self.output is not None
+        outputs = values[self.output]
+        first = values[self.state] if self.state else np.zeros(self.hidden_size, outputs.dtype)
+        return as_tensor(np.concatenate([first.reshape(-1), outputs[:-1].reshape(-1)]))
+
+
+def calibrate(preparation: Preparation, batches: Iterable[Feeds], *, open_ended: bool) -> CalibrationResult:
+    """Run the calibration data and find the factors.
+
+    Args:
+        preparation: the model with its plan and quantized weights.
+        batches: the data.
+        open_ended: whether the data decides when it is over.
+
+    Raises:
+        CalibrationError: the data is not enough or cannot be used; names the layer.
+    """
+    session = CalibrationSession(
+        _streams(preparation), tensors={name: MinMaxObserver() for name in preparation.between or ()}
+    )
+    model, watched = watch_layers(preparation.rounded_model(), preparation)
+    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *(preparation.between or ())])
+    try:
+        for feeds in batches:
+            with session.batch():
+                _show(session, preparation, watched, runner.run(feeds))
+        if open_ended:
+            session.finish()
+        return session.result
+    finally:
+        session.close()
+
+
+def _show(
+    session: CalibrationSession,
+    preparation: Preparation,
+    watched: Mapping[str, Watched],
+    values: Mapping[str, NDArray[Any]],
+) -> None:
+    for name, tensors in watched.items():
+        x = as_tensor(values[tensors.input])
+        weights = preparation.weights[name]
+        if weights.balance is not None:
+            x = balance_activation(x, weights.balance, weights.channel_axis)
+        session.observe(name, x)
+        if tensors.output is not None:
+            session.observe(name, tensors.hidden(values), HIDDEN)
+    for name in preparation.between or ():
+        session.observe_tensor(name, as_tensor(values[name]))
+
+
+def _streams(preparation: Preparation) -> Iterator[Stream]:
+    for layer in preparation.layers:
+        recurrent = preparation.weights[layer.name].layer.kind.is_recurrent
+        for name in (INPUT, HIDDEN) if recurrent else (INPUT,):
+            yield Stream(
+                layer=layer.name,
+                name=name,
+                settings=layer.activation,
+                batch_num=layer.batch_num,
+                force_fp16=layer.force_fp16,
+            )
+
+
+def watch_layers(model: ModelProto, preparation: Preparation) -> tuple[ModelProto, dict[str, Watched]]:
+    """Which tensors of a model (with the folded model's nodes) tell of each quantized layer.
+
+    Returns:
+        The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
+    """
+    usual = dict.fromkeys(preparation.weights, usual_factors())
+    graph, layers, _ = find_layers(model, preparation.bindings, usual)
+    watched = {}
+    for layer in layers:
+        if layer.kind.is_recurrent and not layer.node.output[0]:
+            layer.node.output[0] = graph.fresh_name(f"{layer.name}.all_states")
+        watched[layer.name] = _watched(layer)
+    return graph.build(), watched
+
+
+def _watched(layer: Layer) -> Watched:
+    if not layer.kind.is_recurrent:
+        return Watched(input=layer.reader.input[0])
+    assert layer.recurrent_weight is not None
+    state = layer.node.input[5] if len(layer.node.input) > 5 else ""
+    return Watched(
+        input=layer.node.input[0],
+        state=state or None,
+        output=layer.node.output[0],
+        hidden_size=layer.recurrent_weight.shape[1],
+    )
+
+
+def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> dict[str, Tensor]:
+    """DMQ's factors of the layers that the plan balances, from the data; nothing is run when there are none.
+
+    Raises:
+        CalibrationError: the data of a layer cannot be used; names the layer.
+    """
+    strengths = {layer.name: layer.migration_strength or 0.0 for layer in plan.balanced}
+    if not strengths:
+        return {}
+    layers = {name: found.layer for name, found in find_all_layers(model).found.items() if name in strengths}
+    maxima: dict[str, Tensor] = {}
+    session = BalanceSession(layers, maxima.update)
+    runner = Runner(model, [layer.node.input[0] for layer in layers.values()])
+    for feeds in batches:
+        values = runner.run(feeds)
+        with session.batch():
+            for name, layer in layers.items():
+                axis = 1 if layer.node.op_type in ("Conv", "ConvTranspose") else -1
+                session.observe(name, as_tensor(values[layer.node.input[0]]), axis)
+    return {name: _balance(layers[name], maximum, strengths[name]) for name, maximum in maxima.items()}
+
+
+def _balance(layer: Layer, maximum: Tensor, strength: float) -> Tensor:
+    try:
+        return dmq(maximum, float_weights(layer)[0], WEIGHT_KINDS[layer.kind], layer.groups, strength)
+    except AmctError as error:
+        raise CalibrationError(f'layer "{layer.name}": {error}') from error

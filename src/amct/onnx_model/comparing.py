@@ -1,0 +1,189 @@
+"""Runs two ONNX models side by side in onnxruntime and compares what their layers and outputs are.
+
+Layers are found by the names of their tensors, which quantizing keeps. Where a batch norm was folded, the layer is
+compared behind it. One batch at a time is in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from amct import progress
+from amct.errors import ModelError
+from amct.export.graph import OnnxGraph
+from amct.onnx_model.batches import Batches
+from amct.onnx_model.layers import BATCH_NORM, find_all_layers
+from amct.onnx_model.reading import AnyModel, read_model
+from amct.onnx_model.runtime import Runner, as_tensor
+from amct.report.measuring import Measuring
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto, NodeProto
+    from torch import Tensor
+
+    from amct.export.layer import Layer
+    from amct.onnx_model.batches import BatchInputs, Feeds
+    from amct.report.compare import LayerComparison
+    from amct.report.measuring import Measured
+
+
+def compare(
+    float_model: AnyModel, quantized_model: AnyModel, data: object, *, inputs: BatchInputs | None = None
+) -> list[LayerComparison]:
+    """Run both models on data and compare the outputs of their layers, in execution order.
+
+    Args:
+        float_model: the original: a path, the bytes of a file or a ModelProto.
+        quantized_model: its QDQ or fake-quant form, likewise; also what another tool made, if it keeps tensor names.
+        data: an array, a dict of arrays by input name, or an iterable of batches, as for ``quantize``.
+        inputs: as for ``quantize``.
+
+    Raises:
+        FileError, ParseError: a file cannot be read.
+        ModelError: the models have no layer in common, or one cannot be run (a deploy file).
+        ArgumentError: the outputs of a layer have different shapes, or the data does not fit the model.
+        CalibrationError: there is no data.
+    """
+    measured = measure(float_model, quantized_model, data, inputs=inputs)
+    if not measured.layers:
+        raise ModelError(
+            "float_model and quantized_model must have layers in common, with the same tensor names; "
+            "compare a file with the float file that it was made of"
+        )
+    return list(measured.layers.values())
+
+
+def measure(
+    float_model: AnyModel, quantized_model: AnyModel, data: object, *, inputs: BatchInputs | None = None
+) -> Measured:
+    """As ``compare``, with the models' outputs too; without layers in common only these.
+
+    Raises:
+        ModelError: not even inputs and outputs correspond, or a model cannot be run.
+    """
+    reference = read_model(float_model, "float_model").model
+    other = read_model(quantized_model, "quantized_model", allow_quantized=True).model
+    pair = Pair.of(reference, other)
+    batches = Batches(reference, data, inputs)
+    batches.first()  # says before the models are loaded that there is no data, or that it does not fit
+    measuring = Measuring({})
+    for _ in pair.run(progress.track(batches, "Comparing"), measuring):
+        pass
+    return measuring.result()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pair:
+    """Two models whose inputs, outputs and layers correspond.
+
+    Attributes:
+        reference: The float model.
+        other: The model compared with it.
+        inputs: By input of the reference: that of the other.
+        outputs: Likewise.
+        layers: By layer: the tensor in the reference and that in the other.
+    """
+
+    reference: ModelProto
+    other: ModelProto
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    layers: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, reference: ModelProto, other: ModelProto) -> Pair:
+        """Find what corresponds.
+
+        Raises:
+            ModelError: the models do not have the same inputs and outputs.
+        """
+        sides = [(model.graph.input, model.graph.output) for model in (reference, other)]
+        inputs, outputs = (
+            _matched(what, [value.name for value in own], [value.name for value in others])
+            for what, own, others in zip(("inputs", "outputs"), *sides, strict=True)
+        )
+        return cls(
+            reference=reference, other=other, inputs=inputs, outputs=outputs, layers=common_layers(reference, other)
+        )
+
+    def run(
+        self, batches: Iterable[Feeds], measuring: Measuring, watched: Iterable[str] = ()
+    ) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
+        """Run both on each batch, and sum up layers and outputs.
+
+        Yields:
+            What the reference made (outputs and the tensors of ``watched``) and what the other made.
+        """
+        first = Runner(self.reference, [*watched, *(own for own, _ in self.layers.values())])
+        second = Runner(self.other, [theirs for _, theirs in self.layers.values()])
+        for feeds in batches:
+            expected = first.run(feeds)
+            got = second.run({self.inputs[name]: value for name, value in feeds.items()})
+            for layer, (own, theirs) in self.layers.items():
+                measuring.layers.add(layer, as_tensor(expected[own]), as_tensor(got[theirs]))
+            measuring.add(self._output_pairs(expected, got))
+            yield expected, {own: got[theirs] for own, theirs in self.outputs.items()}
+
+    def _output_pairs(
+        self, expected: Mapping[str, NDArray[Any]], got: Mapping[str, NDArray[Any]]
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for own, theirs in self.outputs.items():
+            if expected[own].dtype.kind == "f":
+                yield own, as_tensor(expected[own]), as_tensor(got[theirs])
+
+
+def _matched(what: str, own: list[str], others: list[str]) -> dict[str, str]:
+    if set(own) == set(others):
+        return {name: name for name in own}
+    if len(own) != len(others):
+        raise ModelError(
+            f"float_model and quantized_model must have the same {what}, got {', '.join(own)} and {', '.join(others)}"
+        )
+    return dict(zip(own, others, strict=True))
+
+
+def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[str, str]]:
+    """The layers of the float model whose result the other model has too, with the tensor in each."""
+    own, theirs = OnnxGraph(reference), OnnxGraph(other)
+    found = {}
+    for name, layer in find_all_layers(reference).found.items():
+        tensor = next(filter(None, (_compared(own, theirs, result) for result in _results(layer.layer))), None)
+        if tensor is not None:
+            found[name] = (tensor, _dequantized(theirs, tensor))
+    return found
+
+
+def _results(layer: Layer) -> list[str]:
+    """What stands for a layer's result, the best first: a recurrent layer may give its last state only."""
+    return [name for name in layer.node.output if name] if layer.kind.is_recurrent else [layer.output]
+
+
+def _compared(own: OnnxGraph, theirs: OnnxGraph, tensor: str) -> str | None:
+    """The tensor of the float model that stands for a layer's result: behind a batch norm that the other has not."""
+    norm = _sole_norm(own, tensor)
+    if norm is None or _is_norm(theirs.producer(norm.output[0])):
+        return tensor if theirs.producer(tensor) is not None else None
+    if theirs.producer(tensor) is not None:  # folded, but under the old name: its values are others
+        return None
+    return norm.output[0] if theirs.producer(norm.output[0]) is not None else None
+
+
+def _sole_norm(graph: OnnxGraph, tensor: str) -> NodeProto | None:
+    user = graph.only_consumer(tensor)
+    return user if _is_norm(user) else None
+
+
+def _is_norm(node: NodeProto | None) -> bool:
+    return node is not None and node.op_type == BATCH_NORM
+
+
+def _dequantized(graph: OnnxGraph, tensor: str) -> str:
+    """In a fake-quant file a layer makes integers: what stands for its result is dequantized behind it."""
+    user = graph.only_consumer(tensor)
+    if user is None or not user.name.endswith((".fakedequant.mul", ".fakedequant.cast")):
+        return tensor
+    return _dequantized(graph, user.output[0])

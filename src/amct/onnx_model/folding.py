@@ -1,0 +1,140 @@
+"""Folds batch norms into the layers before them. The outputs stay what they were, to rounding.
+
+The layer takes over the name of what the batch norm made, so that every tensor that both models have has the same
+values in both.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.errors import AmctError
+from amct.export.binding import LayerBinding, LayerKind
+from amct.export.finding import LayerMismatchError, find_layer
+from amct.export.graph import OnnxGraph
+from amct.export.messages import attribute_value
+from amct.export.weights import owned_name, replace_weight
+from amct.numerics.arq import WeightKind
+from amct.numerics.fold import fold_batch_norm
+from amct.onnx_model.layers import BATCH_NORM, topology, usual_factors
+from amct.topology import FusionPattern, Node, Skip, find_fusions
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto, NodeProto
+
+    from amct.export.layer import Layer
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    "Conv": (LayerKind.CONV, WeightKind.CONV),
+    "ConvTranspose": (LayerKind.CONV_TRANSPOSE, WeightKind.CONV_TRANSPOSE),
+    "Gemm": (LayerKind.LINEAR, WeightKind.LINEAR),
+}
+_PATTERN = FusionPattern(heads=frozenset(_KINDS), stages=(frozenset({BATCH_NORM}),))
+_PARTS = ("scale", "B", "mean", "var")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folded:
+    """A folded copy. ``fusions`` maps a layer to the batch norm folded into it, by node name."""
+
+    model: ModelProto
+    fusions: Mapping[str, str]
+    skips: tuple[Skip, ...]
+
+
+def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded:
+    """Fold every batch norm that alone reads the result of a convolution or Gemm; tell of each that stays.
+
+    Args:
+        model: its nodes have names of their own; it is not changed.
+        do_fusion: False folds nothing.
+        skip: layers (or batch norms) to leave alone, AMCT's ``skip_fusion_layers``.
+    """
+    if not do_fusion:
+        norms = [node.name for node in model.graph.node if node.op_type == BATCH_NORM]
+        skips = tuple(Skip(name, "not folded: do_fusion is false") for name in norms)
+        return Folded(model=model, fusions={}, skips=skips)
+    graph = OnnxGraph(model)
+
+    def refuse(head: Node, norm: Node) -> str | None:
+        return _refusal(graph, graph.node(head.name), graph.node(norm.name))
+
+    found, skips = find_fusions(topology(model), _PATTERN, skip=skip, refuse=refuse)
+    fusions: dict[str, str] = {}
+    refused: list[Skip] = []
+    for fusion in found:
+        head, norm = fusion.head.name, fusion.folded[0].name
+        try:
+            _fold_one(graph, graph.node(head), graph.node(norm))
+        except AmctError as error:
+            logger.warning('"%s" is not folded into "%s": %s', norm, head, error)
+            refused.append(Skip(norm, f'not folded into "{head}": {error}'))
+        else:
+            fusions[head] = norm
+    return Folded(model=graph.build(), fusions=fusions, skips=(*skips, *refused))
+
+
+def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
+    if attribute_value(norm, "training_mode", 0):
+        return "it is in training mode"
+    if norm.input[0] != head.output[0]:
+        return f'"{head.name}" makes one of its parameters'
+    if any(norm.output[1:]):
+        return "its statistics are outputs"
+    for part, name in zip(_PARTS, norm.input[1:], strict=True):
+        if not graph.is_constant(name):
+            return f'its {part} "{name}" is computed'
+    layer = _layer(graph, head)
+    if isinstance(layer, str):
+        return f'of "{head.name}": {layer}'
+    channels = graph.constant(norm.input[1])
+    if channels is None or channels.size != layer.channels_out:
+        return f'"{head.name}" has {layer.channels_out} outputs, the batch norm another number'
+    return None
+
+
+def _layer(graph: OnnxGraph, head: NodeProto) -> Layer | str:
+    kind, _ = _KINDS[head.op_type]
+    try:
+        return find_layer(graph, LayerBinding(layer=head.name, kind=kind, node=head.name), usual_factors())
+    except LayerMismatchError as error:
+        return error.reason
+
+
+def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
+    layer = _layer(graph, head)
+    assert not isinstance(layer, str)  # asked before
+    assert layer.weight is not None
+    scale, shift, mean, variance = (_tensor(graph.constant(name)) for name in norm.input[1:])
+    weight, bias = fold_batch_norm(
+        _tensor(layer.weight),
+        None if layer.bias is None else _tensor(layer.bias),
+        _KINDS[head.op_type][1],
+        layer.groups,
+        mean,
+        variance,
+        float(attribute_value(norm, "epsilon", 1e-5)),
+        scale,
+        shift,
+    )
+    replace_weight(graph, layer, weight.numpy())
+    name = f"{head.name}.bias"
+    name = owned_name(graph, head, 2, name) if layer.bias is not None else graph.fresh_name(name)
+    graph.set_initializer(name, bias.numpy())
+    graph.set_input(head, 2, name)
+    graph.take_output(head, norm)
+
+
+def _tensor(array: NDArray[np.floating] | None) -> torch.Tensor:
+    assert array is not None  # asked before
+    return torch.from_numpy(np.array(array))

@@ -1,0 +1,226 @@
+"""Finds the layers of an ONNX model: which nodes can be quantized, as what type in configs, and why others cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.config.layers import LayerInfo, LayerList
+from amct.export.binding import LayerBinding, LayerFactors, LayerKind
+from amct.export.finding import LayerMismatchError, find_layer
+from amct.export.graph import OnnxGraph
+from amct.export.messages import attribute_value, subgraphs
+from amct.topology import Graph, Node, Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from onnx import ModelProto, NodeProto
+
+    from amct.export.layer import Layer
+
+BATCH_NORM = "BatchNormalization"
+_SPATIAL_TYPES = MappingProxyType(
+    {
+        "Conv": {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"},
+        "ConvTranspose": {3: "ConvTranspose1d", 4: "ConvTranspose2d"},
+        "AveragePool": {4: "AvgPool2d"},
+    }
+)
+_TYPES = MappingProxyType({"Gemm": "Linear", "MatMul": "Linear", "LSTM": "LSTM", "GRU": "GRU"})
+_KINDS = MappingProxyType({operator: kind for kind in LayerKind for operator in kind.operators})
+_OTHER_WEIGHTED = frozenset(
+    {"DeformConv", "Einsum", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "PRelu", "RNN"}
+)
+"""Operators with weights that have no quantized form; what is left float is told, not passed over."""
+_FLOATS = (np.float32, np.float16)
+_USUAL_ACTIVATIONS: Mapping[str, tuple[list[str], ...]] = MappingProxyType(
+    {"LSTM": (["Sigmoid", "Tanh", "Tanh"], []), "GRU": (["Sigmoid", "Tanh"], [])}
+)
+
+
+def usual_factors() -> LayerFactors:
+    """Factors that fit every layer, for looking at layers before they have their own."""
+    one = np.ones(1, dtype=np.float32)
+    return LayerFactors(scale_d=1.0, offset_d=0, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundLayer:
+    """A quantizable layer.
+
+    Attributes:
+        type: Its name in configs: "Conv2d", "Linear", …
+        layer: Its node, weight (in the layer's own layout) and bias.
+    """
+
+    type: str
+    layer: Layer
+
+    @property
+    def name(self) -> str:
+        """The name of its node."""
+        return self.layer.name
+
+    @property
+    def binding(self) -> LayerBinding:
+        """As the exporters want it."""
+        return LayerBinding(layer=self.name, kind=self.layer.kind, node=self.name)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether two 4-bit weights can share a byte along the input channels."""
+        return self.layer.weight is not None and self.layer.groups == 1 and self.layer.channels_in % 2 == 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layers:
+    """What one look at a model told.
+
+    Attributes:
+        found: The quantizable layers by name, in graph order.
+        skips: Nodes with weights that stay float, with the reason.
+        operators: The operator of every node, by name.
+    """
+
+    found: Mapping[str, FoundLayer]
+    skips: tuple[Skip, ...]
+    operators: Mapping[str, str]
+
+    def config_layers(self) -> LayerList:
+        """The nodes as the config package wants to know them."""
+        reasons = {skip.layer: skip.reason for skip in self.skips}
+        return LayerList(self._info(name, reasons.get(name)) for name in self.operators)
+
+    def _info(self, name: str, refusal: str | None) -> LayerInfo:
+        found = self.found.get(name)
+        if found is None:
+            return LayerInfo(name=name, type=self.operators[name], refusal=refusal)
+        has_bias = found.layer.bias is not None
+        return LayerInfo(name=name, type=found.type, has_bias=has_bias, can_pack_int4=found.can_pack)
+
+
+def find_all_layers(model: ModelProto) -> Layers:
+    """Look at a model whose nodes have names of their own."""
+    graph = OnnxGraph(model)
+    found: dict[str, FoundLayer] = {}
+    skips: list[Skip] = []
+    alive = {id(node) for node in graph.live_nodes()}
+    for node in graph.nodes:
+        if node.op_type in _KINDS and id(node) not in alive:
+            skips.append(Skip(node.name, "no output of the model depends on it"))
+        elif node.op_type in _KINDS and node.domain in ("", "ai.onnx"):
+            looked = _look(graph, node)
+            if isinstance(looked, FoundLayer):
+                found[node.name] = looked
+            else:
+                skips.append(Skip(node.name, looked))
+        elif node.op_type in _OTHER_WEIGHTED:
+            skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
+        skips += _in_bodies(node)
+    operators = {node.name: node.op_type for node in graph.nodes}
+    return Layers(found=found, skips=tuple(skips), operators=operators)
+
+
+def _in_bodies(node: NodeProto) -> Iterator[Skip]:
+    for body in subgraphs(node):
+        for child in body.node:
+            if child.op_type in _KINDS:
+                name = child.name or child.output[0]
+                yield Skip(
+                    f"{node.name}/{name}", f"it is inside the body of {node.op_type}; only the main graph is quantized"
+                )
+            yield from _in_bodies(child)
+
+
+def _look(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
+    """The layer of a node, or why it is none."""
+    binding = LayerBinding(layer=node.name, kind=_KINDS[node.op_type], node=node.name)
+    problem = _operand_problem(graph, node) or _setting_problem(node)
+    if problem is not None:
+        return problem
+    try:
+        layer = find_layer(graph, binding, usual_factors())
+    except LayerMismatchError as error:
+        return error.reason
+    kind = _type_of(graph, layer)
+    if kind is None:
+        return _dimension_problem(graph, layer)
+    if layer.weight is not None and layer.weight.dtype not in _FLOATS:
+        return f"its weight is {layer.weight.dtype}; only float32 and float16 can be quantized"
+    if kind == "Conv3d" and (attribute_value(node, "dilations") or [1])[0] != 1:
+        return f"dilations are {list(attribute_value(node, 'dilations'))}; the first must be 1 in a quantized Conv3d"
+    return FoundLayer(type=kind, layer=layer)
+
+
+def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
+    if graph.is_constant(node.input[0]):
+        if node.op_type == "MatMul":
+            return "its first operand is the constant one; only x · weight can be quantized"
+        return "its input is a constant"
+    if node.op_type == "AveragePool" or graph.is_constant(node.input[1]):
+        return None
+    if node.op_type == "MatMul":
+        return "both operands are computed; only a product with a constant weight can be quantized"
+    return f'its weight "{node.input[1]}" is computed; only constant weights can be quantized'
+
+
+def _setting_problem(node: NodeProto) -> str | None:
+    """What keeps a recurrent layer from being quantized; others have no such settings."""
+    if node.op_type not in _USUAL_ACTIVATIONS:
+        return None
+    activations = [name.decode() for name in attribute_value(node, "activations", [])]
+    direction = attribute_value(node, "direction", "forward")
+    problems = {
+        f'direction is "{direction}"; only "forward" can be quantized': direction != "forward",
+        "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
+        "it has peephole weights": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
+        f"its activations are {activations}": activations not in _USUAL_ACTIVATIONS[node.op_type],
+        "linear_before_reset is 0; only 1 can be quantized": node.op_type == "GRU"
+        and not attribute_value(node, "linear_before_reset", 0),
+    }
+    return next((problem for problem, present in problems.items() if present), None)
+
+
+def _rank(graph: OnnxGraph, layer: Layer) -> int | None:
+    return layer.weight.ndim if layer.weight is not None else graph.rank(layer.node.input[0]) or _kernel_rank(layer)
+
+
+def _kernel_rank(layer: Layer) -> int | None:
+    kernel = attribute_value(layer.node, "kernel_shape")
+    return len(kernel) + 2 if kernel else None
+
+
+def _type_of(graph: OnnxGraph, layer: Layer) -> str | None:
+    operator = layer.node.op_type
+    if operator in _TYPES:
+        return _TYPES[operator]
+    return _SPATIAL_TYPES[operator].get(_rank(graph, layer) or 0)
+
+
+def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
+    dimensions = (_rank(graph, layer) or 2) - 2
+    known = ", ".join(str(rank - 2) for rank in _SPATIAL_TYPES[layer.node.op_type])
+    return f"{layer.node.op_type} over {dimensions} dimensions cannot be quantized, only over {known}"
+
+
+def topology(model: ModelProto) -> Graph:
+    """Which node feeds which, for finding batch norms that can be folded."""
+    graph = OnnxGraph(model)
+    inputs = [value.name for value in graph.inputs]
+    captured = [name for node in graph.nodes for name in node.output if name and graph.is_captured(name)]
+    known = {*inputs, *(name for node in graph.nodes for name in node.output)}
+    nodes = [
+        Node(
+            name=node.name,
+            op=node.op_type,
+            inputs=tuple(name for name in node.input if name in known and not graph.is_constant(name)),
+            outputs=tuple(name for name in node.output if name),
+        )
+        for node in graph.nodes
+    ]
+    outputs = [value.name for value in model.graph.output if value.name in known]
+    return Graph(nodes, inputs=inputs, outputs=list(dict.fromkeys([*outputs, *captured])))

@@ -1,0 +1,273 @@
+"""Reads a float ONNX model and brings it into the form that the rest of this package works on.
+
+Whatever the file is (truncated, cyclic, pointing to files outside its folder, already quantized), the user gets one
+clear error and not a crash of a library. The result has one name for every node, no local functions, an opset that the
+exporters write, declared shapes, and no weights among its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
+
+from amct.atomic import read_bytes
+from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
+from amct.export.messages import subgraphs
+from amct.onnx_model.light import light_copy
+from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from onnx import GraphProto
+
+AnyModel = str | os.PathLike[str] | bytes | ModelProto
+"""A file, its content, or a model in memory."""
+
+_QUANTIZED = frozenset(
+    {
+        "ConvInteger",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "QAttention",
+        "QGemm",
+        "QLinearAdd",
+        "QLinearConv",
+        "QLinearMatMul",
+        "QuantizeLinear",
+    }
+)
+_DEPLOYED = frozenset(
+    {"AscendDequant", "AscendQuant", "BasicGRUInplaceFillWindowCache", "BasicLSTMInplaceFillWindowCache"}
+)
+"""Ascend's own operators, which nothing here can run."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceModel:
+    """A model as it was read.
+
+    Attributes:
+        name: The file's name without its ending, or the graph's.
+        model: In the form described above; never changed.
+    """
+
+    name: str
+    model: ModelProto
+
+
+def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: bool = False) -> SourceModel:
+    """Read, check and bring into form.
+
+    Args:
+        model: a path, the bytes of a file, or a ModelProto, which stays as it is.
+        argument: what messages call it.
+        allow_quantized: whether a model with quantized operators will do (for comparing); its opset stays, too.
+
+    Raises:
+        ArgumentTypeError: it is none of these.
+        FileError: the file, or one that it keeps tensors in, cannot be read.
+        ParseError: it is not ONNX, or not a valid model.
+        ModelError: it is already quantized, or its opset cannot be converted.
+    """
+    source, proto = _parsed(model, argument)
+    for tensor in _tensors(proto.graph):
+        _check_tensor(source, tensor)
+    proto = _without_functions(source, proto)
+    _drop_default_inputs(proto)
+    set_file_version(proto)
+    _refuse_quantized(source, proto, _DEPLOYED if allow_quantized else _DEPLOYED | _QUANTIZED)
+    _check(source, proto)
+    _name_nodes(proto)
+    if not allow_quantized:
+        proto = with_opset(proto, usual_opset(proto))
+        _name_nodes(proto)
+    _declare_shapes(proto)
+    name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
+    return SourceModel(name=name, model=proto)
+
+
+def _parsed(model: AnyModel, argument: str) -> tuple[str, ModelProto]:
+    """What messages call the model, and a copy of it with all its data."""
+    proto, source, folder = ModelProto(), argument, None
+    if isinstance(model, ModelProto):
+        proto.CopyFrom(model)
+    elif isinstance(model, (bytes, bytearray)):
+        _decode(proto, bytes(model), source)
+    elif isinstance(model, (str, os.PathLike)):
+        source, folder = f'"{os.fspath(model)}"', Path(model).parent
+        _decode(proto, read_bytes(model), source)
+    else:
+        raise ArgumentTypeError(
+            f"{argument}: expected the path of an ONNX file, its bytes or a ModelProto, got {type(model).__name__}"
+        )
+    if not proto.graph.node:
+        raise ParseError(f"{source} is not an ONNX model: it has no nodes")
+    _load_external(source, proto, folder)
+    return source, proto
+
+
+def _decode(proto: ModelProto, content: bytes, source: str) -> None:
+    try:
+        proto.ParseFromString(content)
+    except DecodeError as error:
+        raise ParseError(f"{source} is not an ONNX model: it is truncated, or a file of another kind") from error
+
+
+# -- data in other files -----------------------------------------------------------------------------------------------
+
+
+def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
+    outside = [tensor for tensor in _tensors(proto.graph) if tensor.data_location == TensorProto.EXTERNAL]
+    if not outside:
+        return
+    if folder is None:
+        raise ParseError(
+            f'{source}: tensor "{outside[0].name}" is kept in another file; give the path of the model instead'
+        )
+    for tensor in outside:
+        _check_location(source, tensor, folder)
+    try:
+        onnx.load_external_data_for_model(proto, str(folder))
+    except Exception as error:
+        raise FileError(
+            f"{source}: tensors that it keeps in files of their own cannot be read: {first_line(error)}"
+        ) from error
+
+
+def _check_location(source: str, tensor: TensorProto, folder: Path) -> None:
+    """A model may only point into its own folder: it comes from somebody else."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    root = folder.resolve()
+    place = (root / location).resolve()
+    if not location or Path(location).is_absolute() or not place.is_relative_to(root):
+        raise FileError(
+            f'{source}: tensor "{tensor.name}" is kept in "{location}", outside the folder of the model; '
+            "it is not read. Put the file beside the model"
+        )
+    if not place.is_file():
+        raise FileError(f'{source}: tensor "{tensor.name}" is kept in "{location}", which does not exist')
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """All stored tensors: initializers, and attributes of nodes at any depth."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+        for body in subgraphs(node):
+            yield from _tensors(body)
+
+
+def _check_tensor(source: str, tensor: TensorProto) -> None:
+    """The data is as large as the shape says: nobody looks later."""
+    try:
+        if any(size < 0 for size in tensor.dims):
+            raise ValueError(f"negative size in shape {list(tensor.dims)}")
+        array = numpy_helper.to_array(tensor)
+        if array.size != math.prod(tensor.dims):
+            raise ValueError(f"{array.size} values for shape {list(tensor.dims)}")
+    except Exception as error:
+        raise ParseError(f'{source}: the data of tensor "{tensor.name}" is damaged: {first_line(error)}') from error
+
+
+# -- form --------------------------------------------------------------------------------------------------------------
+
+
+def _without_functions(source: str, proto: ModelProto) -> ModelProto:
+    if not proto.functions:
+        return proto
+    try:
+        return inliner.inline_local_functions(proto)
+    except Exception as error:
+        raise ParseError(f"{source}: its functions cannot be expanded: {first_line(error)}") from error
+
+
+def _drop_default_inputs(proto: ModelProto) -> None:
+    """Old files list weights among the inputs, as values that a caller might replace."""
+    stored = {tensor.name for tensor in proto.graph.initializer}
+    kept = [value for value in proto.graph.input if value.name not in stored]
+    if len(kept) != len(proto.graph.input):
+        del proto.graph.input[:]
+        proto.graph.input.extend(kept)
+
+
+def _check(source: str, proto: ModelProto) -> None:
+    try:
+        onnx.checker.check_model(light_copy(proto))
+    except Exception as error:
+        raise ParseError(f"{source} is not a valid ONNX model: {first_line(error)}") from error
+    if not proto.graph.input:
+        raise ParseError(f"{source} has no inputs, so there is nothing to calibrate with")
+
+
+def _refuse_quantized(source: str, proto: ModelProto, refused: frozenset[str]) -> None:
+    found = next((node for node in proto.graph.node if node.op_type in refused), None)
+    if found is None:
+        return
+    what = "is already quantized" if refused > _DEPLOYED else "is a deploy file, which only the chip can run"
+    advice = "start from the float model" if refused > _DEPLOYED else "use the fake_quant or qdq file"
+    raise ModelError(f'{source} {what}: node "{found.name or found.output[0]}" is a {found.op_type}; {advice}')
+
+
+def _name_nodes(proto: ModelProto) -> None:
+    """Every node gets a name of its own: what it has, or its operator and its output."""
+    taken: set[str] = set()
+    unnamed = []
+    for node in proto.graph.node:
+        if node.name and node.name not in taken:
+            taken.add(node.name)
+        else:
+            unnamed.append(node)
+    for node in unnamed:
+        output = next((name for name in node.output if name), "")
+        base = node.name or f"{node.op_type}_{output}"
+        name, number = base, 1
+        while name in taken:
+            name, number = f"{base}_{number}", number + 1
+        node.name = name
+        taken.add(name)
+
+
+def _declare_shapes(proto: ModelProto) -> None:
+    """Add what shape inference finds out; a model for which it fails keeps what it declares."""
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light_copy(proto))
+    except Exception:  # noqa: BLE001  only a help: onnxruntime judges the model
+        return
+    known = {value.name for value in proto.graph.value_info}
+    for value in inferred.graph.value_info:
+        if value.name not in known:
+            proto.graph.value_info.append(value)
+
+
+def input_shape(proto: ModelProto, name: str) -> tuple[int | str | None, ...] | None:
+    """The declared shape of an input: sizes, labels of open axes, None where nothing is said."""
+    value = next(value for value in proto.graph.input if value.name == name)
+    if not value.type.tensor_type.HasField("shape"):
+        return None
+    return tuple(_size(dimension) for dimension in value.type.tensor_type.shape.dim)
+
+
+def _size(dimension: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    if dimension.HasField("dim_value"):
+        return int(dimension.dim_value)
+    return str(dimension.dim_param) if dimension.HasField("dim_param") else None
+
+
+def element_dtype(proto: ModelProto, name: str) -> str:
+    """NumPy's name of the element type of an input."""
+    value = next(value for value in proto.graph.input if value.name == name)
+    return str(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name)
