@@ -1,4 +1,4 @@
-"""The layers of whatever the user calls a model on the command line: a prototxt, a Python reference or a plain list."""
+"""The layers of what a user calls a model on the command line: prototxt, ONNX file, Python reference or plain list."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from amct.config.layers import LayerList
 
+ONNX_ENDING = ".onnx"
 LIST_FORM = 'two words a line, "name type"'
 
 
@@ -26,9 +27,10 @@ class Dialect(str, Enum):
 
 
 def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerList]:
-    """The dialect and the layers of a model given as ``net.prototxt``, ``package.module:factory`` or ``layers.txt``.
+    """The dialect and the layers of a ``net.prototxt``, ``net.onnx``, ``package.module:factory`` or ``layers.txt``.
 
-    A list (``.txt``) has a layer a line, ``name type``; its dialect is told from the types.
+    ONNX files have the configs of PyTorch models. A list (``.txt``) has a layer a line, ``name type``; its dialect is
+    told from the types.
 
     Raises:
         ArgumentError: the model is none of these, or a Python reference lacks its input shape.
@@ -41,11 +43,16 @@ def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerLis
         return Dialect.caffe, layer_list(path)
     if path.suffix == ".txt":
         return _listed(path)
+    if path.suffix == ONNX_ENDING:
+        from amct.onnx_model.layers import find_all_layers
+        from amct.onnx_model.reading import read_model
+
+        return Dialect.pytorch, find_all_layers(read_model(path).model).config_layers()
     if ":" in model:
         return Dialect.pytorch, _traced(model, input_shape)
     raise ArgumentError(
-        f'model: expected a .prototxt, a Python reference "package.module:factory" or a list of layers in a .txt file '
-        f'({LIST_FORM}), got "{model}"'
+        'model: expected a .prototxt, an .onnx file, a Python reference "package.module:factory" or a list of layers '
+        f'in a .txt file ({LIST_FORM}), got "{model}"'
     )
 
 

@@ -10,17 +10,23 @@ import typer
 
 from amct.cli import printing
 from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+from amct.cli.model_layers import ONNX_ENDING
 from amct.cli.printing import comparison_row, most_harmed
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from amct.config.layers import LayerInfo
 
 WORST_SHOWN = 3
 
 
+MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
+
+
 def quantize(  # noqa: PLR0913  a command has as many options as a user needs
-    model: Annotated[str, typer.Argument(help='A prototxt, or a Python reference "package.module:factory".')],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
     *,
     data: DataPath,
@@ -41,22 +47,27 @@ def quantize(  # noqa: PLR0913  a command has as many options as a user needs
     """Quantize a model with some calibration data.
 
     Example: amct quantize deploy.prototxt net.caffemodel --data images/ --size 227 --mean 104,117,123 -o out/net
+
+    Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
     """
     options = DataOptions(
         data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
     )
     if weights is not None:
         result = _quantize_caffe(model, weights, options, config, output, report)
+    elif model.endswith(ONNX_ENDING):
+        result = _quantize_onnx(model, options, config, output, report)
     elif ":" in model:
         result = _quantize_torch(model, options, config, output, report)
     else:
         raise ArgumentError(
-            f'expected a prototxt and a caffemodel, or a Python reference "package.module:factory", got only "{model}"'
+            'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
+            f'got only "{model}"'
         )
     typer.echo(printing.as_json(result) if as_json else _as_text(result))
 
 
-def _files(quantized: Any, batches: list[Any], output: Path, report: bool) -> list[str]:  # noqa: ANN401  of any front door
+def _files(quantized: Any, batches: Iterable[Any], output: Path, report: bool) -> list[str]:  # noqa: ANN401  of any front door
     """Write the model, and its report if one is wanted."""
     files = quantized.save(output)
     if report:
@@ -101,6 +112,20 @@ def _quantize_torch(
     }
 
 
+def _quantize_onnx(model: str, options: DataOptions, config: Path | None, output: Path, report: bool) -> dict[str, Any]:
+    import amct.onnx_model as front_door
+    from amct import atomic
+
+    atomic.check_writable(output.parent)
+    quantized = front_door.quantize(model, options, config=config)
+    return {
+        "quantized": list(quantized.layers),
+        "left float": {skip.layer: skip.reason for skip in quantized.skipped},
+        "layers": [comparison_row(layer) for layer in quantized.compare(options)],
+        "files": _files(quantized, options, output, report),
+    }
+
+
 def _as_text(result: dict[str, Any]) -> str:
     worst = most_harmed(result["layers"], WORST_SHOWN)
     lines = [f"quantized   {len(result['quantized'])} layers; {len(result['left float'])} left as they are:"]
@@ -120,7 +145,7 @@ def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help='A prototxt, or a Python reference "package.module:factory".')],
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     input_shape: Annotated[
         str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
     ] = None,
@@ -129,6 +154,8 @@ def inspect(
     """Show the layers of a model, which of them can be quantized, and why not.
 
     Example: amct inspect deploy.prototxt
+
+    Example: amct inspect net.onnx
     """
     from amct.cli.model_layers import model_layers
 

@@ -83,7 +83,7 @@ class Layers:
     Attributes:
         found: The quantizable layers by name, in graph order.
         skips: Nodes with weights that stay float, with the reason.
-        operators: The operator of every node, by name.
+        operators: The operator of every node but constants, by name.
     """
 
     found: Mapping[str, FoundLayer]
@@ -121,7 +121,7 @@ def find_all_layers(model: ModelProto) -> Layers:
         elif node.op_type in _OTHER_WEIGHTED:
             skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
         skips += _in_bodies(node)
-    operators = {node.name: node.op_type for node in graph.nodes}
+    operators = {node.name: node.op_type for node in graph.nodes if node.op_type != "Constant"}
     return Layers(found=found, skips=tuple(skips), operators=operators)
 
 
