@@ -4,16 +4,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
 # Two test processes with one thread each.
 PYTEST_FLAGS ?= -q -n 2
 
-.PHONY: help demo test lint types check bench schema clean
+.PHONY: help demo test lint types check bench schema reference pictures clean
 help:
-	@echo "make demo   quantize a real network and show accuracy before and after"
-	@echo "make test   run all tests"
-	@echo "make lint   ruff and the import rules        make types  mypy"
-	@echo "make bench  the measurements of benchmarks/   make schema rebuild the descriptor set from *.proto"
+	@echo "make demo       quantize a Caffe and a PyTorch network: accuracy, size and speed before and after"
+	@echo "make test       run all tests"
+	@echo "make lint       ruff and the import rules"
+	@echo "make types      mypy"
+	@echo "make bench      the measurements of benchmarks/"
+	@echo "make schema     rebuild the descriptor set from *.proto"
+	@echo "make reference  rebuild docs/config-reference.md"
+	@echo "make pictures   photograph the reports of the demo for the documents (needs chromium)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -22,11 +27,17 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
+# The demo alone needs far fewer packages; where the others are installed already, nothing is done.
+$(DEMO_STAMP): $(BIN)/python pyproject.toml constraints.txt
+	@test $(STAMP) -nt pyproject.toml || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	@touch $@
+
 $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
@@ -47,6 +58,12 @@ bench: $(BENCH_STAMP)
 
 schema: $(STAMP)
 	$(BIN)/python scripts/build_schema.py
+
+reference: $(STAMP)
+	$(BIN)/python scripts/build_config_reference.py
+
+pictures: $(STAMP)
+	$(BIN)/python scripts/photograph_reports.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,102 @@
+"""The demo: it runs quietly from start to end, and what its table says is measured, not written down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+CHANCE = 25.0  # percent; ten classes, and a damaged net may favour a frequent one
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The output of the whole demo in an empty folder, as someone would pipe it, and the folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AMCT_", "PYTEST_"))}
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "demo.py"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result, folder
+
+
+@pytest.fixture
+def examples(monkeypatch, tmp_path):
+    """The example modules, importable as the demo imports them; their logs go elsewhere."""
+    names = ("caffe_lenet", "pytorch_cnn", "digits", "measuring")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def row(output: str, name: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.strip().startswith(name)]
+    return line.strip().removeprefix(name).split()
+
+
+def test_the_demo_says_what_it_does_and_nothing_else(demo):
+    result, _ = demo
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout  # no colours in a pipe
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_one_table_for_both_networks(demo):
+    result, folder = demo
+    for name in ("accuracy, float", "accuracy, INT8 (QDQ)"):
+        lenet, _, cnn, _ = row(result.stdout, name)
+        assert float(lenet) > 95
+        assert float(cnn) > 95
+    for unit, name in (("kB", "file"), ("ms", "64 images")):
+        before, after = row(result.stdout, f"{name}, float"), row(result.stdout, f"{name}, INT8 (QDQ)")
+        assert before[1::2] == after[1::2] == [unit, unit]
+    sizes = [row(result.stdout, f"file, {kind}")[::2] for kind in ("float", "INT8 (QDQ)")]
+    assert all(int(small) < 0.3 * int(large) for large, small in zip(*sizes, strict=True))
+    for report in row(result.stdout, "report"):
+        assert "<html" in (folder / report).read_text()
+
+
+def test_the_table_shows_the_sizes_of_the_files(demo):
+    result, folder = demo
+    lenet, _, cnn, _ = row(result.stdout, "file, INT8 (QDQ)")
+    assert int(lenet) == round((folder / "out/demo/lenet_qdq_model.onnx").stat().st_size / 1024)
+    assert int(cnn) == round((folder / "out/demo/cnn_qdq_model.onnx").stat().st_size / 1024)
+
+
+@pytest.mark.usefixtures("examples")
+def test_damaged_weights_of_lenet_change_its_accuracies(demo, tmp_path):
+    import caffe_lenet
+    import numpy as np
+    from measuring import measure
+
+    from amct_caffe import caffe
+
+    _, folder = demo
+    net = caffe.Net(str(caffe_lenet.DEPLOY), str(folder / "out/demo/lenet.caffemodel"), caffe.TEST)
+    weights = net.params["ip2"][0].data
+    weights[...] = np.roll(weights, 1, axis=0)  # every digit is taken for its neighbour
+    net.save("damaged.caffemodel")
+    example = caffe_lenet.quantize(Path("damaged.caffemodel"), caffe_lenet.load_digits(), tmp_path)
+    before, after = measure(example)
+    assert before.accuracy < CHANCE
+    assert after.accuracy < CHANCE
+    assert "top1 accuracy" in example.report.read_text()
+
+
+@pytest.mark.usefixtures("examples")
+def test_without_training_the_cnn_knows_nothing(tmp_path, monkeypatch):
+    import pytorch_cnn
+    from measuring import measure
+
+    monkeypatch.setattr(pytorch_cnn, "EPOCHS", 0)
+    data = pytorch_cnn.load_digits()
+    before, after = measure(pytorch_cnn.quantize(pytorch_cnn.train(data), data, tmp_path))
+    assert before.accuracy < CHANCE
+    assert after.accuracy < CHANCE
