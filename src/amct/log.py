@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from amct.verbosity import file_level, screen_level
+from amct.verbosity import file_level, line_level
 
 Flow = Literal["amct_pytorch", "amct_caffe", "amct_onnx"]
 
@@ -62,7 +62,7 @@ def start(flow: Flow) -> None:
     Raises:
         ArgumentError: ``AMCT_LOG_LEVEL`` or ``AMCT_LOG_FILE_LEVEL`` names no level.
     """
-    on_screen, in_file = screen_level(), file_level()
+    on_screen, in_file = line_level(), file_level()
     logger = logging.getLogger(_ROOT_OF_OURS)
     screen = next((handler for handler in logger.handlers if isinstance(handler, _ScreenHandler)), None)
     if screen is None:

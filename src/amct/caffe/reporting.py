@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from amct.atomic import read_bytes
 from amct.caffe.comparing import float_side, measure, quantized_files, watched_layers
 from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
 from amct.caffe.weight_layout import layout_of
-from amct.errors import ParseError
 from amct.numerics.arq import channels_first
+from amct.report.beside import read_notes
 from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
 from amct.report.filling import config_text, figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.measuring import MeasuredReport
 
 if TYPE_CHECKING:
     import os
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
     AnyPath = str | os.PathLike[str]
 
-NO_NOTES = "not known: there is no %s beside the model"
-QUANT_JSON = "quant.json"
-_WRITTEN = ("fake_quant_model.prototxt", "deploy_model.prototxt")
 _FLOAT_BYTES = 4
 
 
@@ -83,14 +79,6 @@ class Runs:
         return measure(self.reference, self.quantized, self.data, metric=self.metric, inputs=self.inputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A report, and the measurements in it."""
-
-    content: ReportContent
-    measured: Measured = field(repr=False)
-
-
 def model_report(graph: QuantGraph, results: Results, runs: Runs, files: Iterable[AnyPath] = ()) -> ReportContent:
     """The report of a model in memory.
 
@@ -120,7 +108,7 @@ def files_report(
     metric: Metric | None = None,
     inputs: BatchInputs | None = None,
     files: Iterable[AnyPath] = (),
-) -> Report:
+) -> MeasuredReport:
     """The report of a float pair of files and the fake-quant or deploy pair that quantization made of it.
 
     Reasons and folded layers come from the ``quant.json`` beside the quantized pair.
@@ -138,45 +126,26 @@ def files_report(
         FileError, ParseError, ModelError: a file is not what it should be.
     """
     reference, quantized = float_side(float_model), quantized_files(quantized_model)
-    notes, source = _read_notes(quantized.model_file)
     runs = Runs(reference=reference, quantized=quantized, data=data, metric=metric, inputs=inputs)
     shown = (*float_model, *quantized_model, *files)  # type: ignore[misc]  # both were checked to be pairs
     name = reference.message.name or Path(shown[0]).stem
-    return report_of(_facts_of_files(name, quantized, notes, source), runs, shown)
+    return report_of(_facts_of_files(name, quantized), runs, shown)
 
 
-def _facts_of_files(name: str, quantized: QuantizedFiles, notes: dict[str, Any] | None, source: str) -> Facts:
-    weights = quantized.real_weights()
-    if notes is None:
-        unknown = LayerNote(layer="…", text=NO_NOTES % source)
-        return Facts(model=name, weights=weights, weight_bits={}, skipped=(unknown,), config=NO_NOTES % source)
-    layers = notes["layers"]
+def _facts_of_files(name: str, quantized: QuantizedFiles) -> Facts:
+    notes = read_notes(quantized.model_file)
+    layers = notes.layers
     folded = {head: [each for each in entry["original_layers"] if each != head] for head, entry in layers.items()}
-    not_folded = [{**each, "reason": f"not folded: {each['reason']}"} for each in notes.get("not_fused", [])]
-    left = [*notes.get("not_quantized", []), *not_folded]
+    not_folded = [{**each, "reason": f"not folded: {each['reason']}"} for each in notes.listed("not_fused")]
+    left = [*notes.listed("not_quantized"), *not_folded]
     return Facts(
         model=name,
-        weights=weights,
+        weights=quantized.real_weights(),
         weight_bits={head: entry["weight_bits"] for head, entry in layers.items() if entry.get("weight_bits")},
-        fused=tuple(_folded(folded, notes.get("accelerated", []))),
+        fused=tuple(_folded(folded, [str(each) for each in notes.listed("accelerated")])),
         skipped=tuple(LayerNote(layer=each["layer"], text=each["reason"]) for each in left),
-        config=notes.get("config", f"{source} does not tell it"),
+        config=notes.config,
     )
-
-
-def _read_notes(model_file: Path) -> tuple[dict[str, Any] | None, str]:
-    written = next((ending for ending in _WRITTEN if model_file.name.endswith(ending)), None)
-    prefix = model_file.name.removesuffix(written) if written is not None else ""
-    path = model_file.with_name(f"{prefix}{QUANT_JSON}")
-    if not path.is_file():
-        return None, path.name
-    try:
-        notes = json.loads(read_bytes(path))
-        if not isinstance(notes["layers"], dict):
-            raise TypeError("layers is no object")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ParseError(f"{path}: expected what quantization wrote beside the model: {error}") from error
-    return notes, path.name
 
 
 def _folded(folded: Mapping[str, Sequence[str]], accelerated: Sequence[str]) -> Iterator[LayerNote]:
@@ -192,7 +161,7 @@ def _folded(folded: Mapping[str, Sequence[str]], accelerated: Sequence[str]) -> 
 # ------------------------------------------------------------------ the content
 
 
-def report_of(facts: Facts, runs: Runs, files: Iterable[AnyPath] = ()) -> Report:
+def report_of(facts: Facts, runs: Runs, files: Iterable[AnyPath] = ()) -> MeasuredReport:
     """Run the nets and put everything together."""
     sizes = file_sizes(files)
     watched = watched_layers(runs.quantized.message)
@@ -210,7 +179,7 @@ def report_of(facts: Facts, runs: Runs, files: Iterable[AnyPath] = ()) -> Report
         versions=versions(),
         created=now(),
     )
-    return Report(content=content, measured=measured)
+    return MeasuredReport(content=content, measured=measured)
 
 
 def _layer(layer: WatchedLayer, message: ProtoMessage, facts: Facts, measured: Measured) -> LayerContent:

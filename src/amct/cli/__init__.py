@@ -27,13 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return USAGE_OR_INPUT_ERROR
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: nothing was left half-written\n")
-        return INTERRUPTED
+        return _interrupted()
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what older releases of typer make of Ctrl-C
+            return _interrupted()
         if not _is_usage_error(error):
             raise
         return _show_usage_error(error)
+    if result == INTERRUPTED:  # what newer ones make of it
+        return _interrupted()
     return result if isinstance(result, int) else 0
+
+
+def _interrupted() -> int:
+    sys.stderr.write("interrupted: nothing was left half-written\n")
+    return INTERRUPTED
 
 
 def _is_usage_error(error: Exception) -> bool:

@@ -23,9 +23,9 @@ def _finite(content: object) -> object:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def comparison_row(layer: Any) -> dict[str, Any]:  # noqa: ANN401  a LayerComparison; its module needs torch
-    """A layer's comparison as plain data."""
-    return {"layer": layer.layer, "sqnr": layer.sqnr, "cosine": layer.cosine}
+def comparison_row(compared: Any, what: str = "layer") -> dict[str, Any]:  # noqa: ANN401  a LayerComparison, which needs torch
+    """The comparison of a layer (or of ``what`` else) as plain data."""
+    return {what: compared.layer, "sqnr": compared.sqnr, "cosine": compared.cosine}
 
 
 def most_harmed(rows: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:

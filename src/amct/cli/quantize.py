@@ -13,6 +13,7 @@ from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath,
 from amct.cli.model_layers import ONNX_ENDING
 from amct.cli.printing import comparison_row, most_harmed
 from amct.errors import ArgumentError
+from amct.verbosity import few_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,17 +54,18 @@ def quantize(  # noqa: PLR0913  a command has as many options as a user needs
     options = DataOptions(
         data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
     )
-    if weights is not None:
-        result = _quantize_caffe(model, weights, options, config, output, report)
-    elif model.endswith(ONNX_ENDING):
-        result = _quantize_onnx(model, options, config, output, report)
-    elif ":" in model:
-        result = _quantize_torch(model, options, config, output, report)
-    else:
-        raise ArgumentError(
-            'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
-            f'got only "{model}"'
-        )
+    with few_lines():
+        if weights is not None:
+            result = _quantize_caffe(model, weights, options, config, output, report)
+        elif model.endswith(ONNX_ENDING):
+            result = _quantize_onnx(model, options, config, output, report)
+        elif ":" in model:
+            result = _quantize_torch(model, options, config, output, report)
+        else:
+            raise ArgumentError(
+                'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
+                f'got only "{model}"'
+            )
     typer.echo(printing.as_json(result) if as_json else _as_text(result))
 
 

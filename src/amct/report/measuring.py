@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from amct.report.activations import InputStatistics
     from amct.report.compare import LayerComparison
-    from amct.report.content import ActivationContent
+    from amct.report.content import ActivationContent, ReportContent
 
 Metric = Callable[[Any, Any], float]
 """``metric(output, batch)``: the mean over the samples of one batch, which is as the data gave it."""
@@ -45,6 +45,14 @@ class Measured:
     metric: tuple[float, float] | None = None
     metric_name: str = ""
     batches: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredReport:
+    """A report, and the measurements in it."""
+
+    content: ReportContent
+    measured: Measured
 
 
 class Measuring:

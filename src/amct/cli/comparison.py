@@ -1,0 +1,205 @@
+"""What ``amct compare`` and ``amct report`` share: run a float model and its quantized one on data."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from amct.cli.model_pair import Kind, ModelPair, parse_models
+from amct.cli.printing import comparison_row
+from amct.errors import ArgumentError, CalibrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from amct.cli.data_options import DataOptions
+    from amct.onnx_model.reading import AnyModel
+    from amct.report.content import ReportContent
+    from amct.report.measuring import Measured
+
+    _Found = tuple[Measured, ReportContent | None]
+    Batch = tuple[NDArray[np.float32], NDArray[np.int64]]
+
+logger = logging.getLogger(__name__)
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FLOAT QUANT",
+        help="FLOAT: net.prototxt net.caffemodel, net.onnx or package.module:factory. "
+        "QUANT: what amct quantize was given with -o, or the quantized file (a prototxt, perhaps with its caffemodel).",
+    ),
+]
+Top1 = Annotated[
+    bool, typer.Option("--top1", help="Also count how often the largest output is the label; the data has labels.")
+]
+MISSING = -1
+"""The label of a sample that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is compared, and on what.
+
+    Attributes:
+        models: The words of FLOAT and QUANT.
+        data: The data options.
+        report: Where a report is written; None: nowhere.
+        top1: Whether the share of samples is counted whose largest output is their label.
+    """
+
+    models: list[str]
+    data: DataOptions
+    report: Path | None = None
+    top1: bool = False
+
+    def run(self) -> dict[str, Any]:
+        """Compare, write the report, and tell what was found.
+
+        Raises:
+            AmctError: a subclass says what is wrong: words, files, models or data.
+        """
+        from amct import atomic
+
+        pair = parse_models(self.models)
+        if self.report is not None:
+            _check_report(self.report)
+            atomic.check_writable(self.report.parent)
+        measured, content = _RUNS[pair.kind](pair, self)
+        if self.report is not None:
+            from amct.report.page import write_page
+
+            assert content is not None
+            write_page(self.report, content)
+        return self._told(pair, measured)
+
+    def batches(self, fixed_size: int | None = None) -> Iterator[Batch]:
+        """Values and labels; a model that fixes its batch size gets full batches only.
+
+        Raises:
+            CalibrationError: there are not as many samples as the model takes at once.
+        """
+        import numpy as np
+
+        options = self.data if fixed_size is None else replace(self.data, batch_size=fixed_size)
+        count = 0
+        for values, labels in options.labelled():
+            if fixed_size is not None and len(values) < fixed_size:
+                if count:
+                    logger.warning("%d samples are left out: the model takes %d at once", len(values), fixed_size)
+                break
+            if self.top1 and None in labels:
+                raise ArgumentError(
+                    f"--top1: {self.data.data} has samples without a label; give folders named by class, a list with "
+                    "labels, an .npz with labels, an LMDB or idx files"
+                )
+            count += 1
+            yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
+        if count == 0 and fixed_size is not None:
+            raise CalibrationError(f"{self.data.data}: the model takes {fixed_size} samples at once, there are fewer")
+
+    @property
+    def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
+        """What counts the right answers, if that is wanted."""
+        return top1 if self.top1 else None
+
+    def _told(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "float": list(pair.float_model),
+            "quantized": list(pair.quantized_model),
+            "batches": measured.batches,
+            "outputs": [comparison_row(each, "output") for each in measured.outputs],
+            "layers": [comparison_row(each) for each in measured.layers.values()],
+        }
+        if measured.metric is not None:
+            told["top1"] = {"float": measured.metric[0], "quantized": measured.metric[1]}
+        if self.report is not None:
+            told["report"] = str(self.report)
+        return told
+
+
+def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays of which the first counts
+    """The share of samples whose largest output is their label."""
+    scores = next(iter(output.values())) if isinstance(output, dict) else output
+    labels = batch[1]
+    if scores.ndim == 0 or len(scores) != len(labels):
+        raise ArgumentError(f"--top1: expected scores of {len(labels)} samples, got an output of {list(scores.shape)}")
+    return float((scores.reshape(len(labels), -1).argmax(1) == labels).mean())
+
+
+def _values(batch: Batch) -> NDArray[np.float32]:
+    return batch[0]
+
+
+def _check_report(path: Path) -> None:
+    if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
+        raise ArgumentError(f'"{path}": expected the name of an HTML file for the report, such as report.html')
+
+
+# -- by kind of model --------------------------------------------------------------------------------------------------
+
+
+def _run_caffe(pair: ModelPair, request: Request) -> _Found:
+    data, metric = request.batches(), request.metric
+    if request.report is not None:
+        from amct.caffe.reporting import files_report
+
+        found = files_report(pair.float_model, pair.quantized_model, data, metric=metric, inputs=_values)
+        return found.measured, found.content
+    from amct.caffe.comparing import float_side, measure, quantized_files
+
+    sides = float_side(pair.float_model), quantized_files(pair.quantized_model)
+    return measure(*sides, data, metric=metric, inputs=_values, with_inputs=False), None
+
+
+def _run_onnx(pair: ModelPair, request: Request) -> _Found:
+    (float_model,) = pair.float_model
+    batches = request.batches(_fixed_batch_size(pair.quantized_model[0]))
+    return _run_onnx_files(float_model, pair, request, batches)
+
+
+def _run_torch(pair: ModelPair, request: Request) -> _Found:
+    from amct.cli.model_layers import load_reference
+    from amct.pytorch.reference_onnx import reference_onnx
+
+    (reference,) = pair.float_model
+    first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
+    if first is None:
+        raise CalibrationError(f"{request.data.data}: there are no samples")
+    model = load_reference(reference).eval()
+    float_model = reference_onnx(model, first[0])
+    return _run_onnx_files(float_model, pair, request, request.batches(len(first[0])), type(model).__name__)
+
+
+def _run_onnx_files(
+    float_model: AnyModel, pair: ModelPair, request: Request, batches: Iterator[Batch], name: str | None = None
+) -> _Found:
+    (quantized,) = pair.quantized_model
+    if request.report is None and not request.top1:
+        from amct.onnx_model import measure
+
+        return measure(float_model, quantized, batches, inputs=_values), None
+    from amct.onnx_model.file_report import files_report
+
+    files = (*(() if pair.kind is Kind.TORCH else pair.float_model), quantized)
+    found = files_report(float_model, quantized, batches, metric=request.metric, inputs=_values, files=files, name=name)
+    return found.measured, found.content
+
+
+_RUNS: dict[Kind, Any] = {Kind.CAFFE: _run_caffe, Kind.ONNX: _run_onnx, Kind.TORCH: _run_torch}
+
+
+def _fixed_batch_size(model_file: str) -> int | None:
+    """How many samples an ONNX model takes at once, if it says so."""
+    from amct.onnx_model.reading import input_shape, read_model
+
+    model = read_model(model_file, "QUANT", allow_quantized=True).model
+    shape = input_shape(model, model.graph.input[0].name)
+    return shape[0] if shape and isinstance(shape[0], int) else None

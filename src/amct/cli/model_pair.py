@@ -1,0 +1,119 @@
+"""FLOAT and QUANT as words on the command line: pairs of Caffe files, ONNX files, Python references, prefixes.
+
+``amct quantize … -o out/net`` writes files that begin with ``out/net``; this prefix stands for the quantized model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from amct.errors import ArgumentError, FileError
+
+FORMS = (
+    "net.prototxt net.caffemodel OUT, net.onnx OUT or package.module:factory OUT, where OUT is what amct quantize was "
+    "given with -o, or the files themselves"
+)
+_WEIGHTS = (".caffemodel", ".h5")
+_MODEL, _WEIGHTS_BESIDE = "_model.prototxt", "_weights.caffemodel"
+
+
+class Kind(Enum):
+    """What the float model is."""
+
+    CAFFE = "Caffe"
+    ONNX = "ONNX"
+    TORCH = "PyTorch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPair:
+    """A float model and its quantized one.
+
+    Attributes:
+        kind: What the float model is.
+        float_model: Prototxt and caffemodel, an ONNX file, or a Python reference.
+        quantized_model: Prototxt and caffemodel, or an ONNX file.
+    """
+
+    kind: Kind
+    float_model: tuple[str, ...]
+    quantized_model: tuple[str, ...]
+
+
+def parse_models(words: list[str]) -> ModelPair:
+    """Find out what the words mean.
+
+    Raises:
+        ArgumentError: they are no float model and its quantized one.
+        FileError: a file that must be there is not.
+    """
+    kind, float_model, rest = _float_model(words)
+    if not rest:
+        raise ArgumentError(f'expected a float and a quantized model, got only "{" ".join(words)}"; write {FORMS}')
+    quantized, left = _quantized_model(kind, rest)
+    if left:
+        raise ArgumentError(f'expected two models, and got "{left[0]}" behind them; write {FORMS}')
+    for path in (*(() if kind is Kind.TORCH else float_model), *quantized):
+        _check_file(path)
+    return ModelPair(kind=kind, float_model=float_model, quantized_model=quantized)
+
+
+def _float_model(words: list[str]) -> tuple[Kind, tuple[str, ...], list[str]]:
+    first, rest = words[0], words[1:]
+    if first.endswith(".onnx"):
+        return Kind.ONNX, (first,), rest
+    if ".prototxt" in Path(first).name or (rest and rest[0].endswith(_WEIGHTS)):
+        files, rest = _caffe_files(first, rest)
+        return Kind.CAFFE, files, rest
+    if ":" in first:
+        return Kind.TORCH, (first,), rest
+    raise ArgumentError(
+        f'"{first}": expected a float model: a .prototxt with its .caffemodel, an .onnx file or a Python reference '
+        '"package.module:factory"'
+    )
+
+
+def _quantized_model(kind: Kind, words: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    first, rest = words[0], words[1:]
+    if kind is Kind.CAFFE:
+        if first.endswith(".onnx"):
+            raise ArgumentError(
+                f'"{first}": a Caffe model is compared with the fake-quant or deploy pair of the same quantization; '
+                "give its prototxt, or the prefix of its files"
+            )
+        if ".prototxt" in Path(first).name or (rest and rest[0].endswith(_WEIGHTS)):
+            return _caffe_files(first, rest)
+        model = _existing(first, [f"fake_quant{_MODEL}", f"deploy{_MODEL}"])
+        return _caffe_files(model, rest)
+    if first.endswith(".onnx"):
+        return (first,), rest
+    return (_existing(first, ["qdq_model.onnx", "fake_quant_model.onnx"]),), rest
+
+
+def _caffe_files(model: str, rest: list[str]) -> tuple[tuple[str, str], list[str]]:
+    """A prototxt with the weights that follow it, or that stand beside it under its name."""
+    if rest and rest[0].endswith(_WEIGHTS):
+        return (model, rest[0]), rest[1:]
+    _check_file(model)
+    stem = model.removesuffix(_MODEL) if model.endswith(_MODEL) else None
+    beside = f"{stem}{_WEIGHTS_BESIDE}" if stem is not None else str(Path(model).with_suffix(".caffemodel"))
+    if not Path(beside).is_file():
+        raise FileError(f'"{model}": no caffemodel follows it, and there is no "{beside}"')
+    return (model, beside), rest
+
+
+def _existing(prefix: str, endings: list[str]) -> str:
+    """The first file that a quantization with this prefix left; a folder is a prefix without a name."""
+    start = f"{prefix.rstrip('/')}/" if Path(prefix).is_dir() else f"{prefix}_"
+    for ending in endings:
+        if Path(start + ending).is_file():
+            return start + ending
+    expected = " or ".join(start + ending for ending in endings)
+    raise FileError(f'"{prefix}": expected a quantized model, or the prefix of its files; there is no {expected}')
+
+
+def _check_file(path: str) -> None:
+    if not Path(path).is_file():
+        raise FileError(f'"{path}" {"is a folder" if Path(path).is_dir() else "does not exist"}')

@@ -1,0 +1,44 @@
+"""``amct report``: a page that shows what quantization did to a model, from the files that it left."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from typing import Annotated
+
+import typer
+
+from amct.cli import printing
+from amct.cli.comparison import Models, Request, Top1
+from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+
+
+def report(  # noqa: PLR0913  a command has as many options as a user needs
+    models: Models,
+    *,
+    data: DataPath,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
+    size: Size = None,
+    crop: Crop = None,
+    mean: Mean = None,
+    scale: Scale = 1.0,
+    color: Color = "bgr",
+    batch_size: BatchSize = 1,
+    batches: MostBatches = None,
+    top1: Top1 = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Write a report of a quantized model: one HTML file that opens offline, with what each layer lost, and why.
+
+    QUANT is what amct quantize was given with -o, or one of the files that it wrote; factors, folded layers and reasons
+    come from the files beside it. The data may be other data than that of the calibration: the data options are those
+    of amct quantize, which itself writes this report of its calibration data with --report.
+
+    Example: amct report deploy.prototxt net.caffemodel out/net --data images/ --size 227 -o report.html
+
+    Example: amct report net.onnx out/net --data test.npz --top1 -o report.html
+    """
+    options = DataOptions(
+        data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
+    )
+    result = Request(models=models, data=options, report=output, top1=top1).run()
+    typer.echo(printing.as_json(result) if as_json else f"wrote {output}")
