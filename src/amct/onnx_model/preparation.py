@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from amct.config.plan_text import config_text
 from amct.config.settings import AdaRoundSettings
 from amct.errors import CalibrationError, ConfigError
 from amct.export.finding import find_layers
@@ -78,6 +79,11 @@ class Preparation:
         """What stays float, and why."""
         return {skip.layer: skip.reason for skip in self.skips}
 
+    @property
+    def config(self) -> str:
+        """The plan as text for people."""
+        return config_text(self.plan)
+
     def record(self) -> Record:
         """The record before calibration: factors of the weights only."""
         return Record({name: weights.record() for name, weights in self.weights.items()})
@@ -120,9 +126,10 @@ def prepare(
         CalibrationError: nothing is to be quantized, or the weights of a layer cannot be; names the layer.
     """
     chosen = {layer.name: layer for layer in plan.enabled}
-    if not any(name in chosen for name in found.found):
-        reason = "the model has no layer that can be quantized" if not found.found else "no layer is to be quantized"
-        raise CalibrationError(f"{plan.source}: {reason}; see `amct inspect` for the layers and the reasons")
+    if not chosen:
+        raise CalibrationError(
+            f"{plan.source}: no layer is to be quantized; set quant_enable of at least one layer to true"
+        )
     after = find_all_layers(folded.model).found
     weights = {
         name: quantize_weights(chosen[name], after[name], (balance or {}).get(name))

@@ -205,8 +205,12 @@ def _drop_default_inputs(proto: ModelProto) -> None:
 
 
 def _check(source: str, proto: ModelProto) -> None:
+    light = light_copy(proto)
+    for value in (*light.graph.input, *light.graph.output):
+        # The checker wants a shape, runtimes do without; it does not look which one it is.
+        value.type.tensor_type.shape.SetInParent()
     try:
-        onnx.checker.check_model(light_copy(proto))
+        onnx.checker.check_model(light)
     except Exception as error:
         raise ParseError(f"{source} is not a valid ONNX model: {first_line(error)}") from error
     if not proto.graph.input:
