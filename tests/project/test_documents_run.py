@@ -1,31 +1,122 @@
-"""The Python code blocks of the documents run, in the order in which they stand on the page."""
+"""Every command and code block of README and docs runs, in the order in which they stand on the page."""
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import re
-import subprocess
-import sys
-from pathlib import Path
+import shlex
 
 import pytest
+import typer
+from document_runner import NOT_CODE, PYTHON, ROOT, SHELLS, Block, Command, blocks, commands, run_command, run_page
 
-ROOT = Path(__file__).parent.parent.parent
-PAGES = [page for page in [*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+CHINESE = ROOT / "README.zh-CN.md"
+WITH_CODE = [page for page in PAGES if page != CHINESE and any(block.runs for block in blocks(page))]
+SECONDS = 300
 
 
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+@pytest.fixture(scope="module")
+def processes():
+    """Processes forked from one that has the large libraries loaded: a page then starts at once, and alone."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "onnxscript", "onnxruntime", "amct.pytorch", "amct.caffe"])
+    return context
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_of_a_page_runs(page, tmp_path):
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(python_blocks(page)))
-    environment = {**os.environ, "AMCT_LOG_LEVEL": "WARNING"}
-    result = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_code_of_a_page_runs(page, tmp_path, processes):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    process = processes.Process(target=run_page, args=(page, folder))
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode == 0, (tmp_path / "output.txt").read_text()[-3000:]
 
 
 def test_the_pages_with_code_are_found():
-    assert {"README.md", "pytorch.md"} <= {page.name for page in PAGES}
+    names = {page.name for page in WITH_CODE}
+    assert {
+        "README.md",
+        "pytorch.md",
+        "caffe.md",
+        "caffe-engine.md",
+        "caffe-onnx.md",
+        "my-accuracy-dropped.md",
+    } <= names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_of_a_known_kind(page):
+    text = page.read_text()
+    assert text.count("```") == 2 * len(blocks(page)), "a fence that does not stand at the beginning of its line"
+    assert {block.language for block in blocks(page)} <= {PYTHON, *SHELLS, *NOT_CODE}
+    for block in blocks(page):
+        if block.language in NOT_CODE:
+            assert not re.search(r"^(?:\$ )?(?:amct|make|pip|python) ", block.text, re.MULTILINE), "mark it as sh"
+
+
+def code_of(page):
+    """The code without comments, which are in the language of the page."""
+    return [re.sub(r"\s*#.*", "", block.text) for block in blocks(page) if block.runs]
+
+
+def test_the_chinese_readme_has_the_code_of_the_english_one():
+    assert code_of(CHINESE) == code_of(ROOT / "README.md")
+
+
+# -- commands in running text ------------------------------------------------------------------------------------------
+
+
+def inline_commands():
+    for page in PAGES:
+        for text in re.findall(r"`(amct [a-z][^`\n]*)`", page.read_text()):
+            yield pytest.param(text, id=f"{page.name}: {text}")
+
+
+@pytest.mark.parametrize("text", list(inline_commands()))
+def test_commands_in_the_text_exist_with_their_options(text):
+    from amct.cli.app import app
+
+    command = typer.main.get_command(app)
+    words = [word for word in shlex.split(text)[1:] if word not in ("…", "...")]
+    while words and hasattr(command, "get_command"):
+        choices = words.pop(0).split("|")
+        found = [command.get_command(typer.Context(command), choice) for choice in choices]
+        assert all(found), f"there is no command {choices}"
+        command = found[0]
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    assert {word for word in words if word.startswith("-")} <= known | {"--help"}
+
+
+# -- the small shell itself --------------------------------------------------------------------------------------------
+
+
+def test_the_small_shell_reads_what_documents_use(tmp_path):
+    block = Block(
+        "sh", "make demo  # sets up\n\namct inspect \\\n  a.prototxt\ncat > a.cfg <<'END'\nbatch_num: 2\nEND\n", 1
+    )
+    assert commands(block) == [
+        Command(("make", "demo")),
+        Command(("amct", "inspect", "a.prototxt")),
+        Command((), "a.cfg", "batch_num: 2\n"),
+    ]
+    run_command(commands(block)[2], tmp_path)
+    assert (tmp_path / "a.cfg").read_text() == "batch_num: 2\n"
+    assert commands(Block("console", "$ amct --version\namct 0.1\n", 1)) == [Command(("amct", "--version"))]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("make tea", "no target tea"),
+        ("pip install -e .[tea]", "no extra tea"),
+        ("pip install tea", "expected this project"),
+        ("python examples/tea.py", "no such file"),
+        ("rm -rf .", "what does this command do"),
+        ("amct tea", "exit code 2"),
+    ],
+)
+def test_the_small_shell_refuses_what_is_not_there(words, message, tmp_path):
+    with pytest.raises(AssertionError, match=message):
+        run_command(Command(tuple(shlex.split(words))), tmp_path)
