@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import amct.pytorch as amct
+from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError
 from amct.pytorch.reporting import report_content
-from amct.report.filling import config_text
 
 
 class InPlaceNet(nn.Module):

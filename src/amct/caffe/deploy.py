@@ -48,6 +48,7 @@ class Results:
         weights: the integer weights, by layer.
         record: the factors of all quantized layers, complete and checked.
         may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
+        config: the config used, as text for people; it goes into quant.json.
 
     Raises:
         CalibrationError: a bias cannot be quantized.
@@ -60,7 +61,9 @@ class Results:
         record: CaffeRecord,
         *,
         may_raise_scale: bool = True,
+        config: str = "",
     ) -> None:
+        self.config = config
         self._model = model
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}

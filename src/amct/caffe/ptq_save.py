@@ -14,7 +14,8 @@ from amct.caffe.arguments import check_types
 from amct.caffe.deploy import Results
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq_graph import QuantGraph, Stage, check_graph, record_layers
-from amct.calibration.record_files import read_progress
+from amct.calibration.record_files import progress_path, read_progress
+from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, RecordError
 from amct.record import encode_record, read_caffe_record, validate_record
 
@@ -61,6 +62,8 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
         fusion=graph.fusion,
         not_quantized=graph.not_quantized,
     )
+    assert graph.calibration_record is not None
+    progress_path(graph.calibration_record).unlink(missing_ok=True)  # nothing is missing any more
 
 
 def check_save_type(function: str, save_type: str) -> None:
@@ -88,7 +91,7 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
-    return Results(graph.model, graph.weights, record)
+    return Results(graph.model, graph.weights, record, config=config_text(graph.plan))
 
 
 def save_results(
@@ -117,6 +120,8 @@ def save_results(
         nets["deploy"] = results.deploy()
     written = [names["quant.json"], names["quant_param_record.txt"], names["quant_param_record.bin"]]
     document = quant_json(nets, results.record, original, fusion, not_quantized)
+    if results.config:
+        document["config"] = results.config
     if qdq is not None:
         document["qdq"] = qdq.report()
     with FileGroup() as group:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from amct.caffe.comparing import float_side, measure, quantized_files, watched_layers
 from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
 from amct.caffe.weight_layout import layout_of
+from amct.config.plan_text import config_text
 from amct.numerics.arq import channels_first
 from amct.report.beside import read_notes
 from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
-from amct.report.filling import config_text, figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
 from amct.report.measuring import MeasuredReport
 
 if TYPE_CHECKING:

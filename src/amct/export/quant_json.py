@@ -16,6 +16,7 @@
         }
       },
       "skipped": [{"layer": "norm", "reason": "LayerNorm is not quantizable"}],
+      "config": "source: quant.cfg …",              the config used, in a few lines; absent when nobody knows it
       "files": {                                    by file: tensors and layers that it leaves float, remarks
         "qdq_model": {"tensors": ["relu_3"], "skipped": [{"name": "conv2d_9", "reason": "…"}], "notes": []}
       }
@@ -43,6 +44,7 @@ def quant_json(
     *,
     absorbed: Mapping[str, Sequence[str]] | None = None,
     skipped: Iterable[Skip] = (),
+    config: str = "",
 ) -> str:
     """The text of the file.
 
@@ -50,6 +52,7 @@ def quant_json(
         exported: by the file's name without prefix and suffix ("deploy_model").
         absorbed: by layer: layers of the original model that were folded into it.
         skipped: layers of the model that were not quantized, and why.
+        config: the config used, as text for people.
     """
     layers: dict[str, dict[str, Any]] = {}
     for file, result in exported.items():
@@ -65,6 +68,7 @@ def quant_json(
         "version": VERSION,
         "layers": layers,
         "skipped": [{"layer": skip.name, "reason": skip.reason} for skip in skipped],
+        **({"config": config} if config else {}),
         "files": {
             file: {
                 "tensors": list(result.tensors),

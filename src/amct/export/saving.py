@@ -63,6 +63,10 @@ class ModelNotes(Protocol):
     def skipped(self) -> Mapping[str, str]:
         """Layers that stay float, with the reason."""
 
+    @property
+    def config(self) -> str:
+        """The config used, as text for people."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
@@ -133,6 +137,7 @@ def save_files(
         {output.value: result for output, result in exported.items()},
         absorbed=notes.fusions,
         skipped=[Skip(name, reason) for name, reason in notes.skipped.items()],
+        config=notes.config,
     )
     models = {output: result.model for output, result in exported.items()}
     written = save_models(save_path, models, quant_json=report)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct import progress
+from amct.config.plan_text import config_text
 from amct.numerics.dmq import balance_activation
 from amct.onnx_model.calibrating import watch_layers
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.runtime import as_tensor
 from amct.report.activations import InputStatistics
 from amct.report.content import LayerContent, LayerNote, ReportContent
-from amct.report.filling import config_text, figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
 from amct.report.measuring import Measuring, check_metric
 
 if TYPE_CHECKING:

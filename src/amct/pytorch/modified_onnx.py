@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
 from amct.atomic import read_bytes
+from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, ExportError, FileError, ParseError
 from amct.export.binding import LayerKind
 from amct.export.messages import tensor_array
@@ -57,6 +58,7 @@ class FileNotes(BaseModel):
     layers: dict[str, FileLayer] = {}
     fusions: dict[str, list[str]] = {}
     skipped: dict[str, str] = {}
+    config: str = ""
     failure: str = ""
 
     def record_layers(self) -> list[RecordLayer]:
@@ -85,6 +87,7 @@ def file_notes(preparation: Preparation, failure: str = "") -> FileNotes:
         },
         fusions={layer: [norm] for layer, norm in preparation.fused.fusions.items()},
         skipped={skip.layer: skip.reason for skip in preparation.skips},
+        config=config_text(preparation.plan),
         failure=failure,
     )
 

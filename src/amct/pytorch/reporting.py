@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from amct import progress
+from amct.config.plan_text import config_text
 from amct.numerics.arq import channels_first
 from amct.numerics.dmq import balance_activation
 from amct.pytorch.comparing import side_by_side
@@ -19,7 +20,7 @@ from amct.pytorch.layer_hooks import given_input
 from amct.pytorch.layer_weights import balanced_weight, channel_axis, weight_parts
 from amct.report.activations import InputStatistics
 from amct.report.content import LayerContent, LayerNote, ReportContent
-from amct.report.filling import config_text, figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
 from amct.report.measuring import OUTPUT, Measuring, check_metric
 
 if TYPE_CHECKING:

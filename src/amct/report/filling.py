@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.config.plan import LayerPlan, Plan
     from amct.report.measuring import Measured
 
-NO_CONFIG = "create_quant_config"
-"""What a plan names as its source when the user gave none."""
 LARGEST_OUTPUTS = 4
 
 
@@ -80,36 +77,6 @@ def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
         minima += minimum.tolist()
         maxima += maximum.tolist()
     return WeightRanges(minimum=tuple(minima), maximum=tuple(maxima)) if minima else None
-
-
-def config_text(plan: Plan) -> str:
-    """What a plan says, short: layers with the same settings are told together."""
-    lines = [
-        f"source: {'defaults' if plan.source == NO_CONFIG else plan.source}",
-        f"batch_num: {plan.batch_num}",
-        f"activation_offset: {str(plan.activation_offset).lower()}",
-        f"do_fusion: {str(plan.do_fusion).lower()}",
-    ]
-    if plan.skip_fusion_layers:
-        lines.append(f"skip_fusion_layers: {', '.join(plan.skip_fusion_layers)}")
-    if plan.force_fp16:
-        lines.append("fakequant_precision_mode: FORCE_FP16_QUANT")
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for layer in plan.enabled:
-        groups.setdefault(_settings(layer), []).append(layer.name)
-    for settings, names in groups.items():
-        lines += ["", ", ".join(names), *(f"  {setting}" for setting in settings)]
-    return "\n".join(lines)
-
-
-def _settings(layer: LayerPlan) -> tuple[str, ...]:
-    balance = f"dmq_balancer: migration_strength={layer.migration_strength}"
-    different = dict.fromkeys(str(settings) for settings in layer.activations)
-    return (
-        *(f"activations: {settings}" for settings in different),
-        *([f"weights: {layer.weight}"] if layer.weight is not None else []),
-        *([balance] if layer.migration_strength is not None else []),
-    )
 
 
 def versions() -> tuple[tuple[str, str], ...]:
