@@ -197,7 +197,7 @@ class IFMR(_Integers):
             logger.info("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
         if factors is not None:
             self._finish(factors, x)
-        elif self.options.reports_progress:
+        if self.options.reports_progress:
             progress = dict.fromkeys(self.objects, (self.seen, self._needed))
             RecordFiles(self.options.record_file_path).note(progress)
 
