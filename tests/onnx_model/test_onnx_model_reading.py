@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_nets import graph_model, node, normal, products, run
 
 import amct.onnx_model as amct
-from amct.errors import AmctError, ArgumentTypeError, FileError, ModelError, ParseError
+from amct.errors import AmctError, ArgumentTypeError, ExportError, FileError, ModelError, ParseError
 from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.light import LARGEST_CONSTANT
 from amct.onnx_model.opset import with_opset
@@ -324,3 +324,22 @@ def test_types_are_those_of_the_configs():
     weights = {"w": W4, "t": normal(4, 2, 2, 2), "g": normal(18, 5)}
     _, found = reasons(nodes, weights, (1, 3, 3, 3))
     assert found == {"conv": "Conv2d", "pool": "AvgPool2d", "up": "ConvTranspose2d", "fc": "Linear"}
+
+
+def test_chains_of_any_length_from_a_weight_are_no_trouble():
+    doubled = [node("Concat", f"c{index} c{index}", f"c{index + 1}", axis=0) for index in range(40)]
+    moved = [node("Identity", f"i{index}", f"i{index + 1}") for index in range(3000)]
+    short = [node("Identity", f"s{index}", f"s{index + 1}") for index in range(20)]
+    products = [node("MatMul", f"x {weight}", out, name) for weight, out, name in
+                (("c40", "a", "doubled"), ("i3000", "b", "long"), ("s20", "c", "short"))]  # fmt: skip
+    weights = {"c0": normal(1, 1), "i0": normal(4, 4), "s0": normal(4, 4)}
+    skips, found = reasons([*doubled, *moved, *short, *products], weights, (2, 4), outputs=("a", "b", "c"))
+    assert "both operands are computed" in skips["long"]
+    assert "doubled" in skips
+    assert set(found) == {"short"}
+
+
+def test_a_weight_that_cannot_be_computed_is_said():
+    nodes = [node("Reshape", "w s", "v"), node("MatMul", "x v", "y", "n")]
+    with pytest.raises(ExportError, match='constant "v" cannot be computed by its Reshape'):
+        reasons(nodes, {"w": normal(4, 4), "s": np.array([5, 5])}, (2, 4))

@@ -16,6 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from amct.errors import ExportError, did_you_mean
 from amct.export.messages import (
     any_value,
+    attribute_value,
     captures,
     constant_node_value,
     copied_node,
@@ -26,7 +27,7 @@ from amct.export.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -47,6 +48,12 @@ _DETERMINISTIC_FOLDS = frozenset(
 )
 """Operators through which a weight may reach its layer; exporters leave them in the graph when the weight is large."""
 
+_LONGEST_FOLD = 64
+"""Operators in a row between a stored value and what is still seen as a constant."""
+_LARGEST_FOLD = 2**26
+"""Bytes that a constant computed from stored values may always have."""
+_NEVER = 2**31
+
 
 class OnnxGraph:
     """The main graph of a model, open for editing."""
@@ -65,6 +72,7 @@ class OnnxGraph:
         self._captured: set[str] = set()
         self._by_name: dict[str, NodeProto] = {}
         self._folded: dict[str, NDArray[Any]] = {}
+        self._constant_depths: dict[str, int] = {}
         for node in self.nodes:
             self._index(node)
 
@@ -150,14 +158,37 @@ class OnnxGraph:
 
     def is_constant(self, tensor: str) -> bool:
         """Whether ``constant`` would find a value; cheaper."""
+        depth = self._constant_depths.get(tensor)
+        return (self._find_constant_depth(tensor) if depth is None else depth) <= _LONGEST_FOLD
+
+    def _find_constant_depth(self, tensor: str) -> int:
+        """Through how many operators a tensor comes from stored values; more than can be if it does not.
+
+        Without recursion and each tensor once: a file may have chains of any length.
+        """
+        depths = self._constant_depths
+        waiting, entered = [tensor], set()
+        while waiting:
+            name = waiting[-1]
+            own = self._stored_depth(name)
+            sources = [] if own is not None else [each for each in self._producers[name].input if each]
+            missing = [each for each in sources if each not in depths and each not in entered]
+            if missing and name not in entered:
+                entered.add(name)
+                waiting += missing
+                continue
+            depths[waiting.pop()] = own if own is not None else 1 + max(depths.get(each, _NEVER) for each in sources)
+        return depths[tensor]
+
+    def _stored_depth(self, tensor: str) -> int | None:
+        """0 of a stored value, beyond all of what is computed; None of what depends on the inputs of its operator."""
         if tensor in self._initializers:
-            return True
+            return 0
         node = self.producer(tensor)
-        if node is None:
-            return False
-        if node.op_type == "Constant":
-            return True
-        return node.op_type in _DETERMINISTIC_FOLDS and all(self.is_constant(name) for name in node.input if name)
+        if node is not None and node.op_type == "Constant":
+            return 0
+        foldable = node is not None and node.op_type in _DETERMINISTIC_FOLDS and any(node.input)
+        return None if foldable else _NEVER
 
     def is_initializer(self, tensor: str) -> bool:
         """Whether the tensor is stored in the model."""
@@ -172,21 +203,40 @@ class OnnxGraph:
         if not self.is_constant(tensor):
             return None
         inputs = {name: self.constant(name) for name in node.input if name}
+        if any(value is None for value in inputs.values()) or self._is_too_large(node, inputs):
+            return None
         alone = copied_node(node)
         opsets = [helper.make_opsetid("", self.opset)]
         model = helper.make_model(
             helper.make_graph([alone], "constant", [any_value(name) for name in inputs], [any_value(tensor)]),
             opset_imports=opsets,
         )
-        results = ReferenceEvaluator(model).run([tensor], inputs)
+        try:
+            results = ReferenceEvaluator(model).run([tensor], inputs)
+        except Exception as error:
+            raise ExportError(f'constant "{tensor}" cannot be computed by its {node.op_type}: {error}') from error
         assert isinstance(results, list)  # a dictionary only when no feed is given
         return np.asarray(results[0])
+
+    def _is_too_large(self, node: NodeProto, inputs: Mapping[str, NDArray[Any] | None]) -> bool:
+        """Whether a result is far larger than all that is stored: a file can double a value again and again."""
+        sizes = {name: value.nbytes for name, value in inputs.items() if value is not None}
+        result = sum(sizes[name] for name in node.input if name)
+        if node.op_type == "Gather":
+            data, indices = (inputs[name] for name in node.input)
+            assert data is not None
+            assert indices is not None
+            axis = attribute_value(node, "axis", 0)
+            result = data.nbytes // max(data.shape[axis] if data.ndim else 1, 1) * indices.size
+        stored = sum(len(tensor.raw_data) for tensor in self._initializers.values())
+        return result > max(2 * stored, _LARGEST_FOLD)
 
     # -- editing ---------------------------------------------------------------------------------------------------
 
     def set_initializer(self, name: str, value: NDArray[Any]) -> str:
         """Store an array under a name, replacing what was there; returns the name."""
         self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
+        self._constant_depths.clear()
         self._value_info.pop(name, None)
         return name
 
@@ -212,6 +262,7 @@ class OnnxGraph:
             node.attribute.append(make_attribute(key, value))
         self.nodes.append(node)
         self._index(node)
+        self._constant_depths.clear()
         return node.output[0]
 
     def rename_node(self, node: NodeProto, name: str) -> None:
@@ -234,6 +285,7 @@ class OnnxGraph:
 
     def set_input(self, node: NodeProto, index: int, tensor: str) -> None:
         """Let one input of a node come from another tensor."""
+        self._constant_depths.clear()
         while len(node.input) <= index:
             node.input.append("")
         old = node.input[index]
@@ -275,6 +327,7 @@ class OnnxGraph:
             hidden = self.fresh_name(f"{producer.name}_output0")
             producer.output[list(producer.output).index(tensor)] = hidden
             self._producers[hidden] = self._producers.pop(tensor)
+            self._constant_depths.clear()
             return hidden, tensor
         for user in self.consumers(tensor):
             for index, name in enumerate(user.input):
@@ -288,6 +341,7 @@ class OnnxGraph:
 
     def remove_node(self, node: NodeProto) -> None:
         """Take a node out; its outputs no longer have a producer."""
+        self._constant_depths.clear()
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
@@ -299,6 +353,7 @@ class OnnxGraph:
     def take_output(self, node: NodeProto, successor: NodeProto) -> None:
         """Let a node make what its successor made, under that name; the successor goes."""
         old, new = node.output[0], successor.output[0]
+        self._constant_depths.clear()
         self.remove_node(successor)
         node.output[0] = new
         self._producers.pop(old, None)

@@ -91,15 +91,15 @@ def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
         return f'"{head.name}" makes one of its parameters'
     if any(norm.output[1:]):
         return "its statistics are outputs"
-    for part, name in zip(_PARTS, norm.input[1:], strict=True):
-        if not graph.is_constant(name):
-            return f'its {part} "{name}" is computed'
     layer = _layer(graph, head)
     if isinstance(layer, str):
         return f'of "{head.name}": {layer}'
-    channels = graph.constant(norm.input[1])
-    if channels is None or channels.size != layer.channels_out:
-        return f'"{head.name}" has {layer.channels_out} outputs, the batch norm another number'
+    for part, name in zip(_PARTS, norm.input[1:], strict=True):
+        value = graph.constant(name)
+        if value is None:
+            return f'its {part} "{name}" is computed'
+        if value.shape != (layer.channels_out,):
+            return f'"{head.name}" has {layer.channels_out} outputs, its {part} the shape {list(value.shape)}'
     return None
 
 
