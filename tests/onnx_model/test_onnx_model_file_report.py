@@ -1,0 +1,97 @@
+"""A report of ONNX files: grids from the file or its record, numbers as in memory."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx_nets import Residual, exported, images, seeded
+
+import amct.onnx_model as amct
+from amct.errors import FileError, ModelError
+from amct.onnx_model.file_report import files_report
+from amct.onnx_model.reporting import Reported, report_content
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("file_report")
+    onnx.save(exported(seeded(Residual), torch.from_numpy(images())), folder / "float.onnx")
+    config = amct.QuantConfig(layers={"/pointwise/Conv": amct.LayerConfig(migration_strength=0.5)})
+    quantized = amct.quantize(folder / "float.onnx", [images(0), images(1)], config)
+    quantized.save(folder / "q")
+    return folder, quantized
+
+
+def in_memory(quantized, data):
+    reported = Reported(
+        preparation=quantized._preparation, record=quantized.record, simulated=quantized.model, example={}
+    )
+    from amct.onnx_model.batches import Batches
+
+    return report_content(reported, Batches(quantized._preparation.source.model, data))
+
+
+def test_a_fake_quant_file_tells_what_the_model_in_memory_tells(saved):
+    folder, quantized = saved
+    data = [images(4), images(5, count=2)]
+    expected = in_memory(quantized, data)
+    found = files_report(
+        folder / "float.onnx", folder / "q_fake_quant_model.onnx", data, files=[folder / "q_quant.json"]
+    )
+    content = found.content
+    assert (content.model, content.measured_on) == ("float", "2 batches")
+    assert content.figures == expected.figures
+    assert (content.fused, content.skipped, content.config) == (expected.fused, expected.skipped, expected.config)
+    assert [layer.name for layer in content.layers] == [layer.name for layer in expected.layers]
+    for mine, other in zip(content.layers, expected.layers, strict=True):
+        assert (mine.type, mine.scale, mine.offset, mine.activation_bits, mine.weight_bits) == (
+            (other.type, other.scale, other.offset, other.activation_bits, other.weight_bits)
+        )
+        assert (mine.sqnr, mine.activation, mine.weights) == (other.sqnr, other.activation, other.weights)
+    assert [file.name for file in content.files] == ["q_quant.json"]
+    assert found.measured.batches == 2
+
+
+def test_grids_of_a_qdq_file_stand_in_the_file(saved, tmp_path):
+    folder, quantized = saved
+    shutil.copy(folder / "q_qdq_model.onnx", tmp_path / "alone.onnx")
+    content = files_report(folder / "float.onnx", tmp_path / "alone.onnx", images(4)).content
+    # What the balanced layer's input was divided by is told by the record only, which is not beside this file.
+    assert [layer.name for layer in content.layers] == [name for name in quantized.layers if name != "/pointwise/Conv"]
+    for layer in content.layers:
+        entry = quantized.record[layer.name]
+        assert layer.scale == pytest.approx(entry.scale_d, rel=1e-6)
+        assert (layer.offset, layer.activation_bits) == (entry.offset_d, 8)
+    assert content.config == "not known: there is no quant.json beside the model"
+    beside = files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4)).content
+    assert [layer.name for layer in beside.layers] == list(quantized.layers)
+    assert {layer.weight_bits for layer in beside.layers if layer.weights is not None} == {7}  # of the portable target
+
+
+def test_the_metric_judges_both_files(saved):
+    folder, _ = saved
+    data = [(images(4), np.zeros(4, np.int64)), (images(5, count=1), np.zeros(1, np.int64))]
+
+    def first_class(output, batch):
+        return (output.argmax(1) == batch[1]).mean()
+
+    found = files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", data, metric=first_class)
+    with torch.no_grad():
+        scores = seeded(Residual)(torch.from_numpy(np.concatenate([values for values, _ in data])))
+    assert found.measured.metric[0] == pytest.approx((scores.argmax(1) == 0).double().mean())
+    assert found.content.figures[0].label == "first class"
+
+
+def test_what_cannot_be_reported(saved, tmp_path):
+    folder, _ = saved
+    shutil.copy(folder / "q_fake_quant_model.onnx", tmp_path / "q_fake_quant_model.onnx")
+    with pytest.raises(ModelError, match=r"quantizes no layer of the float model.*no q_record\.txt beside it"):
+        files_report(folder / "float.onnx", tmp_path / "q_fake_quant_model.onnx", images(4))
+    with pytest.raises(FileError, match="cannot look at"):
+        files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4), files=["nothing"])
+    with pytest.raises(ModelError, match="already quantized"):
+        files_report(folder / "q_qdq_model.onnx", folder / "q_qdq_model.onnx", images(4))
