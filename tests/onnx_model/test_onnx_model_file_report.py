@@ -69,6 +69,12 @@ def test_grids_of_a_qdq_file_stand_in_the_file(saved, tmp_path):
     assert content.config == "not known: there is no quant.json beside the model"
     beside = files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4)).content
     assert [layer.name for layer in beside.layers] == list(quantized.layers)
+    # The balanced layer's maker has its channels divided in this file: other values, but no harm.
+    assert [layer.name for layer in beside.layers if layer.sqnr is None] == ["/depthwise/Conv"]
+    assert min(layer.sqnr for layer in beside.layers if layer.sqnr is not None) > 20
+    balanced = next(layer for layer in beside.layers if layer.name == "/pointwise/Conv")
+    expected = next(layer for layer in in_memory(quantized, images(4)).layers if layer.name == "/pointwise/Conv")
+    assert (balanced.scale, balanced.activation) == (expected.scale, expected.activation)
     assert {layer.weight_bits for layer in beside.layers if layer.weights is not None} == {7}  # of the portable target
 
 

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from amct.export.layer import Layer
 
 
+RESCALED = "amct: output channels are divided by the balance factors of the next layer"
+"""What the node of such a layer says of itself: its values are not those of the float model."""
+
+
 def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
     """Insert ``<layer>.mul`` behind ``tensor`` when the layer has DMQ factors; returns the tensor to quantize."""
     if layer.factors.balance is None:
@@ -63,8 +67,9 @@ _SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 
 
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
-    """A layer whose output channels are divided: the same integers, smaller steps."""
+    """A layer whose output channels are divided: the same integers, smaller steps. Its node says so."""
     assert layer.weight is not None
+    layer.node.doc_string = RESCALED
     if layer.kind is LayerKind.CONV_TRANSPOSE:
         inputs, outputs, *kernel = layer.weight.shape
         grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)

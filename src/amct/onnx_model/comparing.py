@@ -15,6 +15,7 @@ from amct.export.graph import OnnxGraph
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
+from amct.onnx_model.rescaled import rescaled_layers
 from amct.onnx_model.runtime import Runner, as_tensor
 from amct.report.measuring import Measuring
 
@@ -149,8 +150,11 @@ def _matched(what: str, own: list[str], others: list[str]) -> dict[str, str]:
 def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[str, str]]:
     """The layers of the float model whose result the other model has too, with the tensor in each."""
     own, theirs = OnnxGraph(reference), OnnxGraph(other)
+    rescaled = rescaled_layers(theirs)
     found = {}
     for name, layer in find_all_layers(reference).found.items():
+        if name in rescaled:
+            continue
         tensor = next(filter(None, (_compared(own, theirs, result) for result in _results(layer.layer))), None)
         if tensor is not None:
             found[name] = (tensor, _dequantized(theirs, tensor))

@@ -23,6 +23,7 @@ from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.reading import read_model
+from amct.onnx_model.rescaled import balanced_by_maker, rescaled_layers
 from amct.onnx_model.runtime import as_tensor
 from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
 from amct.record import Record, read_record
@@ -142,14 +143,15 @@ def _reported_layers(
 ) -> list[ReportedLayer]:
     record_file = file_beside(quantized_file, "record.txt")
     record = read_record(record_file) if record_file.is_file() else Record()
-    graph = OnnxGraph(other)
+    own, graph = OnnxGraph(reference), OnnxGraph(other)
+    rescaled = rescaled_layers(graph)
     nodes = {node.name: node for node in graph.nodes}
-    own = _weight_bits(quantized_file, notes)
+    weight_bits = _weight_bits(quantized_file, notes)
     layers = []
     for name, found in find_all_layers(reference).found.items():
-        balance = _balance(record, name)
-        reader = nodes.get(found.layer.reader.name)
-        grid = _grid_of_nodes(graph, reader, balance is not None) if reader is not None else None
+        grid, reader = None, nodes.get(found.layer.reader.name)
+        if reader is not None and not balanced_by_maker(found.layer, own, rescaled):
+            grid = _grid_of_nodes(graph, reader)
         grid = grid or _grid_of_record(record, name)
         if grid is not None:
             scale, offset, bits = grid
@@ -159,8 +161,8 @@ def _reported_layers(
                     scale=scale,
                     offset=offset,
                     bits=bits,
-                    weight_bits=own.get(name) if found.layer.weight is not None else None,
-                    balance=balance,
+                    weight_bits=weight_bits.get(name) if found.layer.weight is not None else None,
+                    balance=_balance(record, name),
                 )
             )
     if not layers:
@@ -186,15 +188,15 @@ def _balance(record: Record, name: str) -> torch.Tensor | None:
     return torch.tensor(factors) if factors else None
 
 
-def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto, balanced: bool) -> tuple[float, int, int] | None:
-    """Scale, offset of signed integers and bits of a node's input in a QDQ file."""
+def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> tuple[float, int, int] | None:
+    """Scale, offset of signed integers and bits of a node's input in a QDQ file; None where it is balanced before."""
     dequantize = graph.producer(reader.input[0])
     if dequantize is None or dequantize.op_type != "DequantizeLinear" or len(dequantize.input) < 3:
         return None
     quantize = graph.producer(dequantize.input[0])
     before = graph.producer(quantize.input[0]) if quantize is not None else None
-    if before is not None and not balanced and any(name.endswith(_BALANCE) for name in before.input):
-        return None  # the values on the grid are not the input's, and nothing tells by what they were divided
+    if before is not None and any(name.endswith(_BALANCE) for name in before.input):
+        return None
     scale, zero = graph.constant(dequantize.input[1]), graph.constant(dequantize.input[2])
     if scale is None or zero is None or scale.size != 1:
         return None
