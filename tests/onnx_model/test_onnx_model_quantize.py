@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from functools import partial
 
 import numpy as np
 import onnx
@@ -26,8 +27,9 @@ from onnx_nets import (
 import amct.onnx_model as amct
 import amct.pytorch as torch_door
 from amct.config.settings import AdaRoundSettings
-from amct.errors import ArgumentError, CalibrationError, ConfigError
+from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
 from amct.export.inspect import count_integer_kernels
+from amct.onnx_model import runtime
 from amct.record import read_record
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -236,6 +238,55 @@ def test_an_mlp_of_gemms_is_quantized(tmp_path):
     assert [quantized.record[name].wts_type for name in quantized.layers] == ["INT8", "INT8"]
     quantized.save(tmp_path / "q", formats="qdq")
     assert count_integer_kernels(tmp_path / "q_qdq_model.onnx").share == 1
+
+
+class Mixed(torch.nn.Module):
+    """Recurrent layers as torch exports them, of one of which only the last state is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = torch.nn.LSTM(4, 6, batch_first=True)
+        self.gru = torch.nn.GRU(6, 5)
+        self.both = torch.nn.LSTM(5, 3, bidirectional=True)
+
+    def forward(self, x):
+        x, _ = self.lstm(x)
+        last = self.gru(x)[1]
+        return last, self.both(last)[0]
+
+
+def test_recurrent_layers_as_torch_exports_them(tmp_path):
+    torch.manual_seed(0)
+    model = exported(Mixed().eval(), torch.zeros(3, 5, 4))
+    data = [normal(3, 5, 4, seed=seed) for seed in range(3)]
+    quantized = amct.quantize(model, data)
+    assert quantized.layers == ("/lstm/LSTM", "/gru/GRU")
+    assert {skip.layer: skip.reason for skip in quantized.skipped} == {
+        "/both/LSTM": 'direction is "bidirectional"; only "forward" can be quantized'
+    }
+    assert all(layer.sqnr > 25 for layer in quantized.compare(data))
+    quantized.report(tmp_path / "report.html")
+    quantized.save(tmp_path / "q")
+    expected = run(model, {"x": data[0]})[0]
+    for file in ("q_qdq_model.onnx", "q_fake_quant_model.onnx"):
+        assert np.abs(run(tmp_path / file, {"x": data[0]})[0] - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_a_model_too_large_for_one_message_runs_from_a_file(monkeypatch):
+    monkeypatch.setattr(runtime, "EXTERNAL_THRESHOLD", 100)
+    monkeypatch.setattr(runtime, "save_model", partial(runtime.save_model, external_threshold=600))
+    expected = run(products(), {"x": normal(3, 6)})[0]
+    np.testing.assert_array_equal(runtime.Runner(products()).run({"x": normal(3, 6)})["y"], expected)
+
+
+def test_what_onnxruntime_cannot_run_is_said():
+    model = products()
+    model.graph.node[2].domain = "nobody.knows"
+    model.opset_import.append(onnx.helper.make_opsetid("nobody.knows", 1))
+    with pytest.raises(ModelError, match=r"onnxruntime cannot run the model: .*nobody\.knows"):
+        amct.quantize(model, normal(4, 6))
+    with pytest.raises(CalibrationError, match="onnxruntime cannot run the model on this batch"):
+        runtime.Runner(products()).run({"x": normal(3, 5)})
 
 
 def test_half_precision(tmp_path):

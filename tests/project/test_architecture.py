@@ -63,7 +63,7 @@ def test_importing_small_things_imports_no_torch_and_writes_nothing(module, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", ["amct.pytorch", "amct.caffe", "amct_pytorch", "amct_caffe"])
+@pytest.mark.parametrize("module", ["amct.pytorch", "amct.caffe", "amct.onnx_model", "amct_pytorch", "amct_caffe"])
 def test_importing_a_front_door_writes_nothing(module, tmp_path):
     result = subprocess.run(
         [sys.executable, "-c", f"import {module}"], cwd=tmp_path, capture_output=True, text=True, check=True
