@@ -77,6 +77,60 @@ def test_inspect_and_config(capsys):
     assert 'Did you mean "conv"' in capsys.readouterr().err
 
 
+def two_inputs(folder, *, batch="n"):
+    """Words and a mask, as language models have them."""
+    nodes = [
+        node("Gather", "table words", "a"),
+        node("Mul", "a mask", "b"),
+        node("MatMul", "b w", "y", "product"),
+    ]
+    model = graph_model(nodes, {"table": normal(9, 6), "w": normal(6, 4)}, ("n",))
+    del model.graph.input[:]
+    kinds = (("words", onnx.TensorProto.INT64, [batch, 3]), ("mask", onnx.TensorProto.FLOAT, [batch, 3, 1]))
+    model.graph.input.extend(onnx.helper.make_tensor_value_info(*kind) for kind in kinds)
+    onnx.save(model, folder / "text.onnx")
+    words = np.random.default_rng(0).integers(0, 9, (5, 3))
+    np.savez(folder / "text.npz", words=words, mask=np.ones((5, 3, 1), np.float32), labels=np.arange(5))
+
+
+TEXT = ["quantize", "text.onnx", "--data", "text.npz", "-o", "out/text"]
+
+
+def test_several_inputs_come_from_the_arrays_of_their_names(folder, capsys):
+    two_inputs(folder)
+    assert main([*TEXT, "--batch-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quantized"] == ["product"]
+
+
+def test_a_fixed_batch_size_is_kept(folder, capsys):
+    two_inputs(folder, batch=2)
+    assert main([*TEXT, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["quantized"] == ["product"]
+    two_inputs(folder, batch=7)
+    assert main([*TEXT, "--json"]) == 2
+    assert "the model takes 7 samples at once, there are 5" in capsys.readouterr().err
+
+
+def test_arrays_that_do_not_fit_the_inputs(folder, capsys):
+    two_inputs(folder)
+    for arrays, message in (
+        ({"words": np.zeros((5, 3), int)}, 'the model has an input "mask", and there is no array of that name'),
+        (
+            {"words": np.zeros((5, 3), int), "mask": np.ones((4, 3, 1))},
+            "expected as many samples in every array, got words 5, mask 4",
+        ),
+    ):
+        np.savez(folder / "text.npz", **arrays)
+        assert main(TEXT) == 2
+        assert message in capsys.readouterr().err
+    assert main([*TEXT, "--mean", "3"]) == 2
+    assert "arrays of inputs are used as they are" in capsys.readouterr().err
+    assert main(["quantize", "text.onnx", "--data", ".", "-o", "out/text"]) == 2
+    assert "a model with the inputs words, mask needs an .npz" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
 QUANTIZE = ["--data", "data.npy", "-o", "out/x"]
 BAD = {
     "no file": (["quantize", "none.onnx", *QUANTIZE], r"none\.onnx"),

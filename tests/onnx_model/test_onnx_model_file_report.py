@@ -97,6 +97,9 @@ def test_what_cannot_be_reported(saved, tmp_path):
     shutil.copy(folder / "q_fake_quant_model.onnx", tmp_path / "q_fake_quant_model.onnx")
     with pytest.raises(ModelError, match=r"quantizes no layer of the float model.*no q_record\.txt beside it"):
         files_report(folder / "float.onnx", tmp_path / "q_fake_quant_model.onnx", images(4))
+    (tmp_path / "q_record.txt").write_text((folder / "q_record.txt").read_text().replace('key: "/', 'key: "other/'))
+    with pytest.raises(ModelError, match=r"q_record\.txt beside it has none either"):
+        files_report(folder / "float.onnx", tmp_path / "q_fake_quant_model.onnx", images(4))
     with pytest.raises(FileError, match="cannot look at"):
         files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4), files=["nothing"])
     with pytest.raises(ModelError, match="already quantized"):

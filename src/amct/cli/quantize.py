@@ -117,14 +117,16 @@ def _quantize_torch(
 def _quantize_onnx(model: str, options: DataOptions, config: Path | None, output: Path, report: bool) -> dict[str, Any]:
     import amct.onnx_model as front_door
     from amct import atomic
+    from amct.cli.onnx_data import onnx_data
 
     atomic.check_writable(output.parent)
-    quantized = front_door.quantize(model, options, config=config)
+    batches = onnx_data(model, options)
+    quantized = front_door.quantize(model, batches, config=config)
     return {
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
-        "layers": [comparison_row(layer) for layer in quantized.compare(options)],
-        "files": _files(quantized, options, output, report),
+        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
+        "files": _files(quantized, batches, output, report),
     }
 
 

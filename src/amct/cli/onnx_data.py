@@ -1,0 +1,123 @@
+"""Data on the command line as an ONNX model wants it: as many samples at once as it fixes, and arrays for every input.
+
+A model with one input of floats is fed as every model is. Several inputs, or whole numbers (the words of a text), come
+from an array file: an .npz whose arrays are called as the inputs are, or a .npy for one input. They are used as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from amct.errors import ArgumentError, CalibrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+    from amct.cli.data_options import DataOptions
+
+logger = logging.getLogger(__name__)
+
+
+def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
+    """Batches for a model, which can be gone through any number of times.
+
+    Raises:
+        AmctError: the model or the data cannot be read, or the data does not fit.
+    """
+    from amct.data.arrays import is_array_file
+    from amct.onnx_model.reading import read_model
+
+    proto = read_model(model).model
+    size = fixed_batch_size(proto)
+    if size is not None:
+        options = replace(options, batch_size=size)
+    if _is_plain(proto):
+        return _FullBatches(options=options, size=size)
+    if not is_array_file(options.data):
+        names = ", ".join(value.name for value in proto.graph.input)
+        raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")
+    return _NamedArrays(options=options, arrays=_arrays(proto, options), full=size is not None)
+
+
+def fixed_batch_size(proto: ModelProto) -> int | None:
+    """How many samples a model takes at once, if it says so."""
+    from amct.onnx_model.reading import input_shape
+
+    shape = input_shape(proto, proto.graph.input[0].name)
+    return shape[0] if shape and isinstance(shape[0], int) else None
+
+
+def _is_plain(proto: ModelProto) -> bool:
+    from amct.onnx_model.reading import element_dtype
+
+    names = [value.name for value in proto.graph.input]
+    return len(names) == 1 and element_dtype(proto, names[0]).startswith("float")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FullBatches:
+    options: DataOptions
+    size: int | None
+
+    def __iter__(self) -> Iterator[Any]:
+        return _full(self.options, self.size, self.options)
+
+
+def _full(batches: Iterable[Any], size: int | None, options: DataOptions) -> Iterator[Any]:
+    """Without a last batch that has fewer samples than the model takes."""
+    count = 0
+    for batch in batches:
+        length = len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
+        if size is not None and length < size:
+            if count == 0:
+                raise CalibrationError(f"{options.data}: the model takes {size} samples at once, there are {length}")
+            logger.warning("%d samples are left out: the model takes %d at once", length, size)
+            return
+        count += 1
+        yield batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NamedArrays:
+    options: DataOptions
+    arrays: Mapping[str, NDArray[Any]]
+    full: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.options.batch_size
+        length = len(next(iter(self.arrays.values())))
+        slices = (
+            {name: array[start : start + size] for name, array in self.arrays.items()}
+            for start in range(0, length, size)
+        )
+        return islice(_full(slices, size if self.full else None, self.options), self.options.batches)
+
+
+def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
+    from amct.data.arrays import read_arrays
+
+    if options.mean is not None or options.scale != 1.0 or options.size is not None or options.crop is not None:
+        raise ArgumentError(
+            "--mean, --scale, --size and --crop are for pictures; arrays of inputs are used as they are"
+        )
+    found = read_arrays(options.data)
+    names = [value.name for value in proto.graph.input]
+    if len(names) == 1 and len(found) == 1:
+        return {names[0]: next(iter(found.values()))}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ArgumentError(
+            f'{options.data}: the model has an input "{missing[0]}", and there is no array of that name; '
+            f"it has {', '.join(found)}"
+        )
+    lengths = {name: len(found[name]) if found[name].ndim else 0 for name in names}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ArgumentError(f"{options.data}: expected as many samples in every array, got {told}")
+    return {name: found[name] for name in names}
