@@ -1,7 +1,7 @@
 """Data on the command line as an ONNX model wants it: as many samples at once as it fixes, and arrays for every input.
 
 A model with one input of floats is fed as every model is. Several inputs, or whole numbers (the words of a text), come
-from an array file: an .npz whose arrays are called as the inputs are, or a .npy for one input. They are used as they are.
+from an array file: an .npz whose arrays are called as the inputs are, or a .npy for one input. They are used as is.
 """
 
 from __future__ import annotations
@@ -71,15 +71,13 @@ class _FullBatches:
 
 def _full(batches: Iterable[Any], size: int | None, options: DataOptions) -> Iterator[Any]:
     """Without a last batch that has fewer samples than the model takes."""
-    count = 0
-    for batch in batches:
+    for count, batch in enumerate(batches):
         length = len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
         if size is not None and length < size:
             if count == 0:
                 raise CalibrationError(f"{options.data}: the model takes {size} samples at once, there are {length}")
             logger.warning("%d samples are left out: the model takes %d at once", length, size)
             return
-        count += 1
         yield batch
 
 
