@@ -5,11 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,37 +170,6 @@ def test_two_models_in_turn_do_not_disturb_each_other(golden, tmp_path, resnet):
     for flow, graph in zip(flows, graphs, strict=True):
         amct.save_model(graph, "Both", str(flow.prefix))
     assert flows[0].out("quant_param_record.txt").read_bytes() == resnet.out("quant_param_record.txt").read_bytes()
-
-
-def test_killed_calibration_can_start_again(golden, tmp_path):
-    """Killed while it forwards, at several moments: the record is always readable, and a new run ends as ever."""
-    flow = golden_flow("mini_resnet", golden, tmp_path).configure(batch_num=2)
-    graph = flow.prepare()
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from ptq_caffe_flow import Flow, forward\n"
-        "from amct.caffe import pycaffe as caffe\n"
-        "net = caffe.Net(sys.argv[2], sys.argv[3], caffe.TEST)\n"
-        "forward(net, 1); print('one', flush=True); forward(net, 1, 1); print('two', flush=True)\n"
-    )
-    for line, pause in (("one", 0.0), ("one", 0.02), ("two", 0.0)):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(Path(__file__).parent), *map(str, flow.modified)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        while process.stdout.readline().strip() != line:
-            assert process.poll() is None
-        time.sleep(pause)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        read_caffe_record(flow.record)
-    forward(flow.net(*flow.modified), 2)
-    amct.save_model(graph, "Both", str(flow.prefix))
-    again = Flow(tmp_path / "again", flow.model, flow.weights)
-    again.folder.mkdir()
-    again.configure(batch_num=2).run()
-    assert again.out("quant_param_record.txt").read_bytes() == flow.out("quant_param_record.txt").read_bytes()
 
 
 # ------------------------------------------------------------------ settings
