@@ -86,7 +86,7 @@ def main() -> int:
     folder = parser.parse_args().demo.resolve()
     if not (folder / "cnn.html").is_file():
         subprocess.run([sys.executable, ROOT / "examples" / "demo.py", "--output", folder], check=True)
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Chromium(Path(profile))
         try:
             pictures = {picture.name: photograph(browser, folder, picture) for picture in PICTURES}

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent.parent
 CHANCE = 25.0  # percent; ten classes, and a damaged net may favour a frequent one
@@ -73,7 +76,6 @@ def test_the_table_shows_the_sizes_of_the_files(demo):
 @pytest.mark.usefixtures("examples")
 def test_damaged_weights_of_lenet_change_its_accuracies(demo, tmp_path):
     import caffe_lenet
-    import numpy as np
     from measuring import measure
 
     from amct_caffe import caffe
@@ -91,12 +93,53 @@ def test_damaged_weights_of_lenet_change_its_accuracies(demo, tmp_path):
 
 
 @pytest.mark.usefixtures("examples")
-def test_without_training_the_cnn_knows_nothing(tmp_path, monkeypatch):
+def test_damaged_weights_in_the_files_of_the_cnn_change_its_accuracies(demo, tmp_path):
     import pytorch_cnn
-    from measuring import measure
+    from measuring import Example, measure
 
-    monkeypatch.setattr(pytorch_cnn, "EPOCHS", 0)
+    _, folder = demo
+    for name in ("cnn_float.onnx", "cnn_qdq_model.onnx"):
+        model = onnx.load(folder / "out/demo" / name)
+        (weights,) = [tensor for tensor in model.graph.initializer if sorted(tensor.dims) == [10, 128]]
+        array = onnx.numpy_helper.to_array(weights)
+        damaged = np.roll(array, 1, axis=array.shape.index(10))  # every digit is taken for its neighbour
+        weights.CopyFrom(onnx.numpy_helper.from_array(damaged, weights.name))
+        onnx.save(model, tmp_path / name)
+    files = {"float_file": tmp_path / "cnn_float.onnx", "int8_file": tmp_path / "cnn_qdq_model.onnx"}
     data = pytorch_cnn.load_digits()
-    before, after = measure(pytorch_cnn.quantize(pytorch_cnn.train(data), data, tmp_path))
+    before, after = measure(Example(title="", data=data, report=tmp_path, most_harmed="", **files))
     assert before.accuracy < CHANCE
     assert after.accuracy < CHANCE
+
+
+IMAGES = ROOT / "docs" / "images"
+
+
+def pictures(folder: Path) -> dict[str, Image.Image]:
+    found = {}
+    for path in folder.glob("*.png"):
+        with Image.open(path) as image:
+            found[path.name] = image.convert("RGB")
+    return found
+
+
+@pytest.mark.browser
+def test_pictures_of_the_documents_are_taken_from_these_reports(demo, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "report"))  # where its browser is
+    import photograph_reports
+
+    _, folder = demo
+    monkeypatch.setattr(photograph_reports, "IMAGES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["photograph_reports.py", "--demo", str(folder / "out/demo")])
+    assert photograph_reports.main() == 0
+    taken, kept = pictures(tmp_path), pictures(IMAGES)
+    assert {name: image.width for name, image in taken.items()} == {name: image.width for name, image in kept.items()}
+    for image in taken.values():
+        assert len(image.getcolors(2**20)) > 20  # something was drawn
+
+
+def test_pictures_are_small():
+    sizes = {path.name: path.stat().st_size for path in IMAGES.iterdir()}
+    assert len(sizes) >= 4
+    assert max(sizes.values()) <= 200 * 1024
