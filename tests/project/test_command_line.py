@@ -24,7 +24,18 @@ def test_installed_command_answers():
     assert result.stdout == f"amct {amct.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "--help"], ["record", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["config", "--help"],
+        ["record", "--help"],
+        ["compare", "--help"],
+        ["report", "--help"],
+        ["quantize", "--help"],
+    ],
+    ids=" ".join,
+)
 def test_help_needs_no_torch(arguments):
     code = f"import sys; from amct.cli import main; main({arguments!r}); sys.stderr.write(str('torch' in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

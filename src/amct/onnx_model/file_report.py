@@ -166,9 +166,12 @@ def _reported_layers(
                 )
             )
     if not layers:
+        beside = (
+            f"{record_file.name} beside it has none either" if record else f"there is no {record_file.name} beside it"
+        )
         raise ModelError(
             f'quantized_model: "{quantized_file}" quantizes no layer of the float model: none is fed by a '
-            f"DequantizeLinear, and there is no {record_file.name} beside it"
+            f"DequantizeLinear, and {beside}"
         )
     return layers
 
