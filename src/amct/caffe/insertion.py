@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
@@ -34,16 +36,23 @@ def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> 
 def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str) -> None:
     """Put an IFMR layer before every input that is quantized, in place.
 
-    Layers that read one blob at the same index with the same settings share one.
+    Layers that read one blob at the same index with the same settings share one. Of those that see the same values,
+    one watches and the others take over its factors: those of one blob at different indices, and those of layers that
+    only move or select values (Concat, MAX pooling ...), whose values are rounded behind them anyway. On one grid
+    rounding twice is rounding once, so such a layer costs no accuracy.
     """
     taken = taken_names(model)
+    where = watched_blobs(model.layers, plans)
     shared: dict[object, ProtoMessage] = {}
+    watching: dict[object, ProtoMessage] = {}
+    following: list[tuple[ProtoMessage, object]] = []
     result: list[ProtoMessage] = []
     for layer in model.layers:
         plan = plans.get(layer.name)
         for index in range(len(layer.bottom)) if plan is not None else ():
             assert plan is not None
-            key = (layer.bottom[index], index, plan.activations[index], plan.batch_num)
+            blob, settings = layer.bottom[index], (plan.activations[index], plan.batch_num)
+            key = (blob, index, settings)
             if key in shared:
                 shared[key].ifmr_param.object_layer.append(layer.name)
                 layer.bottom[index] = shared[key].top[0]
@@ -52,11 +61,54 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
             _fill_ifmr(made.ifmr_param, plan, index, record_file)
             made.ifmr_param.object_layer.append(layer.name)
             result.append(made)
+            source = (where[blob], settings)
+            if where[blob] == blob and source not in watching:
+                watching[source] = made
+            else:
+                following.append((made, source))
         result.append(layer)
-    last = [layer for layer in result if layer.type == "IFMR"]
-    if last:
-        last[-1].ifmr_param.reports_progress = True
+    for made, source in following:
+        made.ifmr_param.factors_from = watching[source].name
+    if watching:
+        list(watching.values())[-1].ifmr_param.reports_progress = True
     model.set_layers(result)
+
+
+def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]) -> dict[str, str]:
+    """For each blob the one where its values are watched: itself, or one behind layers that only move values.
+
+    It is another one when all that read it, through such layers, read that one in the end, with the same settings.
+    """
+    readers: dict[str, list[tuple[ProtoMessage, int]]] = {}
+    for layer in layers:
+        for index, blob in enumerate(layer.bottom):
+            readers.setdefault(blob, []).append((layer, index))
+    ends: dict[str, _End | None] = {}
+    for blob in reversed(list(dict.fromkeys(blob for layer in layers for blob in (*layer.bottom, *layer.top)))):
+        found = {_end_of(blob, layer, index, plans, ends) for layer, index in readers.get(blob, ())}
+        ends[blob] = found.pop() if len(found) == 1 else None
+    return {blob: blob if end is None else end.blob for blob, end in ends.items()}
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where values are rounded for good, and how."""
+
+    blob: str
+    settings: object
+
+
+def _end_of(
+    blob: str, layer: ProtoMessage, index: int, plans: Mapping[str, LayerPlan], ends: Mapping[str, _End | None]
+) -> _End | None:
+    """Where the values that a layer reads are rounded last on the way, if that is known."""
+    plan = plans.get(layer.name)
+    own = {(settings, plan.batch_num) for settings in plan.activations[: len(layer.bottom)]} if plan else set()
+    if len(layer.top) == 1 and (moves_values(layer) or layer.type == "Dropout"):
+        end = ends.get(layer.top[0])
+        if end is not None and own <= {end.settings}:
+            return end
+    return None if plan is None else _End(blob, (plan.activations[index], plan.batch_num))
 
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:

@@ -39,7 +39,7 @@ from amct.record.show import (
     plain_difference,
     plain_record,
 )
-from amct.record.update import update, update_input, update_with
+from amct.record.update import update, update_input, update_inputs, update_with
 from amct.record.validate import normalize_record, validate_record
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "unpack_mask",
     "update",
     "update_input",
+    "update_inputs",
     "update_with",
     "validate_record",
     "write_record",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amct import atomic
@@ -18,7 +19,7 @@ from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, Lay
 from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
 _EntryT = TypeVar("_EntryT", bound=AnyLayer)
 
@@ -64,43 +65,58 @@ def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable
 
 
 def update_input(path: AnyPath, layer: str, factors: DataFactors) -> None:
-    """Put the factors of one input of a Caffe layer into a record file; what else it says of the layer stays.
+    """Put the factors of one input of a Caffe layer into a record file, as ``update_inputs`` does."""
+    update_inputs(path, {layer: [factors]})
 
-    Calibration ends with one call for each input. A layer may have thousands of weight scales, so they are not even
-    read: factors of a first input are the last lines of an entry, and are put there.
+
+def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) -> None:
+    """Put the factors of inputs of Caffe layers into a record file at once; what else it says of the layers stays.
+
+    Calibration ends with this. A layer may have thousands of weight scales, so they are not even read: factors of
+    inputs are the last lines of an entry, and are put there.
 
     Raises:
         FileError: The file cannot be read or written.
         RecordParseError: The file is not a record.
     """
-    entry = CaffeLayerRecord().with_input(factors)
-    text = format_record(CaffeRecord({layer: entry})).encode()
-    lines = text[text.index(_VALUE) + len(_VALUE) : text.rindex(_VALUE_END)]
+    source = os.fspath(path)
 
     def changed(content: bytes | None) -> bytes:
-        quick = _with_first_input(content or b"", layer, lines)
-        if quick is not None:
-            return quick
-        return _changed_entry(content, os.fspath(path), layer, CaffeLayerRecord, lambda old: _with(old, factors))
+        after, left = _with_first_inputs(content or b"", inputs)
+        for layer, factors in left.items():
+            after = _changed_entry(after, source, layer, CaffeLayerRecord, partial(_with, factors=factors))
+        return after
 
     atomic.modify(path, changed)
 
 
-def _with_first_input(content: bytes, layer: str, lines: bytes) -> bytes | None:
-    """The file with lines at the end of a layer's entry; None unless they are certain to belong there."""
+def _with_first_inputs(
+    content: bytes, inputs: Mapping[str, Sequence[DataFactors]]
+) -> tuple[bytes, dict[str, Sequence[DataFactors]]]:
+    """The file with lines at the end of layers' entries, and the layers where these are not certain to belong there."""
+    left = dict(inputs)
     blocks = _blocks(content)
-    place = _place_of(layer, blocks) if blocks is not None else None
-    if blocks is None or place is None or place.start == place.stop:
-        return None
-    block = blocks[place.start]
-    if block.count(_VALUE) != 1 or not block.endswith(_VALUE_END) or _DATA.search(block):
-        return None
-    blocks[place.start] = block.removesuffix(_VALUE_END) + b"\n" + lines + _VALUE_END
-    return _END.join([*blocks, b""])
+    if blocks is None:
+        return content, left
+    for layer, factors in inputs.items():
+        place = _place_of(layer, blocks)
+        if place is None:
+            continue
+        own = format_record(CaffeRecord({layer: _with(None, factors)})).encode().removesuffix(_END)
+        if place.start == place.stop:
+            blocks[place] = [own]
+        else:
+            block = blocks[place.start]
+            if block.count(_VALUE) != 1 or not block.endswith(_VALUE_END) or _DATA.search(block):
+                continue
+            lines = own[own.index(_VALUE) + len(_VALUE) :]
+            blocks[place.start] = block.removesuffix(_VALUE_END) + b"\n" + lines
+        del left[layer]
+    return _END.join([*blocks, b""]), left
 
 
-def _with(entry: CaffeLayerRecord | None, factors: DataFactors) -> CaffeLayerRecord:
-    return (entry or CaffeLayerRecord()).with_input(factors)
+def _with(entry: CaffeLayerRecord | None, factors: Sequence[DataFactors]) -> CaffeLayerRecord:
+    return reduce(CaffeLayerRecord.with_input, factors, entry or CaffeLayerRecord())
 
 
 def _changed_entry(

@@ -101,6 +101,9 @@ class GraphBuilder:
         """
         for parameter in self.net.layer:
             self._add_layer(parameter)
+        by_name = {node.layer.name: node.layer for node in self.graph.nodes}
+        for layer in by_name.values():
+            layer.connect(by_name)
         decide_backward(self.graph)
         self.graph.outputs = [index for _, index in sorted(self.available.items())]
         return self.graph

@@ -48,7 +48,7 @@ from amct.caffe.engine.fillers import lazy_fill
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -137,6 +137,9 @@ class Layer:
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute the tops."""
         raise NotImplementedError
+
+    def connect(self, layers: Mapping[str, Layer]) -> None:
+        """Get to know the other layers of the net, by name and in order, once all are set up."""
 
     def allows_forced_backward(self, bottom: int) -> bool:
         """Whether ``force_backward`` reaches this bottom (labels say no)."""

@@ -241,8 +241,11 @@ _MOVING = ("Concat", "Slice", "Reshape", "Flatten", "Permute", "Split", "Shuffle
 def stays_integer(parameter: ProtoMessage) -> bool:
     """Whether a layer without weights only moves or selects values, and all its inputs have the same factors."""
     inputs = [(each.scale, each.offset, each.num_bits_d) for each in parameter.integer_param.input]
-    if len(set(inputs)) != 1:
-        return False
+    return len(set(inputs)) == 1 and moves_values(parameter)
+
+
+def moves_values(parameter: ProtoMessage) -> bool:
+    """Whether a layer only moves or selects values: rounding before it, or behind it on the same grid, is the same."""
     if parameter.type == "Pooling":
         return len(parameter.top) == 1 and parameter.pooling_param.pool == parameter.pooling_param.MAX
     if parameter.type == "ReLU":

@@ -1,32 +1,21 @@
-"""The layers that quantization puts between others: IFMR (calibrates), Quant, DeQuant and AntiQuant."""
+"""The layers that quantization puts between others in its results: Quant, DeQuant and AntiQuant."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 
-from amct import log
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.calibration.record_files import RecordFiles
-from amct.errors import AmctError, CalibrationError
-from amct.numerics.affine import SymmetricScale, check_factors, dequantize, fake_quantize, quantize
-from amct.numerics.ifmr import IfmrObserver
-from amct.record import DataFactors, update_input
-from amct.record.float32 import shortest
+from amct.errors import AmctError
+from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Blob, Shape
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.numerics.observer import ActivationFactors
-
-logger = logging.getLogger(__name__)
-
-IMAGE_AXES = 4
 
 
 class InputFactors:
@@ -137,98 +126,3 @@ class AntiQuant(_Integers):
         """As it says."""
         del parameters
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]
-
-
-@register("IFMR")
-class IFMR(_Integers):
-    """Passes its bottom on and watches it: after batch_num batches it writes the factors into the record file."""
-
-    returns_views = True
-
-    def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
-        del bottoms
-        options = self.options = self.parameter.ifmr_param
-        if not options.record_file_path or not options.object_layer:
-            raise self.error("ifmr_param needs record_file_path and object_layer")
-        self.seen = 0
-        self.observer = self._new_observer()
-
-    def _new_observer(self) -> IfmrObserver:
-        options = self.options
-        try:
-            return IfmrObserver(
-                bits=options.num_bits_d,
-                asymmetric=options.with_offset,
-                symmetric_scale=SymmetricScale.FULL_RANGE,
-                max_percentile=shortest(options.max_percentile),
-                min_percentile=shortest(options.min_percentile),
-                search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
-                search_step=shortest(options.search_step),
-            )
-        except AmctError as error:
-            raise self.error(str(error)) from error
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Look, and pass on."""
-        del parameters
-        if self.seen < self.options.batch_num:
-            self._observe(bottoms[0])
-        return [bottoms[0]]
-
-    def _observe(self, x: torch.Tensor) -> None:
-        if self.seen == 0:
-            log.start("amct_caffe")
-        try:
-            self.observer.observe(x)
-            self.seen += 1
-            factors = self.observer.result() if self.seen == self.options.batch_num else None
-        except AmctError as error:
-            prefix = "IfmrQuantWithOffset" if self.options.with_offset else "IfmrQuantWithoutOffset"
-            raise CalibrationError(
-                f'layer "{self.objects[0]}", input {self.options.index}, batch {self.seen + 1}: {prefix} scale is '
-                f"illegal: {error}"
-            ) from error
-        for name in self.objects:
-            logger.info("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
-        if factors is not None:
-            self._finish(factors, x)
-        if self.options.reports_progress:
-            progress = dict.fromkeys(self.objects, (self.seen, self._needed))
-            RecordFiles(self.options.record_file_path).note(progress)
-
-    @property
-    def objects(self) -> list[str]:
-        """The layers that read this input."""
-        return list(self.options.object_layer)
-
-    @property
-    def _needed(self) -> int:
-        needed: int = self.options.batch_num
-        return needed
-
-    def _finish(self, factors: ActivationFactors, x: torch.Tensor) -> None:
-        """Write the factors and forget the data."""
-        found = self._record(factors, tuple(x.shape))
-        for name in self.objects:
-            if bool(factors.tiny):
-                logger.warning(
-                    'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, found.index
-                )
-            update_input(self.options.record_file_path, name, found)
-            logger.info("Do layer %s activation calibration success!", name)
-        self.observer = self._new_observer()
-
-    def _record(self, factors: ActivationFactors, shape: tuple[int, ...]) -> DataFactors:
-        sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
-        return DataFactors(
-            index=self.options.index,
-            scale=float(factors.scale),
-            offset=int(factors.offset),
-            num_bits=factors.bits,
-            **sizes,
-        )
