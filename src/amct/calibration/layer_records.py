@@ -1,21 +1,35 @@
-"""What a calibration puts into the record of AMCT's PyTorch dialect, whichever front door it comes from."""
+"""What a calibration watches of a planned layer, and what it puts into the record of AMCT's PyTorch dialect."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from amct.calibration.session import HIDDEN, INPUT
+from amct.calibration.session import HIDDEN, INPUT, Stream
 from amct.record import LayerRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from amct.calibration.session import CalibrationResult
+    from amct.config.plan import LayerPlan
     from amct.numerics.observer import ActivationFactors
     from amct.record import Record
 
 RECORDED_BITS = (4, 6, 7, 8)
+
+
+def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -> Iterator[Stream]:
+    """What is observed of each layer: its input, and the hidden state of the ``recurrent`` ones."""
+    for layer in layers:
+        for name in (INPUT, HIDDEN) if layer.name in recurrent else (INPUT,):
+            yield Stream(
+                layer=layer.name,
+                name=name,
+                settings=layer.activation,
+                batch_num=layer.batch_num,
+                force_fp16=layer.force_fp16,
+            )
 
 
 def recorded_bits(bits: int, *, can_pack: bool) -> int:

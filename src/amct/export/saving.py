@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from amct import atomic
 from amct.errors import ArgumentError, did_you_mean
 from amct.export.binding import LayerFactors, bindings_by_name
 from amct.export.onnx_ascend import ascend_model
@@ -19,7 +20,8 @@ from amct.export.result import ExportedModel, Skip
 from amct.export.writer import OutputFile, SavePath, save_models
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RECORD = "record"
+"""The factors, among the formats that ``QuantizedModel.save`` takes."""
 FORMATS = {"deploy": OutputFile.DEPLOY, "fake_quant": OutputFile.FAKE_QUANT, "qdq": OutputFile.QDQ}
 """Names of the exported models, as ``QuantizedModel.save`` takes them."""
 
@@ -96,6 +100,38 @@ class ExportOptions:
             value = getattr(self, argument)
             if value not in known:
                 raise ArgumentError(f"{argument}: expected one of {', '.join(known)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """What ``QuantizedModel.save`` was asked for.
+
+    Attributes:
+        where: The folder and the prefix, which can be written to.
+        options: Which models, and how.
+        with_record: Whether the factors are written too.
+    """
+
+    where: SavePath
+    options: ExportOptions
+    with_record: bool
+
+    @classmethod
+    def checked(
+        cls, path: str | os.PathLike[str], formats: Iterable[str], *, placement: str, target: str
+    ) -> SaveRequest:
+        """Check everything before any work.
+
+        Raises:
+            ArgumentError: an unknown format, placement or target, or an impossible path.
+            FileError: the folder cannot be written to.
+        """
+        where = SavePath.parse(path)
+        atomic.check_writable(where.folder)
+        names = (formats,) if isinstance(formats, str) else tuple(formats)
+        models = tuple(name for name in names if name != RECORD)
+        options = ExportOptions(formats=models, placement=placement, target=target)
+        return cls(where=where, options=options, with_record=RECORD in names)
 
 
 def save_files(

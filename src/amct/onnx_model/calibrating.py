@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.calibration import BalanceSession, CalibrationSession, Stream
-from amct.calibration.session import HIDDEN, INPUT
+from amct.calibration import BalanceSession, CalibrationSession
+from amct.calibration.layer_records import plan_streams
+from amct.calibration.session import HIDDEN
 from amct.errors import AmctError, CalibrationError
 from amct.export.finding import find_layers
 from amct.numerics.dmq import balance_activation, dmq
@@ -21,7 +22,7 @@ from amct.onnx_model.runtime import Runner, as_tensor
 from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -67,8 +68,10 @@ def calibrate(preparation: Preparation, batches: Iterable[Feeds], *, open_ended:
     Raises:
         CalibrationError: the data is not enough or cannot be used; names the layer.
     """
+    recurrent = [name for name, weights in preparation.weights.items() if weights.layer.kind.is_recurrent]
     session = CalibrationSession(
-        _streams(preparation), tensors={name: MinMaxObserver() for name in preparation.between or ()}
+        plan_streams(preparation.layers, recurrent),
+        tensors={name: MinMaxObserver() for name in preparation.between or ()},
     )
     model, watched = watch_layers(preparation.rounded_model(), preparation)
     runner = Runner(model, [*(name for each in watched.values() for name in each.names), *(preparation.between or ())])
@@ -99,19 +102,6 @@ def _show(
             session.observe(name, tensors.hidden(values), HIDDEN)
     for name in preparation.between or ():
         session.observe_tensor(name, as_tensor(values[name]))
-
-
-def _streams(preparation: Preparation) -> Iterator[Stream]:
-    for layer in preparation.layers:
-        recurrent = preparation.weights[layer.name].layer.kind.is_recurrent
-        for name in (INPUT, HIDDEN) if recurrent else (INPUT,):
-            yield Stream(
-                layer=layer.name,
-                name=name,
-                settings=layer.activation,
-                batch_num=layer.batch_num,
-                force_fp16=layer.force_fp16,
-            )
 
 
 def watch_layers(model: ModelProto, preparation: Preparation) -> tuple[ModelProto, dict[str, Watched]]:

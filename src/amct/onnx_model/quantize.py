@@ -13,9 +13,9 @@ from amct.calibration.quant_config import AnyConfig, plan_of
 from amct.export.onnx_fake_quant import fake_quant_model
 from amct.export.onnx_qdq import Placement
 from amct.export.qdq_nodes import Target
-from amct.export.saving import ExportOptions, layer_factors, save_files
+from amct.export.saving import RECORD, SaveRequest, layer_factors, save_files
 from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.export.writer import SavePath, model_opset
+from amct.export.writer import model_opset
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.calibrating import balance_factors, calibrate
 from amct.onnx_model.comparing import Pair
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Metric
     from amct.topology import Skip
-
-RECORD = "record"
 
 
 def quantize(
@@ -159,18 +157,14 @@ class QuantizedModel:
             ExportError: the model cannot be exported.
             FileError: a file cannot be written; nothing was.
         """
-        where = SavePath.parse(path)
-        atomic.check_writable(where.folder)
-        names = (formats,) if isinstance(formats, str) else tuple(formats)
-        models = tuple(name for name in names if name != RECORD)
-        options = ExportOptions(formats=models, placement=placement, target=target)
+        request = SaveRequest.checked(path, formats, placement=placement, target=target)
         model = self._preparation.folded.model
         model = with_opset(model, opset if opset is not None else model_opset(model))
         written: list[Path] = []
-        if models:
-            written += save_files(where, model, self.record, self._preparation, self._tensors, options)
-        if RECORD in names:
-            written += self._save_record(where.file("record.txt"))
+        if request.options.formats:
+            written += save_files(request.where, model, self.record, self._preparation, self._tensors, request.options)
+        if request.with_record:
+            written += self._save_record(request.where.file("record.txt"))
         return written
 
     def _save_record(self, path: Path) -> list[Path]:

@@ -11,10 +11,10 @@ from amct.numerics.dmq import balance_activation
 from amct.onnx_model.calibrating import watch_layers
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.runtime import as_tensor
-from amct.report.activations import InputStatistics
-from amct.report.content import LayerContent, LayerNote, ReportContent
-from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.content import LayerNote, ReportContent
+from amct.report.filling import figures, file_sizes, measured_on, now, versions
 from amct.report.measuring import Measuring, check_metric
+from amct.report.recorded_layers import recorded_layer, recorded_statistics
 
 if TYPE_CHECKING:
     import os
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from amct.onnx_model.batches import Batches, Feeds
     from amct.onnx_model.preparation import Preparation
     from amct.record import LayerRecord, Record
+    from amct.report.content import LayerContent
     from amct.report.measuring import Measured, Metric
 
 
@@ -91,7 +92,7 @@ def report_content(
 def _measure(reported: Reported, originals: Iterator[tuple[Any, Feeds]], metric: Metric | None) -> Measured:
     preparation = reported.preparation
     reference, watched = watch_layers(preparation.folded.model, preparation)
-    statistics = {name: _statistics(reported.record[name]) for name in preparation.weights}
+    statistics = {name: recorded_statistics(reported.record[name]) for name in preparation.weights}
     measuring = Measuring(statistics, metric)
     batches: list[tuple[Any, int]] = []
 
@@ -124,12 +125,6 @@ def _for_metric(pair: Pair, values: Mapping[str, NDArray[Any]]) -> object:
     return next(iter(outputs.values())) if len(outputs) == 1 else outputs
 
 
-def _statistics(entry: LayerRecord) -> InputStatistics:
-    assert entry.scale_d is not None
-    assert entry.offset_d is not None
-    return InputStatistics(entry.scale_d, entry.offset_d, _bits(entry.activation_type))
-
-
 def _weight_bytes(preparation: Preparation) -> tuple[float, float]:
     before = after = 0.0
     for weights in preparation.weights.values():
@@ -140,21 +135,6 @@ def _weight_bytes(preparation: Preparation) -> tuple[float, float]:
 
 
 def _layer(preparation: Preparation, plan: LayerPlan, entry: LayerRecord, measured: Measured) -> LayerContent:
-    compared = measured.layers.get(plan.name)
     weights = preparation.weights[plan.name]
-    return LayerContent(
-        name=plan.name,
-        type=plan.type,
-        activation_bits=_bits(entry.activation_type),
-        weight_bits=weights.bits if weights.factors else None,
-        scale=entry.scale_d,
-        offset=entry.offset_d,
-        sqnr=compared.sqnr if compared is not None else None,
-        cosine=compared.cosine if compared is not None else None,
-        activation=measured.inputs[plan.name],
-        weights=weight_ranges(weights.rows()),
-    )
-
-
-def _bits(type_name: str) -> int:
-    return int(type_name.removeprefix("INT"))
+    bits = weights.bits if weights.factors else None
+    return recorded_layer(plan, entry, measured, weight_bits=bits, rows=weights.rows())

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from amct.calibration import CalibrationSession, RecordFiles, Stream
-from amct.calibration.layer_records import complete_record
-from amct.calibration.session import HIDDEN, INPUT
+from amct.calibration import CalibrationSession, RecordFiles
+from amct.calibration.layer_records import complete_record, plan_streams
 from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.layer_hooks import Balance, observe_inputs, run_inside
 from amct.pytorch.layer_weights import channel_axis
@@ -66,8 +65,11 @@ def start_calibration(
         for undo in cleanup:
             undo()
 
+    recurrent = [
+        name for name in preparation.weights if isinstance(preparation.fused.model.get_submodule(name), nn.RNNBase)
+    ]
     session = CalibrationSession(
-        _streams(preparation),
+        plan_streams(preparation.layers, recurrent),
         tensors=between.observers() if between is not None else None,
         on_progress=files.note if files is not None else None,
         on_end=end,
@@ -76,19 +78,6 @@ def start_calibration(
     if files is not None:
         files.begin(preparation.record(), session.progress)
     return Calibration(model=model, session=session)
-
-
-def _streams(preparation: Preparation) -> Iterator[Stream]:
-    for layer in preparation.layers:
-        recurrent = isinstance(preparation.fused.model.get_submodule(layer.name), nn.RNNBase)
-        for name in (INPUT, HIDDEN) if recurrent else (INPUT,):
-            yield Stream(
-                layer=layer.name,
-                name=name,
-                settings=layer.activation,
-                batch_num=layer.batch_num,
-                force_fp16=layer.force_fp16,
-            )
 
 
 def _attach(

@@ -18,9 +18,8 @@ from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx_qdq import Placement
 from amct.export.qdq_nodes import Target
-from amct.export.saving import ExportOptions, save_files
+from amct.export.saving import RECORD, SaveRequest, save_files
 from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.export.writer import SavePath
 from amct.pytorch.balancing import balance_of
 from amct.pytorch.batches import Batches
 from amct.pytorch.calibrating import start_calibration
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from amct.topology import Skip
 
 logger = logging.getLogger(__name__)
-
-RECORD = "record"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,17 +197,15 @@ class QuantizedModel:
             ExportError: the model cannot be exported.
             FileError: a file cannot be written; nothing was.
         """
-        where = SavePath.parse(path)
-        atomic.check_writable(where.folder)
-        names = (formats,) if isinstance(formats, str) else tuple(formats)
-        models = tuple(name for name in names if name != RECORD)
-        options = ExportOptions(formats=models, placement=placement, target=target)
+        request = SaveRequest.checked(path, formats, placement=placement, target=target)
         written: list[Path] = []
-        if models:
+        if request.options.formats:
             onnx = self._float_onnx(opset if opset is not None else DEFAULT_OPSET)
-            written += save_files(where, onnx.model, self.record, file_notes(self._preparation), self._tensors, options)
-        if RECORD in names:
-            written += self._save_record(where.file("record.txt"))
+            written += save_files(
+                request.where, onnx.model, self.record, file_notes(self._preparation), self._tensors, request.options
+            )
+        if request.with_record:
+            written += self._save_record(request.where.file("record.txt"))
         return written
 
     def _save_record(self, path: Path) -> list[Path]:

@@ -18,10 +18,10 @@ from amct.numerics.dmq import balance_activation
 from amct.pytorch.comparing import side_by_side
 from amct.pytorch.layer_hooks import given_input
 from amct.pytorch.layer_weights import balanced_weight, channel_axis, weight_parts
-from amct.report.activations import InputStatistics
-from amct.report.content import LayerContent, LayerNote, ReportContent
-from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
+from amct.report.content import LayerNote, ReportContent
+from amct.report.filling import figures, file_sizes, measured_on, now, versions
 from amct.report.measuring import OUTPUT, Measuring, check_metric
+from amct.report.recorded_layers import recorded_layer, recorded_statistics
 
 if TYPE_CHECKING:
     import os
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from amct.pytorch.preparation import Preparation
     from amct.pytorch.quantized_weights import LayerWeights
     from amct.record import LayerRecord, Record
+    from amct.report.activations import InputStatistics
+    from amct.report.content import LayerContent
     from amct.report.measuring import Measured, Metric
 
     Originals = Iterable[tuple[Any, Arguments]]
@@ -91,7 +93,7 @@ def _measure(
     preparation: Preparation, record: Record, simulated: nn.Module, batches: Originals, metric: Metric | None
 ) -> Measured:
     reference = preparation.fused.model
-    inputs = {name: _statistics(record[name]) for name in preparation.weights}
+    inputs = {name: recorded_statistics(record[name]) for name in preparation.weights}
     measuring = Measuring(inputs, metric)
     with ExitStack() as stack:
         for name, weights in preparation.weights.items():
@@ -106,12 +108,6 @@ def _measure(
             measuring.add((OUTPUT, one, other) for one, other in pairs)
             measuring.score(expected, got, batch, _samples(batch))
     return measuring.result()
-
-
-def _statistics(entry: LayerRecord) -> InputStatistics:
-    assert entry.scale_d is not None
-    assert entry.offset_d is not None
-    return InputStatistics(entry.scale_d, entry.offset_d, _bits(entry.activation_type))
 
 
 def _input_hook(statistics: InputStatistics, weights: LayerWeights, axis: int) -> Callable[..., None]:
@@ -150,28 +146,12 @@ def _weight_bytes(preparation: Preparation) -> tuple[float, float]:
 
 
 def _layer(preparation: Preparation, plan: LayerPlan, entry: LayerRecord, measured: Measured) -> LayerContent:
-    module = preparation.fused.model.get_submodule(plan.name)
-    compared = measured.layers.get(plan.name)
     weights = preparation.weights[plan.name]
-    return LayerContent(
-        name=plan.name,
-        type=plan.type,
-        activation_bits=_bits(entry.activation_type),
-        weight_bits=weights.bits if weights.factors else None,
-        scale=entry.scale_d,
-        offset=entry.offset_d,
-        sqnr=compared.sqnr if compared is not None else None,
-        cosine=compared.cosine if compared is not None else None,
-        activation=measured.inputs[plan.name],
-        weights=weight_ranges(_weight_rows(module, weights)),
-    )
+    rows = _weight_rows(preparation.fused.model.get_submodule(plan.name), weights)
+    return recorded_layer(plan, entry, measured, weight_bits=weights.bits if weights.factors else None, rows=rows)
 
 
 def _weight_rows(module: nn.Module, weights: LayerWeights) -> Iterator[Tensor]:
     """A row each output channel; of a recurrent layer, the rows of the input's matrix and then those of the state's."""
     for part in weight_parts(module):
         yield channels_first(balanced_weight(module, part, weights.balance), part.kind, part.groups)
-
-
-def _bits(type_name: str) -> int:
-    return int(type_name.removeprefix("INT"))
