@@ -240,6 +240,24 @@ def test_an_mlp_of_gemms_is_quantized(tmp_path):
     assert count_integer_kernels(tmp_path / "q_qdq_model.onnx").share == 1
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("ceil_mode", [0, 1])
+@pytest.mark.parametrize("counted", [0, 1])
+def test_average_poolings_divide_by_what_torch_divides_by(padding, ceil_mode, counted, tmp_path):
+    pool = node("AveragePool", "x", "y", "pool", kernel_shape=[3, 3], strides=[2, 2], pads=[padding] * 4,
+                ceil_mode=ceil_mode, count_include_pad=counted)  # fmt: skip
+    quantized = amct.quantize(graph_model([pool], {}, ("n", 3, 8, 8)), images())
+    quantized.save(tmp_path / "q", formats=("qdq", "fake_quant"))
+    expected = torch.nn.functional.avg_pool2d(
+        torch.from_numpy(images()), 3, 2, padding, ceil_mode=bool(ceil_mode), count_include_pad=bool(counted)
+    ).numpy()
+    step = quantized.record["pool"].scale_d
+    # A mean of values that are each off by half a step, and a result rounded to steps of its own, which are no larger;
+    # what IFMR clips at the ends of the range comes on top: a ninth of the largest excess in a window of nine.
+    for file in ("q_qdq_model.onnx", "q_fake_quant_model.onnx"):
+        assert np.abs(run(tmp_path / file, {"x": images()})[0] - expected).max() < 2 * step
+
+
 class Mixed(torch.nn.Module):
     """Recurrent layers as torch exports them, of one of which only the last state is used."""
 

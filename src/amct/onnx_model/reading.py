@@ -22,6 +22,7 @@ from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
 from amct.export.messages import subgraphs
 from amct.onnx_model.light import light_copy
 from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
+from amct.onnx_model.pool_padding import with_pads_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +90,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     _check(source, proto)
     _name_nodes(proto)
     if not allow_quantized:
-        proto = with_opset(proto, usual_opset(proto))
+        proto = with_pads_apart(with_opset(proto, usual_opset(proto)))
         _name_nodes(proto)
     _declare_shapes(proto)
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
