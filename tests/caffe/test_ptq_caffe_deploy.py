@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ptq_caffe_flow import Flow, batch, golden_flow, prototxt, text_flow
+from ptq_caffe_flow import NETS, Flow, batch, golden_flow, prototxt, text_flow
+from ptq_caffe_layers import check_every_layer
 from test_ptq_caffe_flow import BRANCHES
 
 from amct.caffe.pycaffe.proto import caffe_pb2
+from amct.record import read_caffe_record
 
 WEIGHTED = ("Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct")
 
@@ -212,45 +214,14 @@ def flow_layers(flow):
     return prototxt(flow.result_files("deploy")[0]).layer
 
 
-@pytest.mark.parametrize("name", ["mini_resnet", "mini_mobilenet", "mini_fcn", "mini_inception", "mini_caffenet"])
+@pytest.mark.parametrize("name", NETS)
 def test_deploy_equals_fake_quant_within_float_rounding(name, golden, tmp_path):
-    """Layer by layer, from the same input.
-
-    Deploy adds exactly; fake-quant adds K products in float32 from weights and data that are each rounded once, so it
-    is off by at most (K + 3) · 2^-24 · Σ|x||w|, and the bias and the sum by one rounding more.
-    """
     flow = golden_flow(name, golden, tmp_path).configure()
     flow.run()
     deploy, fake = flow.result("deploy"), flow.result("fake_quant")
-    deploy.forward(**batch(deploy, 3))
     fake.forward(**batch(fake, 3))
-    checked = 0
-    for layer in flow_layers(flow):
-        if layer.type not in WEIGHTED or not layer.HasField("integer_param"):
-            continue
-        p = layer.integer_param.input[0]
-        real = (deploy.blobs[layer.bottom[0]].data - p.offset) * np.float32(p.scale)
-        top = fake.top_names[layer.name][0]
-        fake.blobs[fake.bottom_names[layer.name][0]].data[...] = real
-        fake.forward(start=layer.name, end=layer.name)
-        result = fake.blobs[top].data.copy()
-        weight, *bias = fake.params[layer.name]
-        stored = weight.data.copy()
-        terms = stored[0].size if layer.type != "Deconvolution" else stored.shape[0] * stored[0, 0].size
-        weight.data[...] = np.abs(stored)
-        fake.blobs[fake.bottom_names[layer.name][0]].data[...] = np.abs(real)
-        if bias:
-            kept = bias[0].data.copy()
-            bias[0].data[...] = np.abs(kept)
-        fake.forward(start=layer.name, end=layer.name)
-        bound = (terms + 5) * 2.0**-24 * fake.blobs[top].data
-        weight.data[...] = stored
-        if bias:
-            bias[0].data[...] = kept
-        assert (np.abs(deploy.blobs[f"{layer.name}_int32"].shape) == result.shape).all()
-        assert (np.abs(result - deploy.blobs[top].data) <= bound).all()
-        checked += 1
-    assert checked >= 4
+    checked = check_every_layer(fake, deploy, flow.result_files("deploy")[0])
+    assert sum(checked.values()) == len(read_caffe_record(flow.out("quant_param_record.txt")))
 
 
 def test_no_float_weights_remain(golden, tmp_path):
@@ -282,7 +253,7 @@ def test_flipping_one_weight_bit_changes_the_output(text, golden, tmp_path):
         if layer.type not in WEIGHTED:
             continue
         content = bytearray(layer.blobs[0].int8_data)
-        content[len(content) // 2] ^= 4
+        content[len(content) // 2] ^= 64
         original, layer.blobs[0].int8_data = layer.blobs[0].int8_data, bytes(content)
         other = tmp_path / "flipped.caffemodel"
         other.write_bytes(stored.SerializeToString())

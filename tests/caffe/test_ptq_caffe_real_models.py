@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 from PIL import Image
 from ptq_caffe_flow import Flow, cosine, prototxt
+from ptq_caffe_layers import check_every_layer
+from test_ptq_caffe_types import OFF_BY_DEFAULT
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
+from amct.config.caffe_types import CAFFE_TYPES
 from amct.record import read_caffe_record
 
 pytestmark = pytest.mark.assets
+ON_BY_DEFAULT = set(CAFFE_TYPES) - set(OFF_BY_DEFAULT)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,7 @@ class RealFlow(Flow):
             run(net, each)
         amct.save_model(graph, "Both", str(self.prefix))
         self.check_coverage()
+        self.check_layers(batches[0][:1])
         return graph
 
     def net(self, model, weights, **options):
@@ -47,16 +52,28 @@ class RealFlow(Flow):
         return self.fill(self.net(*files, keep_blobs=False), batches)
 
     def check_coverage(self):
-        """All layers that the config switches on are in the result, and these are all that can be and are on."""
+        """The quantized layers are all that can be and are on by default: by the table, by the config, by the files."""
+        original = self.original()  # of the types that are on, fusion removes none; the engine adds Split layers
+        written = [name for name in original.layer_names if not name.endswith("_split")]
+        possible = {name for name in written if original.layer_dict[name].type in ON_BY_DEFAULT}
         config = json.loads(self.config.read_text())
         enabled = {key for key, value in config.items() if isinstance(value, dict) and value.get("quant_enable")}
         record = set(read_caffe_record(self.out("quant_param_record.txt")))
         layers = prototxt(self.result_files("deploy")[0]).layer
         fused = json.loads(self.out("quant.json").read_text())
-        print(f"{self.model.name}: {len(record)} of {len(enabled)} layers that are on are quantized")
-        assert record == enabled
-        assert len([layer for layer in layers if layer.type == "Quant"]) >= len(record)
+        print(f"{self.model.name}: {len(record)} of {len(possible)} layers that can be and are on are quantized")
+        assert record == enabled == possible
+        assert {layer.name for layer in layers if layer.HasField("integer_param")} == record
         assert {name for name, each in fused["layers"].items() if each["quantized"]} == record
+
+    def check_layers(self, batch):
+        """Deploy against fake-quant, layer by layer, from the same inputs."""
+        fake, deploy = (self.net(*self.result_files(kind)) for kind in ("fake_quant", "deploy"))
+        run(fake, batch)
+        run(deploy, batch)
+        checked = check_every_layer(fake, deploy, self.result_files("deploy")[0])
+        print(f"{self.model.name}: deploy equals fake-quant in {dict(checked)}")
+        assert sum(checked.values()) == len(read_caffe_record(self.out("quant_param_record.txt")))
 
 
 def run(net, batch):
