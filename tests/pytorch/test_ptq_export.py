@@ -226,3 +226,15 @@ def test_data_dependent_control_flow_is_calibrated_and_the_export_names_the_line
     assert flow.record.exists()
     with pytest.raises(ExportError, match=r"test_ptq_export\.py:\d+: .*x\.sum\(\) > 0"):
         flow.save()
+
+
+def test_a_pooling_that_rounds_up_and_counts_padding_divides_by_what_torch_divides_by(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, 1, ceil_mode=True)).eval()
+    x = images()
+    quantized = amct.quantize(model, x)
+    quantized.save(tmp_path / "q", formats=("qdq", "fake_quant"))
+    # Half a step of the pooling's input, one of its output (no larger), and what the convolution before it lost.
+    bound = 2 * quantized.record["1"].scale_d + quantized.compare(x)[0].largest_error
+    for file in ("q_qdq_model.onnx", "q_fake_quant_model.onnx"):
+        assert difference(run_onnx(tmp_path / file, model, x), run_torch(model, x)) <= bound

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding, LayerKind
+from amct.export.pool_padding import with_pads_apart
 from amct.export.writer import check_opset, model_opset
 from amct.pytorch.arrays import as_array
 from amct.pytorch.onnx_layers import place_layers
@@ -96,7 +97,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     name_dimensions(converted.model, traced.names)
     kinds = {name: _KINDS[facts.type] for name, facts in traced.layers.items()}
     placed = place_layers(_simplified(converted.model), fused, kinds)
-    model = lower_opset(placed.model, opset)
+    model = with_pads_apart(lower_opset(placed.model, opset))
     _finish(model, opset)
     _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
     bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
