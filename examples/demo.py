@@ -65,7 +65,7 @@ def table_of(examples: list[Example], figures: list[tuple[Figures, Figures]]) ->
     for example in examples:
         table.add_column(example.title, justify="right", overflow="fold")
     add_pair(table, "accuracy", [[f"{file.accuracy:.2f} %" for file in pair] for pair in figures])
-    add_pair(table, "file", [[f"{file.size / 1024:.0f} kB" for file in pair] for pair in figures])
+    add_pair(table, "file", [[f"{file.size / 1000:.0f} kB" for file in pair] for pair in figures])
     add_pair(table, "64 images", [[f"{file.latency:.2f} ms" for file in pair] for pair in figures])
     table.add_row("most harmed layer", *(example.most_harmed for example in examples), end_section=True)
     table.add_row("report", *(str(example.report) for example in examples))

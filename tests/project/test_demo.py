@@ -69,8 +69,8 @@ def test_one_table_for_both_networks(demo):
 def test_the_table_shows_the_sizes_of_the_files(demo):
     result, folder = demo
     lenet, _, cnn, _ = row(result.stdout, "file, INT8 (QDQ)")
-    assert int(lenet) == round((folder / "out/demo/lenet_qdq_model.onnx").stat().st_size / 1024)
-    assert int(cnn) == round((folder / "out/demo/cnn_qdq_model.onnx").stat().st_size / 1024)
+    assert int(lenet) == round((folder / "out/demo/lenet_qdq_model.onnx").stat().st_size / 1000)
+    assert int(cnn) == round((folder / "out/demo/cnn_qdq_model.onnx").stat().st_size / 1000)
 
 
 @pytest.mark.usefixtures("examples")
