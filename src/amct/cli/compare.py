@@ -56,7 +56,10 @@ def _as_text(result: dict[str, Any], count: int) -> str:
     if "top1" in result:
         lines.append(f"top-1      {result['top1']['float']:.2%} in float, {result['top1']['quantized']:.2%} quantized")
     header = ("output", "SQNR", "cosine")
-    lines += ["", *aligned([header, *(_cells(row, "output") for row in result["outputs"])])]
+    if result["outputs"]:
+        lines += ["", *aligned([header, *(_cells(row, "output") for row in result["outputs"])])]
+    else:
+        lines += ["", "no outputs were compared: they have no common shape"]
     worst = most_harmed(result["layers"], count)
     if worst:
         header = ("layer", "SQNR", "cosine")

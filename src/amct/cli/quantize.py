@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from amct.config.layers import LayerInfo
 
 WORST_SHOWN = 3
+NAMES_SHOWN = 6
 
 
 MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
@@ -133,11 +134,17 @@ def _quantize_onnx(model: str, options: DataOptions, config: Path | None, output
 def _as_text(result: dict[str, Any]) -> str:
     worst = most_harmed(result["layers"], WORST_SHOWN)
     lines = [f"quantized   {len(result['quantized'])} layers; {len(result['left float'])} left as they are:"]
-    lines += [f"              {reason}: {', '.join(names)}" for reason, names in _by_reason(result["left float"])]
+    lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left float"])]
     if worst:
         lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
     lines += [f"wrote       {path}" for path in result["files"]]
     return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    """The first few; all of them stand in the JSON, in quant.json and in the report."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
