@@ -72,6 +72,11 @@ def test_inspect_and_config(capsys):
     assert main(["inspect", "net.onnx"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["conv", "Conv2d", "quantized"]
+    assert lines[1].split(maxsplit=2) == [
+        "norm",
+        "BatchNormalization",
+        "folded into the layer before it, if only this one reads that layer",
+    ]
     assert lines[-1] == "2 of 5 layers are quantized by default"
     assert main(["config", "check", "bad.cfg", "--model", "net.onnx"]) == 2
     assert 'Did you mean "conv"' in capsys.readouterr().err

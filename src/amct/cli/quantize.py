@@ -187,6 +187,8 @@ def _verdict(layer: LayerInfo, dialect: str) -> str:
 
     if layer.refusal:
         return f"stays float: {layer.refusal}"
+    if dialect == "pytorch" and layer.type.startswith("BatchNorm"):
+        return "folded into the layer before it, if only this one reads that layer"
     if dialect == "pytorch":
         return "quantized" if layer.type in PTQ_TYPES else "stays float: this type cannot be quantized"
     if layer.type not in CAFFE_TYPES:
