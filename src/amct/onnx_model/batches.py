@@ -70,7 +70,7 @@ class Batches:
         given = self._inputs(batch) if self._inputs is not None else batch
         if isinstance(given, Mapping):
             values = dict(given)
-        elif isinstance(given, (tuple, list)) and not _is_plain(given):
+        elif isinstance(given, (tuple, list)):
             values = dict(zip(names, given, strict=False))
         else:
             values = {names[0]: given}
@@ -106,11 +106,6 @@ def _fits(shape: tuple[int | str | None, ...], found: tuple[int, ...]) -> bool:
     if len(shape) != len(found):
         return False
     return all(not isinstance(size, int) or size == own for size, own in zip(shape, found, strict=True))
-
-
-def _is_plain(batch: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether a list is one array written out in numbers."""
-    return bool(batch) and isinstance(batch[0], (int, float, bool))
 
 
 def _batches(data: object) -> Iterable[Any]:
