@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-from headless_chromium import Chromium
 from PIL import Image
 from report_examples import HOSTILE, small_report
 
@@ -15,13 +14,6 @@ pytestmark = pytest.mark.browser
 
 NAMES = "Array.from(document.querySelectorAll('#table tbody tr:not([hidden]) .choose'), item => item.textContent)"
 CHOSEN = "document.querySelector('#table tr.chosen .choose').textContent"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium = Chromium(tmp_path_factory.mktemp("profile"))
-    yield chromium
-    chromium.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import io
 
 import numpy as np
 import pytest
-from headless_chromium import Chromium
 from PIL import Image
 
 pytestmark = pytest.mark.browser
@@ -30,13 +29,6 @@ def page(golden, tmp_path_factory):
         quantized = amct.quantize(nets / "mini_resnet.prototxt", nets / "mini_resnet.caffemodel", list(data))
         path = quantized.report("report.html", list(data), files=quantized.save("out/net"))
     return folder / path, quantized, list(data)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium = Chromium(tmp_path_factory.mktemp("profile"))
-    yield chromium
-    chromium.close()
 
 
 @pytest.fixture

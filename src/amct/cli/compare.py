@@ -9,23 +9,17 @@ import typer
 
 from amct.cli import printing
 from amct.cli.comparison import Models, Request, Top1
-from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+from amct.cli.data_options import DataOptions, takes_data
 from amct.cli.printing import aligned, decibel, most_harmed
 
 WORST_SHOWN = 10
 
 
-def compare(  # noqa: PLR0913  a command has as many options as a user needs
+@takes_data
+def compare(
     models: Models,
     *,
-    data: DataPath,
-    size: Size = None,
-    crop: Crop = None,
-    mean: Mean = None,
-    scale: Scale = 1.0,
-    color: Color = "bgr",
-    batch_size: BatchSize = 1,
-    batches: MostBatches = None,
+    data: DataOptions,
     top1: Top1 = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
@@ -43,10 +37,7 @@ def compare(  # noqa: PLR0913  a command has as many options as a user needs
 
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
     """
-    options = DataOptions(
-        data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
-    )
-    result = Request(models=models, data=options, report=report, top1=top1).run()
+    result = Request(models=models, data=data, report=report, top1=top1).run()
     typer.echo(printing.as_json(result) if as_json else _as_text(result, worst))
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import wraps
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
 
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
-
-DataPath = Annotated[Path, typer.Option("--data", help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
-Size = Annotated[str | None, typer.Option("--size", help="Resize pictures to this size: 224 or height,width.")]
-Crop = Annotated[str | None, typer.Option("--crop", help="Then keep the middle of this size.")]
-Mean = Annotated[str | None, typer.Option("--mean", help="Subtract: 104,117,123 or a mean file.")]
-Scale = Annotated[float, typer.Option("--scale", help="Then multiply.")]
-Color = Annotated[str, typer.Option("--color", help="Channels of pictures: bgr, rgb or gray.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Samples a batch.")]
-MostBatches = Annotated[int | None, typer.Option("--batches", help="Use no more batches than this.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +29,14 @@ class DataOptions:
     Going through it reads one batch after the other, any number of times.
     """
 
-    data: Path
-    size: str | None
-    crop: str | None
-    mean: str | None
-    scale: float
-    color: str
-    batch_size: int
-    batches: int | None
+    data: Annotated[Path, typer.Option(help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
+    size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
+    crop: Annotated[str | None, typer.Option(help="Then keep the middle of this size.")] = None
+    mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None
+    scale: Annotated[float, typer.Option(help="Then multiply.")] = 1.0
+    color: Annotated[str, typer.Option(help="Channels of pictures: bgr, rgb or gray.")] = "bgr"
+    batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 1
+    batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         for values, _ in self.labelled():
@@ -77,6 +70,28 @@ class DataOptions:
             scale=self.scale,
         )
         yield from batches(open_samples(self.data, preparation), self.batch_size)
+
+
+def takes_data(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the fields of ``DataOptions`` as options, in the place of its parameter ``data``.
+
+    Typer learns a command's options from its signature, so that is what this changes.
+    """
+    given = inspect.signature(command, eval_str=True).parameters.values()
+    ours = inspect.signature(DataOptions, eval_str=True).parameters
+    place = next(index for index, parameter in enumerate(given) if parameter.name == "data")
+    parameters = [*given]
+    parameters[place : place + 1] = ours.values()
+
+    @wraps(command)
+    def with_options(**arguments: Any) -> None:  # noqa: ANN401  whatever the options are
+        options = DataOptions(**{name: arguments.pop(name) for name in ours})
+        command(data=options, **arguments)
+
+    keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    with_options.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]  # functions take any attribute
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in keyword}
+    return with_options
 
 
 def _pair(option: str, text: str | None) -> tuple[int, int] | None:

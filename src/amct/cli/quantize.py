@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from amct.cli import printing
-from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+from amct.cli.data_options import DataOptions, takes_data
 from amct.cli.model_layers import ONNX_ENDING
 from amct.cli.printing import comparison_row, most_harmed
 from amct.errors import ArgumentError
@@ -27,20 +27,14 @@ NAMES_SHOWN = 6
 MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:factory".'
 
 
-def quantize(  # noqa: PLR0913  a command has as many options as a user needs
+@takes_data
+def quantize(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
     *,
-    data: DataPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
     config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
-    size: Size = None,
-    crop: Crop = None,
-    mean: Mean = None,
-    scale: Scale = 1.0,
-    color: Color = "bgr",
-    batch_size: BatchSize = 1,
-    batches: MostBatches = None,
+    data: DataOptions,
     report: Annotated[
         bool, typer.Option("--report", help="Also write OUTPUT_report.html: what each layer lost.")
     ] = False,
@@ -52,16 +46,13 @@ def quantize(  # noqa: PLR0913  a command has as many options as a user needs
 
     Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
     """
-    options = DataOptions(
-        data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
-    )
     with few_lines():
         if weights is not None:
-            result = _quantize_caffe(model, weights, options, config, output, report)
+            result = _quantize_caffe(model, weights, data, config, output, report)
         elif model.endswith(ONNX_ENDING):
-            result = _quantize_onnx(model, options, config, output, report)
+            result = _quantize_onnx(model, data, config, output, report)
         elif ":" in model:
-            result = _quantize_torch(model, options, config, output, report)
+            result = _quantize_torch(model, data, config, output, report)
         else:
             raise ArgumentError(
                 'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '

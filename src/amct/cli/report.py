@@ -9,21 +9,15 @@ import typer
 
 from amct.cli import printing
 from amct.cli.comparison import Models, Request, Top1
-from amct.cli.data_options import BatchSize, Color, Crop, DataOptions, DataPath, Mean, MostBatches, Scale, Size
+from amct.cli.data_options import DataOptions, takes_data
 
 
-def report(  # noqa: PLR0913  a command has as many options as a user needs
+@takes_data
+def report(
     models: Models,
     *,
-    data: DataPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
-    size: Size = None,
-    crop: Crop = None,
-    mean: Mean = None,
-    scale: Scale = 1.0,
-    color: Color = "bgr",
-    batch_size: BatchSize = 1,
-    batches: MostBatches = None,
+    data: DataOptions,
     top1: Top1 = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
@@ -37,8 +31,5 @@ def report(  # noqa: PLR0913  a command has as many options as a user needs
 
     Example: amct report net.onnx out/net --data test.npz --top1 -o report.html
     """
-    options = DataOptions(
-        data=data, size=size, crop=crop, mean=mean, scale=scale, color=color, batch_size=batch_size, batches=batches
-    )
-    result = Request(models=models, data=options, report=output, top1=top1).run()
+    result = Request(models=models, data=data, report=output, top1=top1).run()
     typer.echo(printing.as_json(result) if as_json else f"wrote {output}")
