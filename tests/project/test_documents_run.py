@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import re
 import shlex
@@ -9,6 +10,8 @@ import shlex
 import pytest
 import typer
 from document_runner import NOT_CODE, PYTHON, ROOT, SHELLS, Block, Command, blocks, commands, run_command, run_page
+
+from amct.cli.app import app
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CHINESE = ROOT / "README.zh-CN.md"
@@ -68,24 +71,38 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
 # -- commands in running text ------------------------------------------------------------------------------------------
 
 
-def inline_commands():
+def every_command(command, names=()):
+    """All commands of the tree, by their words."""
+    for name in command.list_commands(typer.Context(command)):
+        inner = command.get_command(typer.Context(command), name)
+        if hasattr(inner, "list_commands"):
+            yield from every_command(inner, (*names, name))
+        else:
+            yield " ".join((*names, name)), inner
+
+
+COMMANDS = dict(every_command(typer.main.get_command(app)))
+
+
+def commands_in_text():
+    """Commands that stand in running text, and the examples of help texts."""
     for page in PAGES:
         for text in re.findall(r"`(amct [a-z][^`\n]*)`", page.read_text()):
             yield pytest.param(text, id=f"{page.name}: {text}")
+    for name, command in COMMANDS.items():
+        for text in re.findall(r"Example: (amct .*(?:\n.*\S)*)", inspect.cleandoc(command.help or "")):
+            yield pytest.param(text.replace("\n", " "), id=f"{name} --help: {text}")
 
 
-@pytest.mark.parametrize("text", list(inline_commands()))
+@pytest.mark.parametrize("text", list(commands_in_text()))
 def test_commands_in_the_text_exist_with_their_options(text):
-    from amct.cli.app import app
-
-    command = typer.main.get_command(app)
     words = [word for word in shlex.split(text)[1:] if word not in ("…", "...")]
-    while words and hasattr(command, "get_command"):
-        choices = words.pop(0).split("|")
-        found = [command.get_command(typer.Context(command), choice) for choice in choices]
-        assert all(found), f"there is no command {choices}"
-        command = found[0]
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    named = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
+    if not named:  # the name of a group
+        assert any(name.split()[: len(words)] == words for name in COMMANDS), f"there is no command {text}"
+        return
+    (name,) = named
+    known = {option for item in COMMANDS[name].params for option in (*item.opts, *item.secondary_opts)}
     assert {word for word in words if word.startswith("-")} <= known | {"--help"}
 
 
