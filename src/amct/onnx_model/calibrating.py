@@ -69,16 +69,18 @@ def calibrate(preparation: Preparation, batches: Iterable[Feeds], *, open_ended:
         CalibrationError: the data is not enough or cannot be used; names the layer.
     """
     recurrent = [name for name, weights in preparation.weights.items() if weights.layer.kind.is_recurrent]
-    session = CalibrationSession(
-        plan_streams(preparation.layers, recurrent),
-        tensors={name: MinMaxObserver() for name in preparation.between or ()},
-    )
+    observers = {name: MinMaxObserver() for name in preparation.between or ()}
+    session = CalibrationSession(plan_streams(preparation.layers, recurrent), tensors=observers)
     model, watched = watch_layers(preparation.rounded_model(), preparation)
-    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *(preparation.between or ())])
+    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])
     try:
         for feeds in batches:
             with session.batch():
-                _show(session, preparation, watched, runner.run(feeds))
+                values = runner.run(feeds)
+                _show(session, preparation, watched, values)
+                for name in observers:
+                    session.observe_tensor(name, as_tensor(values[name]))
+                del values
         if open_ended:
             session.finish()
         return session.result
@@ -100,8 +102,6 @@ def _show(
         session.observe(name, x)
         if tensors.output is not None:
             session.observe(name, tensors.hidden(values), HIDDEN)
-    for name in preparation.between or ():
-        session.observe_tensor(name, as_tensor(values[name]))
 
 
 def watch_layers(model: ModelProto, preparation: Preparation) -> tuple[ModelProto, dict[str, Watched]]:
