@@ -124,7 +124,8 @@ def _quantize_onnx(model: str, options: DataOptions, config: Path | None, output
 
 def _as_text(result: dict[str, Any]) -> str:
     worst = most_harmed(result["layers"], WORST_SHOWN)
-    lines = [f"quantized   {len(result['quantized'])} layers; {len(result['left float'])} left as they are:"]
+    left = len(result["left float"])
+    lines = [f"quantized   {len(result['quantized'])} layers; {left} left as they are{':' if left else ''}"]
     lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left float"])]
     if worst:
         lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]

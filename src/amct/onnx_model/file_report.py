@@ -266,5 +266,10 @@ def _weight_bytes(layers: Iterable[ReportedLayer]) -> tuple[float, float]:
     for each in layers:
         count = sum(rows.numel() for rows in each.rows()) if each.weight_bits else 0
         before += _FLOAT_BYTES * count
-        after += count * (each.weight_bits or 0) / 8
+        after += count * _stored_bits(each.weight_bits or 0) / 8
     return before, after
+
+
+def _stored_bits(bits: int) -> int:
+    """What a weight takes in the file: a narrow one has the integers of the next width that a file knows."""
+    return next((width for width in (4, 8, 16) if bits <= width), bits)
