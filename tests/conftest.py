@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,12 @@ settings.load_profile("amct")
 def assets_folder() -> Path:
     """The folder of real models and images: AMCT_ASSETS, or shared/assets beside the project."""
     return ASSETS
+
+
+def pytest_configure() -> None:
+    """Programs started in the background by a shell ignore Ctrl-C, and so would the programs that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
