@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,14 +20,27 @@ CHANCE = 25.0  # percent; ten classes, and a damaged net may favour a frequent o
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The output of the whole demo in an empty folder, as someone would pipe it, and the folder."""
-    folder = tmp_path_factory.mktemp("demo")
+    """The output of the whole demo in an empty folder, as someone would pipe it, and the folder.
+
+    It runs once, even when several processes share the tests of this file.
+    """
+    common = tmp_path_factory.getbasetemp()
+    folder = (common.parent if "PYTEST_XDIST_WORKER" in os.environ else common) / "demo"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            folder.mkdir()
+            run_demo(folder)
+    said = {stream: (folder / stream).read_text() for stream in ("stdout", "stderr")}
+    return SimpleNamespace(**said), folder
+
+
+def run_demo(folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("AMCT_", "PYTEST_"))}
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py"], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    program = [sys.executable, ROOT / "examples" / "demo.py"]
+    result = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+    (folder / "stdout").write_text(result.stdout)
+    (folder / "stderr").write_text(result.stderr)
     assert result.returncode == 0, result.stderr[-3000:]
-    return result, folder
 
 
 @pytest.fixture
