@@ -80,6 +80,7 @@ def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
 def _session(model: ModelProto) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores are the observers' meanwhile
     try:
         if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < EXTERNAL_THRESHOLD:
             return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
