@@ -332,7 +332,8 @@ def test_a_batch_that_takes_another_way_leaves_its_tensors_out(tmp_path):
     calibrating(images(1))
     calibrating(images(2, count=5))
     layers = {"conv2d", "conv2d_1", "conv2d_2"}
-    assert set(read_tensor_factors(tmp_path / "r.txt.qdq.json")) <= layers
+    found = read_tensor_factors(tmp_path / "r.txt.qdq.json")
+    assert {name for name, factors in found.items() if factors.mean is None} <= layers
     flow.save()
 
 

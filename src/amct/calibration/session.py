@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.config.settings import ActivationSettings
-    from amct.numerics.observer import ActivationFactors, Observer
+    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
     from amct.record import Progress
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class CalibrationSession:
         self,
         streams: Iterable[Stream],
         *,
-        tensors: Mapping[str, Observer] | None = None,
+        tensors: Mapping[str, TensorObserver] | None = None,
         on_progress: Callable[[Mapping[str, Progress]], None] | None = None,
         on_end: Callable[[CalibrationResult], None] | None = None,
     ) -> None:
@@ -244,7 +244,7 @@ class CalibrationSession:
         return {name: factors for name, observer in seen.items() if (factors := _tensor_factors(name, observer))}
 
 
-def _tensor_factors(name: str, observer: Observer) -> ActivationFactors | None:
+def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
     try:
         return observer.result()
     except AmctError as error:

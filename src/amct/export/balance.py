@@ -1,7 +1,8 @@
-"""DMQ in exported files: a layer's input is divided by its balance factors, channel by channel, before it is quantized.
+"""Balance factors in exported files: a layer's input is divided by them, channel by channel, before it is quantized.
 
 Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
-dividing its weight scales and bias gives the same integers and no node at all.
+dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, which the record
+tells, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import numpy as np
 from amct.export.binding import LayerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from amct.export.binding import TensorFactors
     from amct.export.graph import OnnxGraph
     from amct.export.layer import Layer
+    from amct.export.qdq_placement import FastPlacement
 
 
 RESCALED = "amct: output channels are divided by the balance factors of the next layer"
@@ -47,6 +50,34 @@ def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
         follower = current[id(layer.node)]
         current[id(layer.node)] = replace(follower, factors=replace(follower.factors, balance=None))
     return [current[id(layer.node)] for layer in layers]
+
+
+def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, TensorFactors]) -> list[Layer]:
+    """Balance the linear layers for whose input calibration found factors; they bring their own quantizer then.
+
+    Only where the input is computed in float: what is integer already has lost what balancing would keep.
+    """
+    balanced = []
+    for layer in layers:
+        tensor = layer.reader.input[0]
+        found = tensors.get(tensor)
+        if found is None or tensor not in placed.some or not _can_be_balanced(layer, found):
+            balanced.append(layer)
+            continue
+        placed.give_back(tensor, layer)
+        assert layer.weight is not None
+        divisor = np.asarray(found.balance, dtype=np.float32)
+        factors = replace(layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor)
+        balanced.append(replace(layer, weight=layer.weight * divisor, factors=factors))
+    return balanced
+
+
+def _can_be_balanced(layer: Layer, found: TensorFactors) -> bool:
+    factors = layer.factors
+    free = factors.balance is None and factors.integer_weight is None
+    eight_bits = factors.act_bits == factors.wts_bits == found.bits == 8
+    is_linear = layer.kind is LayerKind.LINEAR and found.balance is not None
+    return free and eight_bits and is_linear and len(found.balance or ()) == layer.channels_in
 
 
 def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:

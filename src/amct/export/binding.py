@@ -134,14 +134,24 @@ class LayerFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorFactors:
-    """Quantization factors of a tensor between layers; ``zero_point`` in -2^(b-1)..2^(b-1)-1, as ``offset_d``."""
+    """Quantization factors of a tensor between layers; ``zero_point`` in -2^(b-1)..2^(b-1)-1, as ``offset_d``.
+
+    With ``mean``, that of every channel, it is the input of a layer, whose factors the record has: these here only hold
+    for linear layers, and only with ``balance``, one factor per channel, for the input divided by that.
+    """
 
     scale: float
     zero_point: int
     bits: int = 8
+    balance: tuple[float, ...] | None = None
+    mean: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", float(_positive("scale", self.scale)[0]))
+        if self.mean is not None and not np.isfinite(self.mean).all():
+            raise RecordValueError("mean: expected finite numbers")
+        if self.balance is not None:
+            object.__setattr__(self, "balance", tuple(_positive("balance", self.balance).tolist()))
         if self.bits not in ACTIVATION_BITS:
             raise RecordValueError(f"bits: expected one of {_listed(ACTIVATION_BITS)}, got {self.bits}")
         _check_offset("zero_point", self.zero_point, self.bits)

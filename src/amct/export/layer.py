@@ -15,12 +15,14 @@ from amct.export.messages import attribute_value
 from amct.export.result import LayerReport
 from amct.numerics.affine import quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, factors_per_row, quantize_weight
+from amct.numerics.even_rounding import round_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
     from onnx import NodeProto
+    from torch import Tensor
 
 _WEIGHT_KIND = {
     LayerKind.CONV: WeightKind.CONV,
@@ -118,9 +120,22 @@ class Layer:
         return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
 
     def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """The float weight rounded anew to ``bits`` bits with a scale per output channel, and those scales."""
+        """The float weight rounded anew to ``bits`` bits with a scale per output channel, and those scales.
+
+        Of convolutions and linear layers the errors cancel each other, see ``round_evenly``.
+        """
         assert self.weight is not None
         return self._requantized(self.weight, bits)
+
+    def rounding_shift(
+        self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]
+    ) -> NDArray[np.float64]:
+        """By how much the mean of each output is too small with integer weights; ``mean`` is that of each input."""
+        assert self.weight is not None
+        error = self.weight - integers * scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
+        by_channel = error.reshape(*error.shape[:2], -1).sum(2)
+        inputs = np.repeat(mean.reshape(self.groups, -1), self.channels_out // self.groups, axis=0)
+        return np.asarray((by_channel * inputs).sum(1))
 
     def requantized_recurrent_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """As ``requantized_weight``, for R."""
@@ -197,10 +212,15 @@ class Layer:
         kind = _WEIGHT_KIND[self.kind]
         try:
             factors = arq(as_float, kind=kind, bits=bits, groups=self.groups)
-            integers = quantize_weight(as_float, factors, kind, bits, self.groups)
+            integers = self._rounded_anew(as_float, factors, bits)
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
         return integers.numpy(), factors.scale.numpy()
+
+    def _rounded_anew(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
+        if self.kind in (LayerKind.CONV, LayerKind.LINEAR):
+            return round_evenly(weight, factors.scale, bits)
+        return quantize_weight(weight, factors, _WEIGHT_KIND[self.kind], bits, self.groups)
 
 
 def layer_report(layer: Layer, inserted: Iterable[str]) -> LayerReport:

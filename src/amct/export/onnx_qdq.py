@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.balance import fold_balance, insert_balance
+from amct.export.balance import balance_inputs, fold_balance
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.finding import find_layers
 from amct.export.layer import layer_report
@@ -26,6 +26,7 @@ from amct.export.result import ExportedModel, Skip
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
     from amct.export.binding import LayerBinding
@@ -77,6 +78,10 @@ def qdq_model(
         if tensors is not None and all(layer.is_wide_float for layer in layers):
             layers = fold_balance(graph, layers)
             placed = FastPlanner(graph, layers, tensors.get).run()
+            if nodes.target is not Target.EXACT8:  # which has the record's own integers
+                layers = balance_inputs(layers, placed, tensors)
+                nodes.means = _means(layers, tensors)
+                layers = fold_balance(graph, layers)
         else:
             nodes.notes.append(_why_exact(tensors))
     reports = []
@@ -137,6 +142,17 @@ class _Asked(TensorFactors):
     """Factors that remember for which tensor they were asked, wherever the placement uses them."""
 
     tensor: str
+
+
+def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dict[str, NDArray[np.float32]]:
+    """The mean of every channel of each layer's input, as the layer reads it."""
+    means = {}
+    for layer in layers:
+        found = tensors.get(layer.reader.input[0]) if layer.weight is not None else None
+        if found is not None and found.mean is not None and len(found.mean) == layer.channels_in:
+            mean = np.asarray(found.mean, dtype=np.float32)
+            means[layer.name] = mean if layer.factors.balance is None else mean / layer.factors.balance
+    return means
 
 
 _Choice = TypeVar("_Choice", Placement, Target)
@@ -238,7 +254,7 @@ def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFa
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{name}.widen", [tensor], to=TensorProto.FLOAT)
     if is_input and layer.factors.balance is not None:
-        tensor = insert_balance(graph, layer, tensor)
+        tensor = nodes.balanced(layer, tensor)
     _, result = nodes.activation(tensor, factors, None if layer.is_wide_float else name)
     if layer.kind.is_recurrent and not layer.is_wide_float:
         return graph.add_node("Cast", f"{name}.narrow", [result], to=layer.element_type)

@@ -5,7 +5,8 @@ target      weights          for
 ==========  ===============  ===========================================================================================
 portable    int8, 7 bits     every CPU: without VNNI, pairs of uint8 · int8 products are added in 16 bits, which 8-bit
                              weights overflow; 7 bits, rounded from the float weights, cannot
-vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers
+vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs
+                             of a linear layer, rounded from the float weights with a scale per output
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
 ==========  ===============  ===========================================================================================
 
@@ -14,12 +15,14 @@ Activations are uint8: the record's integer + 128, the zero point shifted likewi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from amct.errors import ExportError
+from amct.export.balance import insert_balance
 from amct.export.binding import LayerFactors, LayerKind, TensorFactors
 from amct.export.messages import attribute_value
 from amct.export.weights import owned_name, replace_bias
@@ -54,8 +57,11 @@ class QdqNodes:
     def __init__(self, graph: OnnxGraph, target: Target) -> None:
         self.graph = graph
         self.target = target
+        self.means: dict[str, NDArray[np.float32]] = {}
+        """By layer: the mean of each channel of its input, where it is known."""
         self.notes: list[str] = []
         self._pairs: dict[tuple[str, TensorFactors], tuple[str, str]] = {}
+        self._balanced: dict[tuple[str, bytes], str] = {}
 
     def activation(self, tensor: str, factors: TensorFactors, name: str | None = None) -> tuple[str, str]:
         """Quantize and dequantize a tensor; returns the integer and the float tensor.
@@ -85,6 +91,14 @@ class QdqNodes:
         graph.add_node("DequantizeLinear", f"{base}.dequantize", [integers, *parameters], [write])
         self._pairs[write, factors] = (integers, write)
         return integers
+
+    def balanced(self, layer: Layer, tensor: str) -> str:
+        """A layer's input divided by its balance factors; layers with the same factors share it."""
+        assert layer.factors.balance is not None
+        key = (tensor, layer.factors.balance.tobytes())
+        if key not in self._balanced:
+            self._balanced[key] = insert_balance(self.graph, layer, tensor)
+        return self._balanced[key]
 
     def zero(self, factors: TensorFactors) -> NDArray[np.unsignedinteger]:
         """The integer that stands for 0.0."""
@@ -122,7 +136,7 @@ class QdqNodes:
 
     def weight_bits(self, layer: Layer) -> int:
         """How many bits the weights of a layer have in the file."""
-        return PORTABLE_BITS if self._is_requantized(layer) else layer.factors.wts_bits
+        return self._new_bits(layer) or layer.factors.wts_bits
 
     def weights(self, layer: Layer, scale_d: float) -> None:
         """Let a layer read its weights, and where that serves its bias, from integers.
@@ -143,22 +157,38 @@ class QdqNodes:
             stored, axis = _stored(layer, integers)
             self._weight(layer, 1, stored, scales, axis)
         if layer.bias is not None:
-            self._bias(layer, scales, scale_d)
+            self._bias(self._corrected(layer, integers, scales), scales, scale_d)
 
-    def _is_requantized(self, layer: Layer) -> bool:
-        if self.target is not Target.PORTABLE or layer.factors.wts_bits <= PORTABLE_BITS:
-            return False
-        return layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and layer.factors.act_bits <= 8
+    def _new_bits(self, layer: Layer) -> int | None:
+        """To how many bits the float weights are rounded anew; None: the record's own integers."""
+        factors = layer.factors
+        if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or factors.act_bits > 8:
+            return None
+        if self.target is Target.PORTABLE and factors.wts_bits > PORTABLE_BITS:
+            return PORTABLE_BITS
+        one_scale = factors.scale_w.size == 1 and factors.integer_weight is None
+        if self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale:
+            return factors.wts_bits
+        return None
 
     def _layer_weight(self, layer: Layer) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        if self._is_requantized(layer):
+        bits = self._new_bits(layer)
+        if bits is not None:
             if layer.factors.integer_weight is not None:
                 self.notes.append(
                     f'layer "{layer.name}": its ready 8-bit integers (AdaRound) do not fit target "portable"; the '
                     f'float weights were rounded to {PORTABLE_BITS} bits instead. Targets "vnni" and "exact8" keep them'
                 )
-            return layer.requantized_weight(PORTABLE_BITS)
+            return layer.requantized_weight(bits)
         return layer.integer_weight(), layer.row_scales()
+
+    def _corrected(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
+        """A layer whose bias takes back what rounding its weights anew does to the mean of its outputs."""
+        mean = self.means.get(layer.name)
+        if mean is None or self._new_bits(layer) is None:
+            return layer
+        assert layer.bias is not None
+        return replace(layer, bias=layer.bias + layer.rounding_shift(integers, scales, mean))
 
     def _weight(
         self, layer: Layer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int

@@ -68,6 +68,13 @@ class FastPlacement:
         """Factors of a tensor that is quantized."""
         return self.everyone.get(tensor) or self.some.get(tensor)
 
+    def give_back(self, tensor: str, layer: Layer) -> None:
+        """Let a layer bring its own quantizer instead of reading ``tensor``, which is computed in float, from here."""
+        self.served.discard(layer.name)
+        self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
+        if not self.readers[tensor]:
+            del self.readers[tensor], self.some[tensor]
+
 
 class FastPlanner:
     """Decides placement ``fast`` for one graph, node by node in graph order."""
@@ -264,7 +271,7 @@ class FastPlanner:
         if inherited is not None:
             return inherited
         found = self._observed(tensor)
-        if found is not None and found.bits == 8:
+        if found is not None and found.bits == 8 and found.mean is None:
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
             return TensorFactors(scale=1 / 255, zero_point=_LOWEST)

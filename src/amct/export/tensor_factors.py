@@ -4,13 +4,16 @@
 
     {"version": 1, "tensors": {"relu_3": {"scale": 0.0187, "zero_point": -128, "bits": 8}}}
 
-Names are those of the tensors in the float ONNX model; zero points are signed, as ``offset_d`` in the record.
+Names are those of the tensors in the float ONNX model; zero points are signed, as ``offset_d`` in the record. An entry
+with ``mean`` (of each channel) is the input of a layer: its factors are the record's, unless there is ``balance`` (a
+factor per channel), by which linear layers divide it first.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,6 +26,8 @@ from amct.export.binding import TensorFactors
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from amct.numerics.observer import ActivationFactors
 
 
@@ -31,6 +36,8 @@ class _Entry(BaseModel):
     scale: float
     zero_point: int
     bits: int = 8
+    balance: list[float] | None = None
+    mean: list[float] | None = None
 
 
 class _Document(BaseModel):
@@ -47,18 +54,28 @@ def tensor_factors_path(record: str | os.PathLike[str]) -> Path:
 def observed_factors(found: Mapping[str, ActivationFactors]) -> dict[str, TensorFactors]:
     """What observers of tensors between layers found, as the exporter wants it."""
     return {
-        name: TensorFactors(scale=float(factors.scale), zero_point=int(factors.offset), bits=factors.bits)
+        name: TensorFactors(
+            scale=float(factors.scale),
+            zero_point=int(factors.offset),
+            bits=factors.bits,
+            balance=_as_tuple(factors.balance),
+            mean=_as_tuple(factors.mean),
+        )
         for name, factors in found.items()
     }
 
 
+def _as_tuple(values: Tensor | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(float(f"{value:.6g}") for value in values.tolist())
+
+
 def tensor_factors_text(tensors: Mapping[str, TensorFactors]) -> str:
     """The content of the file; scales are written so that the same float32 is read back."""
-    entries = {
-        name: {"scale": factors.scale, "zero_point": factors.zero_point, "bits": factors.bits}
-        for name, factors in sorted(tensors.items())
-    }
-    return json.dumps({"version": 1, "tensors": entries}, indent=2) + "\n"
+    lines = []
+    for name, factors in sorted(tensors.items()):
+        entry = {key: value for key, value in asdict(factors).items() if value is not None}
+        lines.append(f"    {json.dumps(name)}: {json.dumps(entry)}")
+    return '{\n  "version": 1,\n  "tensors": {\n' + ",\n".join(lines) + "\n  }\n}\n"
 
 
 def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, TensorFactors]:
@@ -83,6 +100,10 @@ def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, TensorFactors
 
 def _checked(path: str | os.PathLike[str], name: str, entry: _Entry) -> TensorFactors:
     try:
-        return TensorFactors(scale=entry.scale, zero_point=entry.zero_point, bits=entry.bits)
+        balance = None if entry.balance is None else tuple(entry.balance)
+        mean = None if entry.mean is None else tuple(entry.mean)
+        return TensorFactors(
+            scale=entry.scale, zero_point=entry.zero_point, bits=entry.bits, balance=balance, mean=mean
+        )
     except AmctError as error:
         raise ParseError(f'"{os.fspath(path)}": tensor "{name}": {error}') from error

@@ -33,6 +33,10 @@ class ActivationFactors:
     """The largest value that is kept."""
     tiny: Tensor
     """True where the data was (as good as) zero, so that the scale is 1 by convention: worth a warning."""
+    balance: Tensor | None = None
+    """One factor per channel that the tensor is divided by before it is quantized; None: it is quantized as it is."""
+    mean: Tensor | None = None
+    """Of every channel, where that was watched."""
 
     @classmethod
     def from_range(
@@ -69,6 +73,23 @@ class Observer(Protocol):
 
     def result(self) -> ActivationFactors:
         """Scale and offset for all data seen so far."""
+        ...
+
+
+class TensorObserver(Protocol):
+    """The face of what watches a tensor between layers, which may turn out to need no factors."""
+
+    @property
+    def batches(self) -> int:
+        """How many tensors were observed."""
+        ...
+
+    def observe(self, x: Tensor) -> None:
+        """Take in one tensor; it is not kept alive and not changed."""
+        ...
+
+    def result(self) -> ActivationFactors | None:
+        """Scale and offset for all data seen so far, or None: nothing to be done."""
         ...
 
 

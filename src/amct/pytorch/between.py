@@ -3,7 +3,7 @@
 The exporter says which tensors it wants by their ONNX names; the float ONNX model knows which tensors of the captured
 program those are. To meet them again in the user's own forward (any batch size, no captured program), the program and
 the model are run once on the example input: where the model computes the very bits that the program has for a tensor,
-that is its place. Results of layers are seen by hooks on the layers themselves.
+that is its place. Results and inputs of layers are seen by hooks on the layers themselves.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
+from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.pytorch.arrays import as_array
 from amct.pytorch.call_places import OperationWatch, Place
 from amct.pytorch.example_inputs import example_inputs
-from amct.pytorch.layer_hooks import unwatched
+from amct.pytorch.layer_hooks import given_input, unwatched
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.program import quiet_exporters
 
@@ -34,29 +35,47 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
-    from amct.numerics.observer import Observer
+    from amct.numerics.observer import TensorObserver
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.trace import Traced
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerInput:
+    """The input of a layer: its ONNX name, where its channels are, and the weights of the linear layers that read it.
+
+    ``weight`` is None when it is not to be balanced.
+    """
+
+    tensor: str
+    channel_axis: int
+    weight: Tensor | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorWatch:
     """Where the wanted tensors are made; each place by the names (in the ONNX file) of the tensors it makes.
 
-    ``missing`` are those that were not found, and stay without factors.
+    ``missing`` are those that were not found, and stay without factors. ``given`` are layers whose input is watched
+    channel by channel.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
     operations: Mapping[Place, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    given: Mapping[str, LayerInput] = field(default_factory=dict)
 
-    def observers(self) -> dict[str, Observer]:
-        """A new observer for each tensor: cheap, because there are many and none of them feeds a layer."""
+    def observers(self) -> dict[str, TensorObserver]:
+        """A new observer for each tensor: cheap, because there are many and none of them decides what a layer gets."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
-        return {name: MinMaxObserver() for name in names}
+        channels = {
+            given.tensor: LayerInputObserver(channel_axis=given.channel_axis, weight=given.weight)
+            for given in self.given.values()
+        }
+        return {**channels, **{name: MinMaxObserver() for name in names}}
 
     def attach(self, model: nn.Module, session: CalibrationSession) -> Watching:
         """Let a session see these tensors whenever the model runs."""
@@ -73,6 +92,9 @@ class Watching:
         self._handles: list[RemovableHandle] = []
         for path, name in watch.layers.items():
             self._handles.append(model.get_submodule(path).register_forward_hook(self._shows(name)))
+        for path, given in watch.given.items():
+            hook = self._shows_input(given.tensor)
+            self._handles.append(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((place.path, place.operation) for place in watch.operations)
@@ -102,6 +124,15 @@ class Watching:
             if isinstance(tensor, torch.Tensor):
                 with unwatched():
                     self._session.observe_tensor(name, tensor)
+
+        return show
+
+    def _shows_input(self, name: str) -> Callable[..., None]:
+        def show(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = given_input(args, kwargs)
+            if x is not None:
+                with unwatched():
+                    self._session.observe_tensor(name, x)
 
         return show
 

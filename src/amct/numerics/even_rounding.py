@@ -1,0 +1,49 @@
+"""Round weights so that the errors cancel: in every kernel, then over all inputs of every output.
+
+Rounding each weight to the nearest integer leaves errors that add up by chance. Neighbouring pixels, and to a degree
+whole channels, have similar values, so what counts is the sum of the errors: where it is more than half a step, the
+weights nearest to a half are rounded the other way. No data is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.numerics.affine import integer_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def round_evenly(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The weight in integers of its scales, int8; no weight is off by a step or more, unless it is clipped.
+
+    Args:
+        weight: ``[Cout, Cin/groups, ...]``.
+        scale: one per output, ``[Cout]``, or one.
+        bits: of the integers.
+    """
+    lowest, highest = integer_range(bits)
+    exact = weight.detach().double() / scale.double().reshape(-1, *[1] * (weight.ndim - 1))
+    # What is clipped has an error of its own that others cannot make good.
+    exact = exact.clamp(lowest, highest)
+    rounded = exact.round()
+    rows, kernels = weight.shape[0], weight.shape[0] * weight.shape[1]
+    for groups in (kernels, rows) if weight.ndim > 2 else (rows,):
+        rounded = _cancelled(exact.reshape(groups, -1), rounded.reshape(groups, -1))
+    return rounded.clamp(lowest, highest).reshape(weight.shape).to(torch.int8)
+
+
+def _cancelled(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Round some values of each row the other way, so that the errors of a row sum up to half a step at most."""
+    errors = rounded - exact
+    surplus = errors.sum(1, keepdim=True).round()
+    direction = surplus.sign()
+    # The largest errors of the same sign cost least when they are turned round; one of a whole step would grow.
+    order = (errors * direction).argsort(dim=1, descending=True, stable=True)
+    chosen = torch.zeros_like(errors, dtype=torch.bool)
+    chosen.scatter_(1, order, torch.arange(errors.shape[1]).expand_as(order) < surplus.abs())
+    chosen &= errors * direction > 0
+    return rounded - chosen * direction
