@@ -66,6 +66,7 @@ def test_the_models_own_comparison_is_that_of_the_files(saved):
     folder, quantized = saved
     ours = quantized.compare(images(4))
     theirs = amct.compare(folder / "float.onnx", folder / "q_fake_quant_model.onnx", images(4))
+    assert amct.compare(folder / "float.onnx", quantized, images(4)) == theirs
     assert [layer.layer for layer in ours] == [layer.layer for layer in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.sqnr == pytest.approx(other.sqnr, abs=1e-3)  # the float side is folded in one, not in the other

@@ -7,7 +7,7 @@ compared behind it. One batch at a time is in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from amct import progress
 from amct.errors import ModelError
@@ -32,14 +32,24 @@ if TYPE_CHECKING:
     from amct.report.measuring import Measured
 
 
+@runtime_checkable
+class Simulated(Protocol):
+    """What ``quantize`` returned: a quantized model that can be run."""
+
+    @property
+    def model(self) -> ModelProto:
+        """The model by standard operators."""
+
+
 def compare(
-    float_model: AnyModel, quantized_model: AnyModel, data: object, *, inputs: BatchInputs | None = None
+    float_model: AnyModel, quantized_model: AnyModel | Simulated, data: object, *, inputs: BatchInputs | None = None
 ) -> list[LayerComparison]:
     """Run both models on data and compare the outputs of their layers, in execution order.
 
     Args:
         float_model: the original: a path, the bytes of a file or a ModelProto.
-        quantized_model: its QDQ or fake-quant form, likewise; also what another tool made, if it keeps tensor names.
+        quantized_model: its QDQ or fake-quant form, likewise, or what ``quantize`` returned; also what another tool
+            made, if it keeps tensor names.
         data: an array, a dict of arrays by input name, or an iterable of batches, as for ``quantize``.
         inputs: as for ``quantize``.
 
@@ -59,7 +69,7 @@ def compare(
 
 
 def measure(
-    float_model: AnyModel, quantized_model: AnyModel, data: object, *, inputs: BatchInputs | None = None
+    float_model: AnyModel, quantized_model: AnyModel | Simulated, data: object, *, inputs: BatchInputs | None = None
 ) -> Measured:
     """As ``compare``, with the models' outputs too; without layers in common only these.
 
@@ -67,7 +77,8 @@ def measure(
         ModelError: not even inputs and outputs correspond, or a model cannot be run.
     """
     reference = read_model(float_model, "float_model").model
-    other = read_model(quantized_model, "quantized_model", allow_quantized=True).model
+    given = quantized_model.model if isinstance(quantized_model, Simulated) else quantized_model
+    other = read_model(given, "quantized_model", allow_quantized=True).model
     pair = Pair.of(reference, other)
     batches = Batches(reference, data, inputs)
     batches.first()  # says before the models are loaded that there is no data, or that it does not fit
