@@ -16,7 +16,6 @@ from amct.calibration.session import HIDDEN
 from amct.errors import AmctError, CalibrationError
 from amct.export.finding import find_layers
 from amct.numerics.dmq import balance_activation, dmq
-from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.layers import find_all_layers, usual_factors
 from amct.onnx_model.runtime import Runner, as_tensor
 from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
@@ -69,7 +68,7 @@ def calibrate(preparation: Preparation, batches: Iterable[Feeds], *, open_ended:
         CalibrationError: the data is not enough or cannot be used; names the layer.
     """
     recurrent = [name for name, weights in preparation.weights.items() if weights.layer.kind.is_recurrent]
-    observers = {name: MinMaxObserver() for name in preparation.between or ()}
+    observers = preparation.tensor_observers()
     session = CalibrationSession(plan_streams(preparation.layers, recurrent), tensors=observers)
     model, watched = watch_layers(preparation.rounded_model(), preparation)
     runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])

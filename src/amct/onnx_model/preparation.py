@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from amct.config.plan_text import config_text
 from amct.config.settings import AdaRoundSettings
 from amct.errors import CalibrationError, ConfigError
+from amct.export.binding import LayerKind
 from amct.export.finding import find_layers
 from amct.export.onnx_qdq import observed_tensors
+from amct.numerics.layer_inputs import LayerInputObserver
+from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.folding import Folded, fold
 from amct.onnx_model.layers import Layers, find_all_layers, usual_factors
 from amct.onnx_model.weights import LayerWeights, quantize_weights
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import LayerPlan, Plan
     from amct.export.binding import LayerBinding
+    from amct.numerics.observer import TensorObserver
     from amct.onnx_model.reading import SourceModel
 
 logger = logging.getLogger(__name__)
@@ -100,6 +106,27 @@ class Preparation:
             balanced=[name for name, weights in self.weights.items() if weights.balance is not None],
             other_bits=[layer.name for layer in self.layers if layer.activation.num_bits != 8],
         )
+
+    def tensor_observers(self) -> dict[str, TensorObserver]:
+        """What watches the tensors that only the QDQ file wants: those between layers, and inputs channel by channel."""
+        if self.between is None:
+            return {}
+        return {**self._input_observers(), **{name: MinMaxObserver() for name in self.between}}
+
+    def _input_observers(self) -> dict[str, TensorObserver]:
+        """Of the inputs of 8-bit convolutions and linear layers, whose weights the QDQ file may round anew."""
+        readers: dict[str, list[LayerWeights]] = {}
+        for plan in self.layers:
+            weights = self.weights[plan.name]
+            eight_bits = plan.activation.num_bits == weights.bits == 8
+            if weights.layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and eight_bits and weights.balance is None:
+                readers.setdefault(weights.layer.reader.input[0], []).append(weights)
+        found: dict[str, TensorObserver] = {}
+        for tensor, layers in readers.items():
+            is_linear = all(weights.layer.kind is LayerKind.LINEAR for weights in layers)
+            rows = torch.cat([weights.floats[0] for weights in layers]) if is_linear else None
+            found[tensor] = LayerInputObserver(channel_axis=-1 if is_linear else 1, weight=rows)
+        return found
 
     def rounded_model(self) -> ModelProto:
         """The folded model with the quantized weights in float."""
