@@ -108,7 +108,7 @@ class Preparation:
         )
 
     def tensor_observers(self) -> dict[str, TensorObserver]:
-        """What watches the tensors that only the QDQ file wants: those between layers, and inputs channel by channel."""
+        """What watches the tensors that only the QDQ file wants: between layers, and inputs channel by channel."""
         if self.between is None:
             return {}
         return {**self._input_observers(), **{name: MinMaxObserver() for name in self.between}}
