@@ -1,6 +1,6 @@
 """The face detectors among the real models find the same boxes after quantization; SSD is with the other models.
 
-What 8 bits cannot do is shown here, with what can: see the two tests of limits.
+Where all layers in 8 bits miss the goal, the test says by how much and with which bits it is met.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def test_ultralight(name, bits, assets, tmp_path):
     """8-bit data: of faces at least half as wide as the smallest anchor. 12-bit data: of all.
 
     A third of what these nets find are the faces of crowds, three or four of 320 pixels wide: an IoU of 0.9 allows them
-    a fifth of a pixel. Rounding the data of the first layers to 8 bits moves them more (12 bits for the first half of
-    the layers alone give 96 % of all), as does noise of one level in the picture.
+    a fifth of a pixel, and of these 8 bits move one in four further. It is the data of the first half of the
+    convolutions that does it: with 12 bits there and 8 elsewhere RFB-320 has 96 % of all; with 12 bits in the other
+    half, in the heads, in the first layer or in the layers without weights it has 92 %, as with 8 bits everywhere.
     """
     flow = flow_of(assets, "ultralight_face", tmp_path, f"{name}.prototxt", f"{name}.caffemodel")
     pictures = [
@@ -61,7 +62,7 @@ def test_ultralight(name, bits, assets, tmp_path):
     print(f"{name}, {bits} bits: {found[0]} of {total[0]} boxes found again, {found[1]} of {total[1]} with tiny ones")
     assert total[0] >= 400
     assert found[0] >= NEEDED * total[0]
-    assert found[1] >= (NEEDED if bits == 12 else 0.85) * total[1]
+    assert found[1] >= (NEEDED if bits == 12 else 0.9) * total[1]
 
 
 # ------------------------------------------------------------------ MTCNN
