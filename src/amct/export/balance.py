@@ -67,8 +67,12 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
         placed.give_back(tensor, layer)
         assert layer.weight is not None
         divisor = np.asarray(found.balance, dtype=np.float32)
-        factors = replace(layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor)
-        balanced.append(replace(layer, weight=layer.weight * divisor, factors=factors))
+        weight = layer.weight * divisor
+        one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # the record's fit other weights
+        factors = replace(
+            layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor, scale_w=one_scale
+        )
+        balanced.append(replace(layer, weight=weight, factors=factors))
     return balanced
 
 
