@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from ptq_caffe_flow import Flow, batch, cosine, golden_flow, prototxt, text_flow
 from test_ptq_caffe_flow import BRANCHES, RECURRENT
 
 import amct_caffe as amct
+from amct.atomic import FileGroup
 from amct.caffe import quantize
+from amct.caffe.model_files import write_model
 from amct.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -22,7 +25,7 @@ from amct.errors import (
     RecordError,
     RecordParseError,
 )
-from amct.record import format_record, read_caffe_record
+from amct.record import CaffeRecord, format_record, read_caffe_record, write_record
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +86,103 @@ def test_older_dialect_and_skip_fusion(skip, tmp_path, caplog):
     net = flow.net(converted.model, converted.weights)
     data = batch(net, 0)
     assert cosine(net.forward(**data)["z"], flow.original().forward(**data)["z"]) > 0.99
+
+
+def with_skipping(record, names):
+    """A record whose entries of these layers say skip_fusion."""
+    entries = {name: replace(entry, skip_fusion=name in names) for name, entry in record.items()}
+    return CaffeRecord(entries)
+
+
+TWO = """
+layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "first" type: "Convolution" bottom: "x" top: "a" convolution_param { num_output: 4 kernel_size: 3 } }
+layer { name: "bn1" type: "BatchNorm" bottom: "a" top: "a" }
+layer { name: "scale1" type: "Scale" bottom: "a" top: "a" scale_param { bias_term: true } }
+layer { name: "relu" type: "ReLU" bottom: "a" top: "a" }
+layer { name: "second" type: "Convolution" bottom: "a" top: "b" convolution_param { num_output: 5 kernel_size: 3 } }
+layer { name: "bn2" type: "BatchNorm" bottom: "b" top: "b" }
+layer { name: "fc" type: "InnerProduct" bottom: "b" top: "fc" inner_product_param { num_output: 3 } }
+"""
+SAME = (
+    "deploy_model.prototxt",
+    "deploy_weights.caffemodel",
+    "fake_quant_model.prototxt",
+    "fake_quant_weights.caffemodel",
+)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "standing"),
+    [
+        ((), set()),
+        (("first",), {"bn1", "scale1"}),
+        (("second",), {"bn2"}),
+        (("first", "second"), {"bn1", "scale1", "bn2"}),
+    ],
+    ids=["all fused", "the second fused", "the first fused", "nothing fused"],
+)
+def test_fused_and_unfused_records(skipped, standing, tmp_path):
+    """A flow that leaves some layers unfused, and its record with skip_fusion for these: the same models."""
+
+    def change(config):
+        config["skip_fusion_layers"] = list(skipped)
+
+    flow = text_flow(TWO, tmp_path).configure(change=change)
+    flow.run()
+    record = with_skipping(read_caffe_record(flow.out("quant_param_record.txt")), skipped)
+    write_record(record, tmp_path / "given.txt")
+    converted = convert(flow, tmp_path / "given.txt")
+    names = {layer.name for layer in prototxt(converted.model).layer}
+    assert names & {"bn1", "scale1", "bn2"} == standing
+    for name in SAME:
+        assert (tmp_path / "conv" / f"net_{name}").read_bytes() == flow.out(name).read_bytes()
+
+
+def test_a_model_that_the_user_has_fused(tmp_path):
+    """The guide's rule: factors of fused layers go with a fused model. It has nothing to fold and gives the same."""
+    flow = text_flow(TWO, tmp_path).configure()
+    graph = flow.run()
+    (tmp_path / "fused").mkdir()
+    fused = Flow(tmp_path / "fused", tmp_path / "fused" / "net.prototxt", tmp_path / "fused" / "net.caffemodel")
+    with FileGroup() as group:
+        write_model(group, graph.model, fused.model, fused.weights)
+    assert {layer.type for layer in prototxt(fused.model).layer} == {"Input", "Convolution", "ReLU", "InnerProduct"}
+    convert(fused, flow.out("quant_param_record.txt"))
+    for name in SAME:
+        assert (fused.folder / "conv" / f"net_{name}").read_bytes() == flow.out(name).read_bytes()
+
+
+def test_factors_of_unfused_layers_do_not_go_with_fusion(tmp_path):
+    """The record of the unfused net without skip_fusion: the factors are taken for those of the fused weights."""
+    flow = text_flow(TWO, tmp_path).configure(change=lambda config: config.update(do_fusion=False))
+    flow.run()
+    converted = convert(flow, flow.out("quant_param_record.txt"))
+    assert not {"bn1", "scale1", "bn2"} & {layer.name for layer in prototxt(converted.model).layer}
+    given = read_caffe_record(flow.out("quant_param_record.txt"))
+    written = read_caffe_record(tmp_path / "conv" / "net_quant_param_record.txt")
+    assert written["first"].scale_w == given["first"].scale_w
+
+
+def test_older_dialect_equals_todays(tmp_path):
+    """scale_d and offset_d directly in value are those of input 0, whatever comes with them."""
+    flow = text_flow(CONVOLUTION, tmp_path)
+    old = tmp_path / "old.txt"
+    old.write_text(OLD % "")
+    convert(flow, old)
+    before = {name: (tmp_path / "conv" / f"net_{name}").read_bytes() for name in (*SAME, "quant_param_record.txt")}
+    today = (
+        (OLD % "")
+        .replace("scale_d: 0.03 offset_d: 2", "")
+        .replace("shift_bit: 1 shift_bit: 1 shift_bit: 1", "record_d { scale_d: 0.03 offset_d: 2 index: 0 }")
+    )
+    old.write_text(today)
+    convert(flow, old)
+    assert before == {name: (tmp_path / "conv" / f"net_{name}").read_bytes() for name in before}
+    # the guide's sample has both forms in one entry: the one with the index counts
+    old.write_text(today.replace('key: "conv" value {', 'key: "conv" value { scale_d: 0.5 offset_d: 7'))
+    convert(flow, old)
+    assert before == {name: (tmp_path / "conv" / f"net_{name}").read_bytes() for name in before}
 
 
 def test_convert_refuses(tmp_path):
