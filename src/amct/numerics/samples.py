@@ -43,6 +43,11 @@ class Samples:
         """All values are still at hand."""
         return self._counts is None
 
+    def expect(self, values: int) -> None:
+        """So many values will come, of one channel: more than can be kept are counted from the first one on."""
+        if values > EXACT_LIMIT and self._counts is None and not self._pieces:
+            self._counts = ValueCounts.none()
+
     def add(self, x: Tensor) -> None:
         """Take in one batch; a refused batch leaves everything as it was."""
         rows = self.range.add(x)
@@ -144,6 +149,11 @@ class SamplingObserver(ABC):
     def exact(self) -> bool:
         """The search runs on the values themselves, not on their histogram."""
         return self._samples.exact
+
+    def expect(self, values: int) -> None:
+        """Say beforehand how many values will come: nothing else is chosen, but memory does not peak on the way."""
+        if self.channel_axis is None:
+            self._samples.expect(values)
 
     def observe(self, x: Tensor) -> None:
         """Take in one tensor; it is not kept alive and not changed."""

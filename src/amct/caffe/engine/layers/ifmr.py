@@ -1,7 +1,8 @@
 """The layer that calibrates: it passes its bottom on, watches it, and writes the factors into the record file.
 
-Where several IFMR layers see the same values (``factors_from``), one of them watches for all. All that a net finds is
-written at once, when its last IFMR layer is ready: one change of the file instead of a hundred.
+Where several IFMR layers see the same values (``factors_from``), one of them watches for all. What a net finds is
+sought and written at once, when its last IFMR layer has seen its batches: one change of the file instead of a hundred,
+and a calibration with one batch remembers as much as one with many.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from amct.record import DataFactors, update_inputs
 from amct.record.float32 import shortest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -33,16 +34,16 @@ IMAGE_AXES = 4
 
 
 class Findings:
-    """What the IFMR layers of a net have found for one record file and not written yet."""
+    """What the IFMR layers of a net find for one record file: sought and written when the last of them is ready."""
 
     def __init__(self, record_file: str) -> None:
         self.record_file = record_file
         self._counting: set[str] = set()
-        self._found: dict[str, list[DataFactors]] = {}
+        self._ready: list[IFMR] = []
         self._log_started = False
 
     def expect(self, layer: str) -> None:
-        """Wait for one more layer before writing."""
+        """Wait for one more layer."""
         self._counting.add(layer)
 
     def start_log(self) -> None:
@@ -51,19 +52,20 @@ class Findings:
             log.start("amct_caffe")
         self._log_started = True
 
-    def add(self, owner: str, factors: DataFactors) -> None:
-        """Keep the factors of an input of a layer until they are written."""
-        self._found.setdefault(owner, []).append(factors)
-
-    def ready(self, layer: str) -> None:
-        """A layer has seen its batches; the last one writes for all."""
-        self._counting.discard(layer)
+    def ready(self, layer: IFMR) -> None:
+        """A layer has seen its batches."""
+        self._ready.append(layer)
+        self._counting.discard(layer.name)
         if not self._counting:
             self.write()
 
     def write(self) -> None:
-        """Write what there is."""
-        found, self._found = self._found, {}
+        """Search the factors of the layers that are ready, and write them."""
+        ready, self._ready = self._ready, []
+        found: dict[str, list[DataFactors]] = {}
+        for layer in ready:
+            for owner, factors in layer.found():
+                found.setdefault(owner, []).append(factors)
         if not found:
             return
         update_inputs(self.record_file, found)
@@ -145,23 +147,26 @@ class IFMR(Layer):
     def _observe(self, x: torch.Tensor) -> None:
         if self.seen == 0:
             self.findings.start_log()
+            self.observer.expect(x.numel() * self._needed)
         try:
             self.observer.observe(x)
-            self.seen += 1
-            factors = self.observer.result() if self.seen == self.options.batch_num else None
         except AmctError as error:
-            prefix = "IfmrQuantWithOffset" if self.options.with_offset else "IfmrQuantWithoutOffset"
-            raise CalibrationError(
-                f'layer "{self.objects[0]}", input {self.options.index}, batch {self.seen + 1}: {prefix} scale is '
-                f"illegal: {error}"
-            ) from error
+            raise self._illegal(error) from error
+        self.seen += 1
         for name in self.objects:
             logger.info("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
-        if factors is not None:
-            self._finish(factors)
+        if self.seen == self._needed:
+            self.findings.ready(self)
         if self.options.reports_progress:
             progress = dict.fromkeys(self.objects, (self.seen, self._needed))
             RecordFiles(self.options.record_file_path).note(progress)
+
+    def _illegal(self, error: AmctError) -> CalibrationError:
+        prefix = "IfmrQuantWithOffset" if self.options.with_offset else "IfmrQuantWithoutOffset"
+        batch = min(self.seen + 1, self._needed)
+        return CalibrationError(
+            f'layer "{self.objects[0]}", input {self.options.index}, batch {batch}: {prefix} scale is illegal: {error}'
+        )
 
     @property
     def objects(self) -> list[str]:
@@ -173,28 +178,35 @@ class IFMR(Layer):
         needed: int = self.options.batch_num
         return needed
 
-    def _finish(self, factors: ActivationFactors) -> None:
-        """Hand on the factors and forget the data."""
-        for layer in (self, *self.followers):
-            layer.take(factors, layer.shape or self.shape)
-        self.findings.ready(self.name)
-        self.observer = self._new_observer()
+    def found(self) -> Iterator[tuple[str, DataFactors]]:
+        """Search, forget the data, and say for which layers which factors were found.
 
-    def take(self, factors: ActivationFactors, shape: Shape | None) -> None:
-        """These are the factors of this layer's bottom."""
+        Raises:
+            CalibrationError: the data has no legal factors.
+        """
+        try:
+            factors = self.observer.result()
+        except AmctError as error:
+            raise self._illegal(error) from error
+        self.observer = self._new_observer()
+        for layer in (self, *self.followers):
+            entry = layer.entry(factors, layer.shape or self.shape)
+            for name in layer.objects:
+                if bool(factors.tiny):
+                    logger.warning(
+                        'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, entry.index
+                    )
+                yield name, entry
+
+    def entry(self, factors: ActivationFactors, shape: Shape | None) -> DataFactors:
+        """What the record says of this layer's bottom."""
         sizes = {}
         if shape is not None and len(shape) == IMAGE_AXES:
             sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True))
-        found = DataFactors(
+        return DataFactors(
             index=self.options.index,
             scale=float(factors.scale),
             offset=int(factors.offset),
             num_bits=factors.bits,
             **sizes,
         )
-        for name in self.objects:
-            if bool(factors.tiny):
-                logger.warning(
-                    'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, found.index
-                )
-            self.findings.add(name, found)
