@@ -7,6 +7,7 @@ the built-in that AMCT raises in the same place::
     ├── ArgumentError            (ValueError)    a value passed to a function cannot be used
     │   └── ArgumentTypeError    (TypeError)     ... because it has the wrong type
     ├── FileError                (OSError)       a file or folder is missing, unreadable or cannot be written
+    │   └── MissingFileError     (FileNotFoundError)  ... because it does not exist
     ├── ParseError               (ValueError)    a file is not what its format says (text, JSON, binary)
     ├── ConfigError              (ValueError)    a config is readable but wrong
     │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
@@ -87,6 +88,10 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 class FileError(AmctError, OSError):
     """A file or folder is missing, unreadable or cannot be written."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file that is to be read does not exist; what ``except FileNotFoundError`` of older scripts waits for."""
 
 
 class ParseError(AmctError, ValueError):

@@ -19,7 +19,7 @@ from amct.atomic._disk import (
 )
 from amct.atomic._names import TEMPORARY, new_path, temporary_path
 from amct.atomic._recovery import complete, locked, recover, write_journal
-from amct.errors import ArgumentError, FileError, did_you_mean
+from amct.errors import ArgumentError, FileError, MissingFileError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,7 +143,8 @@ def read_bytes(path: AnyPath) -> bytes:
     """Read a whole file, after an interrupted write to its folder was put right.
 
     Raises:
-        FileError: It does not exist (the nearest name beside it is named) or cannot be read.
+        MissingFileError: It does not exist; the nearest name beside it is named.
+        FileError: It cannot be read.
     """
     file = Path(path)
     folder = real_path(file).parent
@@ -152,7 +153,7 @@ def read_bytes(path: AnyPath) -> bytes:
         return file.read_bytes()
     except FileNotFoundError as error:
         beside = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        raise FileError(f'"{file}" does not exist.{did_you_mean(file.name, beside)}') from error
+        raise MissingFileError(f'"{file}" does not exist.{did_you_mean(file.name, beside)}') from error
     except (OSError, ValueError) as error:
         if isinstance(error, FileError):
             raise
