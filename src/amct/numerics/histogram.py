@@ -177,22 +177,11 @@ class FloatHistogram:
 
     def _edge(self, *, negative: bool) -> float:
         """The smallest border of bins beyond which at most ``tail`` values of one sign lie; always above zero."""
-        seen = 0
         first = _BLOCKS // 2 if negative else 0
-        for block in reversed(range(_BLOCKS // 2)):
-            begin = int(self._first_bin[0, first + block])
-            if begin < 0:
-                continue
-            count = self._counts[begin : begin + (1 << self.mantissa_bits)]
-            total = int(count.sum())
-            if seen + total > self.tail:
-                beyond = np.cumsum(count[::-1]) + seen
-                fitting = int(np.searchsorted(beyond, self.tail, side="right"))
-                place = (block << self.mantissa_bits) + (1 << self.mantissa_bits) - fitting
-                edge = float(self._value(np.array([place]))[0])
-                return edge if edge < 2.0**128 else np.inf  # the outermost bin alone holds too many
-            seen += total
-        return float(self._value(np.array([1]))[0])  # zero itself and what shares its bin are never a tail
+        first_bin = self._first_bin[0, first : first + _BLOCKS // 2]
+        place = _tail_begin(first_bin, self._counts, self.mantissa_bits, self.tail)
+        edge = float(self._value(np.array([max(place, 1)]))[0])  # zero and what shares its bin are never a tail
+        return edge if edge < 2.0**128 else np.inf  # the outermost bin alone holds too many
 
     def _keep_tail(self, *found: NDArray[np.float32]) -> None:
         """Add values to the tails and drop those that no longer belong."""
@@ -282,6 +271,26 @@ class FloatHistogram:
         """Double the room for blocks."""
         room = max(self._counts.size, 1 << self.mantissa_bits)
         self._counts = np.concatenate([self._counts, np.zeros(room, np.int64)])
+
+
+@compiled
+def _tail_begin(first_bin: Counts, counts: Counts, mantissa_bits: int, tail: int) -> int:
+    """The magnitude of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
+    seen = 0
+    for block in range(first_bin.size - 1, -1, -1):
+        begin = first_bin[block]
+        if begin < 0:
+            continue
+        total = counts[begin : begin + (1 << mantissa_bits)].sum()
+        if seen + total <= tail:
+            seen += total
+            continue
+        place = (1 << mantissa_bits) - 1
+        while seen + counts[begin + place] <= tail:
+            seen += counts[begin + place]
+            place -= 1
+        return (block << mantissa_bits) + place + 1
+    return 0
 
 
 @compiled

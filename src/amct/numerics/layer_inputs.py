@@ -23,8 +23,9 @@ from amct.numerics.affine import SymmetricScale
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import ActivationFactors, finite_range
 
-POSITIONS = 64
-"""Of one picture (or series): enough for a mean, and cheap beside the convolution that reads it."""
+PICTURES, POSITIONS = 16, 64
+"""So many of a batch, and of a picture (or series), are looked at: enough for a mean, and cheap beside the convolution
+that reads them, because most of the input need not be fetched from memory again."""
 STRENGTHS = tuple(np.arange(0.5, 0.95, 0.05).round(2).tolist())
 """How much of the difficulty the weights take: the best of these is found from the expected noise."""
 WORTH_IT = 2.0
@@ -71,7 +72,7 @@ class LayerInputObserver:
         if x.numel():
             others = [axis for axis in range(x.ndim) if axis != self.channel_axis % x.ndim]
             total = x.sum(others)
-            if not bool(total.isfinite().all()):
+            if not math.isfinite(float(total.sum())):
                 finite_range(x.reshape(1, -1))  # says what is wrong
             self._sum = self._sum + total.double().cpu()
             self._count += x.numel() // channels
@@ -123,7 +124,8 @@ class LayerInputObserver:
 
 
 def _thinned(x: Tensor) -> Tensor:
-    """Some positions of the input of a convolution, evenly spread."""
+    """Some pictures of the input of a convolution and some positions of each, evenly spread."""
     places = x.ndim - 2
+    x = x[:: max(1, math.ceil(x.shape[0] / PICTURES))]
     step = max(1, math.ceil((math.prod(x.shape[2:]) / POSITIONS) ** (1 / max(places, 1))))
     return x[(slice(None), slice(None)) + (slice(step // 2, None, step),) * places]
