@@ -107,6 +107,8 @@ def plain(node, inputs):
         return x.mean(tuple(range(2, x.ndim)), keepdims=True, dtype=x.dtype)
     if node.op_type == "Flatten":
         return x.reshape(x.shape[0], -1)
+    if node.op_type == "Reshape":
+        return x.reshape(inputs[1])
     if node.op_type == "Unsqueeze":
         return np.expand_dims(x, tuple(inputs[1]))
     if node.op_type == "Squeeze":
