@@ -45,7 +45,7 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
     where = watched_blobs(model.layers, plans)
     shared: dict[object, ProtoMessage] = {}
     watching: dict[object, ProtoMessage] = {}
-    following: list[tuple[ProtoMessage, object]] = []
+    following: list[tuple[ProtoMessage, tuple[str, object]]] = []
     result: list[ProtoMessage] = []
     for layer in model.layers:
         plan = plans.get(layer.name)
@@ -67,8 +67,8 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
             else:
                 following.append((made, source))
         result.append(layer)
-    for made, source in following:
-        made.ifmr_param.factors_from = watching[source].name
+    for follower, watched in following:
+        follower.ifmr_param.factors_from = watching[watched].name
     if watching:
         list(watching.values())[-1].ifmr_param.reports_progress = True
     model.set_layers(result)
