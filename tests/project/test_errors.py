@@ -11,6 +11,7 @@ BUILT_IN = {
     "ArgumentError": ValueError,
     "ArgumentTypeError": TypeError,
     "FileError": OSError,
+    "MissingFileError": FileNotFoundError,
     "ParseError": ValueError,
     "ConfigError": ValueError,
     "ConfigTypeError": TypeError,
