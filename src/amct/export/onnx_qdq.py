@@ -76,6 +76,7 @@ def qdq_model(
     placed = FastPlacement()
     if _choice(Placement, placement, "placement") is Placement.FAST:
         if tensors is not None and all(layer.is_wide_float for layer in layers):
+            nodes.fast = True
             layers = fold_balance(graph, layers)
             placed = FastPlanner(graph, layers, tensors.get).run()
             if nodes.target is not Target.EXACT8:  # which has the record's own integers

@@ -6,7 +6,7 @@ target      weights          for
 portable    int8, 7 bits     every CPU: without VNNI, pairs of uint8 · int8 products are added in 16 bits, which 8-bit
                              weights overflow; 7 bits, rounded from the float weights, cannot
 vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs
-                             of a linear layer, rounded from the float weights with a scale per output
+                             of a linear layer, placement fast rounds the float weights with a scale per output
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
 ==========  ===============  ===========================================================================================
 
@@ -57,6 +57,8 @@ class QdqNodes:
     def __init__(self, graph: OnnxGraph, target: Target) -> None:
         self.graph = graph
         self.target = target
+        self.fast = False
+        """Placement fast: the file may depart from the record where that brings it nearer to the float model."""
         self.means: dict[str, NDArray[np.float32]] = {}
         """By layer: the mean of each channel of its input, where it is known."""
         self.notes: list[str] = []
@@ -167,7 +169,7 @@ class QdqNodes:
         if self.target is Target.PORTABLE and factors.wts_bits > PORTABLE_BITS:
             return PORTABLE_BITS
         one_scale = factors.scale_w.size == 1 and factors.integer_weight is None
-        if self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale:
+        if self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale:
             return factors.wts_bits
         return None
 
