@@ -14,7 +14,7 @@ from observer_storage import STORAGES, storage
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, dequantize, quantize
-from amct.numerics.ifmr import IfmrObserver, rank_of
+from amct.numerics.ifmr import IfmrObserver, SortedValues, rank_of
 from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
@@ -341,3 +341,30 @@ def test_only_like_observers_merge():
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ArgumentError, match=message):
         IfmrObserver(**settings)
+
+
+@pytest.mark.parametrize("asymmetric", [True, False])
+@pytest.mark.parametrize("kind", ["normal", "half", "tailed", "whole numbers", "on the grid"])
+def test_many_values_are_searched_as_one_by_one(kind, asymmetric):
+    """With many values for each integer their sums are used; the choice is that of every value by itself, ties too."""
+    random = np.random.default_rng(3)
+    count = 64 * 256 + 1000
+    made = {
+        "normal": random.standard_normal(count) * 30,
+        "half": np.abs(random.standard_normal(count)),
+        "tailed": np.maximum(random.standard_t(3, count), 0),
+        "whole numbers": random.integers(-100, 150, count),
+        "on the grid": random.integers(0, 4, count) * 0.5,
+    }[kind]
+    values = np.sort(made.astype(np.float32))
+    candidates = IfmrObserver(asymmetric=asymmetric)._candidates(min(0.0, float(values[0])), float(values[-1]))
+    limits = [limit.astype(np.float32) for limit in (candidates.lower, candidates.upper, candidates.scale)]
+    lower, upper, scale = (limit[:, None] for limit in limits)
+    rounded = np.rint(np.clip(values, lower, upper) / scale) * scale
+    wanted = ((rounded - values).astype(np.float64) ** 2).mean(axis=1)
+    losses = SortedValues(values).losses(candidates)
+    # float64 sums of 17 000 squares, and a float32 rounding (2^-24) of each clipped difference
+    np.testing.assert_allclose(losses, wanted, rtol=2**-22, atol=2.0**-40 * float((values**2).mean()))
+    assert losses[np.argmin(losses)] == pytest.approx(wanted.min(), rel=2**-40, abs=1e-30)
+    if kind == "on the grid":
+        assert np.argmin(losses) == np.argmin(wanted)

@@ -92,3 +92,26 @@ def test_a_refused_merge_changes_nothing():
     with pytest.raises(ArgumentError, match="2 before, now 3"):
         first.merge(second)
     assert (first.merged, first.range.batches, first.range.count) == (False, 1, 6)
+
+
+def test_values_that_will_be_many_are_counted_at_once_and_the_choice_is_the_same():
+    batches = [batch(seed) for seed in range(7)]
+    told, plain = IfmrObserver(), IfmrObserver()
+    told.expect(sum(each.numel() for each in batches))
+    for each in batches:
+        told.observe(each)
+        plain.observe(each)
+        assert not told.exact
+    assert not plain.exact
+    assert told.result() == plain.result()
+
+
+def test_values_that_will_be_few_are_kept():
+    observer = IfmrObserver()
+    observer.expect(EXACT_LIMIT)
+    observer.observe(batch(0))
+    observer.expect(EXACT_LIMIT + 1)  # too late to matter
+    assert observer.exact
+    per_channel = IfmrObserver(channel_axis=0)
+    per_channel.expect(EXACT_LIMIT + 1)
+    assert per_channel.exact

@@ -28,6 +28,7 @@ from amct.record import (
     read_record,
     update,
     update_input,
+    update_inputs,
     update_with,
     write_record,
 )
@@ -226,3 +227,21 @@ def test_factors_of_an_input_of_the_older_dialect(tmp_path):
     file.write_text('record {\n  key: "conv"\n  value {\n    scale_d: 0.5\n    offset_d: 1\n  }\n}\n')
     update_input(file, "conv", DataFactors(index=1, scale=0.25, offset=2, num_bits=8))
     assert [(data.index, data.scale) for data in read_caffe_record(file)["conv"].record_d] == [(0, 0.5), (1, 0.25)]
+
+
+def test_factors_of_many_inputs_at_once_are_those_of_one_after_another(tmp_path):
+    weights = CaffeLayerRecord(scale_w=(0.1, 0.25), offset_w=(0, 0), num_bits_w=8, object_layer="conv")
+    known = CaffeLayerRecord().with_input(DataFactors(index=1, scale=0.3, offset=1, num_bits=8))
+    once, one_by_one = tmp_path / "once.txt", tmp_path / "one_by_one.txt"
+    for file in (once, one_by_one):
+        write_record(CaffeRecord({"conv": weights, "known": known, "other": weights}), file)
+    found = {
+        name: [DataFactors(index=index, scale=0.5 + index, offset=-index, num_bits=8) for index in range(inputs)]
+        for name, inputs in (("conv", 1), ("known", 2), ("new", 3), ('odd "name"', 1))
+    }
+    update_inputs(once, found)
+    for name, inputs in found.items():
+        for factors in inputs:
+            update_input(one_by_one, name, factors)
+    assert read_caffe_record(once) == read_caffe_record(one_by_one)
+    assert [data.index for data in read_caffe_record(once)["known"].record_d] == [0, 1]

@@ -236,7 +236,7 @@ def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, 
                     value = np.float64(values[position])
                     sum_after += value
                     square_after += value * value
-                real = np.float64(level * step)
+                real = np.float64(np.float32(level) * step)
                 total += (end - begin) * real * real - 2 * real * (sum_after - sum_before)
                 total += square_after - square_before
                 begin, sum_before, square_before = end, sum_after, square_after
