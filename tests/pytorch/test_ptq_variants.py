@@ -168,3 +168,35 @@ def test_two_quantizations_of_one_model_with_different_configs_do_not_disturb_ea
     offsets = [{entry.offset_d for entry in read_record(flow.record).values()} for flow in flows]
     assert offsets[1] == {0}
     assert 0 not in offsets[0]
+
+
+class Outlier(nn.Module):
+    """Two layers that read one tensor, of which one channel is far larger than the rest, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(32).index_fill(0, torch.tensor([5]), 60.0))
+        self.a = nn.Linear(32, 16)
+        self.b = nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = torch.tanh(x) * self.size
+        return self.a(x) + torch.sigmoid(self.b(x))
+
+
+def test_a_huge_channel_is_balanced_in_the_fast_file_and_nowhere_else(tmp_path):
+    torch.manual_seed(1)
+    model, x = Outlier().eval(), torch.randn(64, 32)
+    flow = Flow(tmp_path, model, x).configure()
+    flow.quantize()(x)
+    assert read_record(flow.record)["a"].tensor_balance_factor == ()
+    entries = [entry for entry in read_tensor_factors(f"{flow.record}.qdq.json").values() if entry.balance is not None]
+    assert len(entries) == 1
+    assert max(range(32), key=entries[0].balance.__getitem__) == 5
+    flow.save()
+    expected = run_torch(model, x)
+    error = {}
+    for kind in ("fake_quant", "qdq"):
+        found = run_onnx(tmp_path / "out" / f"q_{kind}_model.onnx", model, x)
+        error[kind] = float(((found[0] - expected[0]) ** 2).mean())
+    assert error["qdq"] < error["fake_quant"] / 2
