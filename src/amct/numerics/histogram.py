@@ -190,17 +190,12 @@ class FloatHistogram:
         self._outer = joined[(joined <= lower) | (joined >= upper)]
 
     def _counted_bins(self, channel: int) -> Bins:
-        blocks = np.flatnonzero(self._first_bin[channel] >= 0)
-        table = self._tables()[self._first_bin[channel, blocks] >> self.mantissa_bits]
-        row, place = np.nonzero(table)
-        top_bits = (blocks[row].astype(np.int64) << self.mantissa_bits) + place
+        top_bits, count = _occupied(self._first_bin[channel], self._counts, self.mantissa_bits)
         sign_bit = _BLOCKS // 2 << self.mantissa_bits
-        inner, outer = self._value(top_bits & (sign_bit - 1)), self._value((top_bits & (sign_bit - 1)) + 1)
+        magnitude = top_bits & (sign_bit - 1)
+        inner, outer = self._value(magnitude), self._value(magnitude + 1)
         negative = top_bits >= sign_bit
-        low, high = np.where(negative, -outer, inner), np.where(negative, -inner, outer)
-        # Negative floats follow the positive ones, from zero outwards.
-        order = np.concatenate([np.flatnonzero(negative)[::-1], np.flatnonzero(~negative)])
-        return Bins(low[order], high[order], table[row, place].astype(np.float64)[order])
+        return Bins(np.where(negative, -outer, inner), np.where(negative, -inner, outer), count.astype(np.float64))
 
     def __getstate__(self) -> dict[str, object]:
         """For sending a shard to another process: without the room that is not used yet."""
@@ -271,6 +266,27 @@ class FloatHistogram:
         """Double the room for blocks."""
         room = max(self._counts.size, 1 << self.mantissa_bits)
         self._counts = np.concatenate([self._counts, np.zeros(room, np.int64)])
+
+
+@compiled
+def _occupied(first_bin: Counts, counts: Counts, mantissa_bits: int) -> tuple[Counts, Counts]:
+    """The top bits of all values that occurred, and how often, from the smallest value to the largest."""
+    size, half = 1 << mantissa_bits, first_bin.size // 2
+    room = np.sum(first_bin >= 0) << mantissa_bits
+    top_bits, found = np.empty(room, np.int64), np.empty(room, np.int64)
+    number = 0
+    for step in range(first_bin.size):
+        # Negative floats follow the positive ones, from zero outwards.
+        block = first_bin.size - 1 - step if step < half else step - half
+        first = first_bin[block]
+        if first < 0:
+            continue
+        for place in range(size):
+            inside = size - 1 - place if step < half else place
+            top_bits[number] = (block << mantissa_bits) + inside
+            found[number] = counts[first + inside]
+            number += np.int64(found[number] > 0)
+    return top_bits[:number], found[:number]
 
 
 @compiled
