@@ -107,6 +107,21 @@ def test_several_inputs_come_from_the_arrays_of_their_names(folder, capsys):
     assert json.loads(capsys.readouterr().out)["quantized"] == ["product"]
 
 
+def test_several_inputs_are_compared_and_reported(folder, capsys):
+    two_inputs(folder)
+    assert main([*TEXT, "--batch-size", "2"]) == 0
+    capsys.readouterr()
+    compare = ["compare", "text.onnx", "out/text", "--data", "text.npz", "--batch-size", "2"]
+    assert main([*compare, "--report", "out/text.html", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["batches"] == 3
+    assert [layer["layer"] for layer in told["layers"]] == ["product"]
+    assert 30 < told["layers"][0]["sqnr"] < 80
+    assert "product" in (folder / "out/text.html").read_text()
+    assert main([*compare, "--top1"]) == 2
+    assert "has no labels beside them" in capsys.readouterr().err
+
+
 def test_a_fixed_batch_size_is_kept(folder, capsys):
     two_inputs(folder, batch=2)
     assert main([*TEXT, "--json"]) == 0

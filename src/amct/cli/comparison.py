@@ -13,7 +13,7 @@ from amct.cli.printing import comparison_row
 from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     import numpy as np
@@ -134,8 +134,9 @@ def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a di
     return float((scores.reshape(len(labels), -1).argmax(1) == labels).mean())
 
 
-def _values(batch: Batch) -> NDArray[np.float32]:
-    return batch[0]
+def _values(batch: Batch | dict[str, NDArray[Any]]) -> NDArray[np.float32] | dict[str, NDArray[Any]]:
+    """What the model is fed with; arrays by input have no labels beside them."""
+    return batch if isinstance(batch, dict) else batch[0]
 
 
 def _check_report(path: Path) -> None:
@@ -160,9 +161,15 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
 
 def _run_onnx(pair: ModelPair, request: Request) -> _Found:
+    from amct.cli.onnx_data import is_plain, onnx_data
+    from amct.onnx_model.reading import read_model
+
     (float_model,) = pair.float_model
-    batches = request.batches(_fixed_batch_size(pair.quantized_model[0]))
-    return _run_onnx_files(float_model, pair, request, batches)
+    if is_plain(read_model(float_model, "FLOAT").model):
+        return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
+    if request.top1:
+        raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
+    return _run_onnx_files(float_model, pair, request, onnx_data(float_model, request.data))
 
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
@@ -179,7 +186,7 @@ def _run_torch(pair: ModelPair, request: Request) -> _Found:
 
 
 def _run_onnx_files(
-    float_model: AnyModel, pair: ModelPair, request: Request, batches: Iterator[Batch], name: str | None = None
+    float_model: AnyModel, pair: ModelPair, request: Request, batches: Iterable[Any], name: str | None = None
 ) -> _Found:
     (quantized,) = pair.quantized_model
     if request.report is None and not request.top1:

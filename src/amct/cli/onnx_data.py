@@ -37,7 +37,7 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
     size = fixed_batch_size(proto)
     if size is not None:
         options = replace(options, batch_size=size)
-    if _is_plain(proto):
+    if is_plain(proto):
         return _FullBatches(options=options, size=size)
     if not is_array_file(options.data):
         names = ", ".join(value.name for value in proto.graph.input)
@@ -53,7 +53,8 @@ def fixed_batch_size(proto: ModelProto) -> int | None:
     return shape[0] if shape and isinstance(shape[0], int) else None
 
 
-def _is_plain(proto: ModelProto) -> bool:
+def is_plain(proto: ModelProto) -> bool:
+    """Whether a model has one input of floats, and so takes pictures."""
     from amct.onnx_model.reading import element_dtype
 
     names = [value.name for value in proto.graph.input]
