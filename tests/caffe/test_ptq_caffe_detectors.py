@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 from face_boxes import Cascade, crop, found_again, overlaps, refined, ultralight_boxes
 from PIL import Image
-from test_ptq_caffe_real_models import data_bits, flow_of, photo, run
+from test_ptq_caffe_real_models import flow_of, photo, run
 
 pytestmark = pytest.mark.assets
 NEEDED = 0.95
+
+
+def data_bits(bits):
+    def change(config):
+        for value in config.values():
+            blocks = value.get("activation_quant_params", []) if isinstance(value, dict) else []
+            for block in blocks if isinstance(blocks, list) else [blocks]:
+                block["num_bits"] = bits
+
+    return change
 
 
 @pytest.fixture(autouse=True)
