@@ -11,7 +11,7 @@ from amct.cli import caffe, compare, config, quantize, record, report
 
 app = typer.Typer(
     name="amct",
-    help="Quantize, prune and retrain PyTorch and Caffe networks with AMCT's files and names.",
+    help="Quantize PyTorch, Caffe and ONNX networks with AMCT's files and names.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

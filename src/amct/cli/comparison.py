@@ -204,9 +204,8 @@ _RUNS: dict[Kind, Any] = {Kind.CAFFE: _run_caffe, Kind.ONNX: _run_onnx, Kind.TOR
 
 
 def _fixed_batch_size(model_file: str) -> int | None:
-    """How many samples an ONNX model takes at once, if it says so."""
-    from amct.onnx_model.reading import input_shape, read_model
+    """How many samples the quantized model takes at once, if it says so."""
+    from amct.cli.onnx_data import fixed_batch_size
+    from amct.onnx_model.reading import read_model
 
-    model = read_model(model_file, "QUANT", allow_quantized=True).model
-    shape = input_shape(model, model.graph.input[0].name)
-    return shape[0] if shape and isinstance(shape[0], int) else None
+    return fixed_batch_size(read_model(model_file, "QUANT", allow_quantized=True).model)
