@@ -311,11 +311,20 @@ def check_weighted(case, flow, weights, bias, *, original):
         assert (np.abs(fake[name] - deploy[name]) <= bound).all()
 
 
-def on_grid(weight, scale, axis):
-    """Integers of a weight, channel by channel along an axis."""
-    if len(scale) > 1:
-        scale = np.reshape(scale, [-1 if each == axis else 1 for each in range(weight.ndim)])
-    return np.rint(weight * (np.float32(1) / np.float32(scale)))
+def check_rounding(weight, integers, scale):
+    """Each weight is a neighbour of its exact value on the grid, and the errors of an output cancel.
+
+    Rows: one for each output. A sum of errors may be off by half a step; products with the reciprocal of the scale, as
+    float32, by a rounding of each value besides.
+    """
+    exact = weight / np.asarray(scale, np.float64).reshape(-1, 1)
+    assert np.abs(exact).max() <= 127 * (1 + 2 * ROUNDING)
+    errors = integers - exact
+    assert np.abs(errors).max() < 1
+    assert np.abs(errors.sum(1)).max() <= 0.5 + ROUNDING * np.abs(exact).sum(1).max()
+    nearest = np.rint(exact)
+    # Of n values whose errors sum up to about sqrt(n / 12) as many are turned round, and once more for each kernel.
+    assert (integers != nearest).mean() < 0.25
 
 
 @pytest.mark.parametrize("case", [*WITH_WEIGHTS, *SEVERAL], ids=lambda case: f"{case.kind} {len(case.shapes)}")
@@ -323,12 +332,14 @@ def test_with_weights(case, tmp_path):
     flow = switched_on(case, tmp_path)
     entry = read_caffe_record(flow.out("quant_param_record.txt"))["it"]
     weight, *bias = (blob.data.copy() for blob in flow.original().params["it"])
+    integers = flow.result("deploy").params["it"][0].data.copy().astype(np.float64)
+    rows, integer_rows = (each.reshape(len(each), -1) for each in (weight, integers))
     if case.kind == "Deconvolution":  # (in, out / group, ...): channels of a group lie along the second axis
-        groups = weight.reshape(2, weight.shape[0] // 2, *weight.shape[1:])
-        scales = np.array(entry.scale_w, np.float32).reshape(2, 1, -1, 1, 1)
-        integers = np.rint(groups * (np.float32(1) / scales)).reshape(weight.shape)
-    else:
-        integers = on_grid(weight, entry.scale_w, 0)
+        rows, integer_rows = (
+            np.moveaxis(each.reshape(2, len(each) // 2, *each.shape[1:]), 2, 1).reshape(2 * each.shape[1], -1)
+            for each in (weight, integers)
+        )
+    check_rounding(rows, integer_rows, entry.scale_w)
     outputs = (bias or [np.zeros(6 if case.kind != "InnerProduct" else 7, np.float32)])[0]
     check_weighted(case, flow, integers, outputs, original="it")
     deploy = prototxt(flow.result_files("deploy")[0])

@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amct.numerics.even_rounding import round_evenly
+from amct.errors import CalibrationError
+from amct.numerics.arq import WeightFactors, WeightKind
+from amct.numerics.even_rounding import quantize_weight_evenly, round_evenly
 
 shapes = st.sampled_from([(3, 5), (1, 1), (4, 3, 3, 3), (6, 1, 5, 5), (2, 7, 4)])
 
@@ -59,3 +61,38 @@ def test_a_smooth_picture_is_filtered_more_exactly_than_with_nearest(kernel):
     evenly = (round_evenly(exact, torch.ones(64), 7) - exact).flatten(1).sum(1).square().mean()
     # Sums of n independent errors have the variance n/12; those here are what is left of one.
     assert float(nearest) > 5 * float(evenly)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_of_transposed_convolutions_are_rounded_output_by_output(groups):
+    """[Cin, Cout / groups, ...]: moved to outputs first, rounded, and moved back."""
+    weight = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    scale = torch.linspace(0.01, 0.03, 4 * groups)
+    factors = WeightFactors(scale, torch.zeros(4 * groups, dtype=torch.int32))
+    found = quantize_weight_evenly(weight, factors, WeightKind.CONV_TRANSPOSE, groups=groups)
+    inputs = 6 // groups
+    for group in range(groups):
+        for output in range(4):
+            part = slice(group * inputs, (group + 1) * inputs)
+            wanted = round_evenly(weight[None, part, output], scale[group * 4 + output, None], 8)
+            assert torch.equal(found[part, output], wanted[0])
+
+
+def test_linear_weights_with_one_scale():
+    weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    scale = torch.tensor([0.02])
+    factors = WeightFactors(scale, torch.zeros(1, dtype=torch.int32))
+    found = quantize_weight_evenly(weight, factors, WeightKind.LINEAR)
+    assert torch.equal(found, round_evenly(weight, scale, 8))
+
+
+def test_a_grid_with_an_offset_takes_the_nearest():
+    weight = torch.tensor([[0.4, 0.45, 0.3, 1.0]])
+    factors = WeightFactors(torch.ones(1), torch.ones(1, dtype=torch.int32))
+    assert quantize_weight_evenly(weight, factors, WeightKind.LINEAR).tolist() == [[1, 1, 1, 2]]
+
+
+def test_nan_is_refused():
+    factors = WeightFactors(torch.ones(1), torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(CalibrationError, match="NaN cannot be quantized"):
+        quantize_weight_evenly(torch.full((2, 2), torch.nan), factors, WeightKind.LINEAR)

@@ -14,6 +14,7 @@ from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
+from amct.numerics.even_rounding import quantize_weight_evenly
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
@@ -155,20 +156,23 @@ def quantize_weights(
 
 
 def _uniform(layout: WeightLayout, channel_wise: bool) -> QuantizedMatrix:
-    weight = layout.rows_first()
-    factors = arq(
-        weight,
+    return _on_grid(layout, _uniform_factors(layout, channel_wise))
+
+
+def _uniform_factors(layout: WeightLayout, channel_wise: bool) -> WeightFactors:
+    return arq(
+        layout.rows_first(),
         kind=layout.kind,
         channel_wise=channel_wise,
         groups=layout.groups,
         symmetric_scale=SymmetricScale.FULL_RANGE,
     )
-    return _matrix(layout, factors)
 
 
-def _matrix(layout: WeightLayout, factors: WeightFactors, blob: int = 0) -> QuantizedMatrix:
-    integers = quantize_weight(layout.rows_first(), factors, layout.kind, groups=layout.groups)
-    return QuantizedMatrix(blob=blob, layout=layout, factors=factors, integers=integers)
+def _on_grid(layout: WeightLayout, factors: WeightFactors) -> QuantizedMatrix:
+    """The weight rounded so that the errors of each output cancel."""
+    integers = quantize_weight_evenly(layout.rows_first(), factors, layout.kind, groups=layout.groups)
+    return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
 
 
 def _clustered(layout: WeightLayout, settings: SnqSettings, channel_wise: bool) -> QuantizedMatrix:
@@ -190,10 +194,13 @@ def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _recurrent(blobs: Sequence[torch.Tensor]) -> list[QuantizedMatrix]:
+    """Each matrix rounded to the nearest: states have both signs, so that errors need not cancel."""
     found = []
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
-        found.append(replace(_uniform(layout, channel_wise=False), blob=index))
+        factors = _uniform_factors(layout, channel_wise=False)
+        integers = quantize_weight(layout.weight, factors, layout.kind)
+        found.append(QuantizedMatrix(blob=index, layout=layout, factors=factors, integers=integers))
     return found
 
 
@@ -206,7 +213,7 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
     scale = torch.tensor(scales, dtype=torch.float32)
     factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
     try:
-        return QuantizedWeights(layer=layer.name, matrices=(_matrix(layout_of(layer, blobs[0]), factors),))
+        return QuantizedWeights(layer=layer.name, matrices=(_on_grid(layout_of(layer, blobs[0]), factors),))
     except AmctError as error:
         raise CalibrationError(
             f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'

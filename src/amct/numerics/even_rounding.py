@@ -7,14 +7,36 @@ weights nearest to a half are rounded the other way. No data is needed.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from amct.numerics.affine import integer_range
+from amct.numerics.arq import WeightKind, channels_first, factors_per_row, from_channels_first, quantize_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from amct.numerics.arq import WeightFactors
+
+
+def quantize_weight_evenly(
+    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
+) -> Tensor:
+    """As ``quantize_weight``: the weight as int8, in its own shape, but rounded so that the errors cancel.
+
+    Raises:
+        CalibrationError: the weight holds NaN.
+        ArgumentError: the factors do not fit the weight.
+    """
+    nearest = quantize_weight(weight, factors, kind, bits, groups)
+    if bool(factors.offset.any()):
+        return nearest  # a grid that does not count from zero
+    rows = channels_first(weight.detach(), kind, groups)
+    scale = factors_per_row(factors, rows.shape[0]).scale
+    kernels = rows.reshape(rows.shape[0], -1, math.prod(weight.shape[2:]))
+    return from_channels_first(round_evenly(kernels, scale, bits).flatten(1), weight.shape, kind, groups)
 
 
 def round_evenly(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
