@@ -175,6 +175,30 @@ def test_lean_mode_frees_and_says_so(write):
         caffe.Net(path, caffe.TEST, keep_blobs=["nope"])
 
 
+def test_lean_mode_frees_old_results_before_it_makes_new_ones(write):
+    net = randomize(caffe.Net(write(BRANCHES), caffe.TEST, keep_blobs=["d"]))
+    data, other = np.random.RandomState(1).randn(2, 2, 8, 40, 40)
+    first = net.forward(data=data)["h"].copy()
+    held = net.blobs["d"].data
+    before = held.copy()
+    alive = []
+    net.before_forward(lambda _: alive.append([net.blobs[name].values.is_allocated for name in ("data", "d", "h")]))
+    net.forward(data=other)
+    assert alive[0] == [True, True, False]  # someone looks at d
+    assert not np.array_equal(held, before)
+    np.testing.assert_allclose(net.forward(data=data)["h"], first, **TOLERANCE)
+    np.testing.assert_allclose(held, before, **TOLERANCE)
+
+
+def test_lean_mode_keeps_what_is_read_before_it_is_written(write):
+    path = write(HEAD + 'layer { name: "a" type: "Power" bottom: "data" top: "data" power_param { scale: 2 } }')
+    net = caffe.Net(path, caffe.TEST, keep_blobs=False)
+    data = np.random.RandomState(1).randn(2, 8, 40, 40).astype(np.float32)
+    for factor in (2, 4):  # in Caffe, too, the second forward goes on from what the first one left
+        out = net.forward() if factor > 2 else net.forward(data=data)
+        np.testing.assert_array_equal(out["data"], factor * data)
+
+
 def test_in_place_behind_flatten_changes_both_as_in_caffe(write):
     net = randomize(caffe.Net(write(BRANCHES), caffe.TEST))
     net.forward(data=np.random.RandomState(1).randn(2, 8, 40, 40))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from amct.caffe.engine.layers import pooling
 from amct.caffe.engine.layers.convolution import Window
 from amct.caffe.engine.layers.pooling import PoolWindow, average_pool, max_pool, max_pool_values
 from amct.caffe.engine.messages import parse_message
@@ -88,6 +89,20 @@ def test_max_pooling_is_caffes_first_on_ties(case):
             first = flat.argmax(1)
             rows, columns = first // inside.shape[2] + max(start[0], 0), first % inside.shape[2] + max(start[1], 0)
             np.testing.assert_array_equal(places[0, :, row, column], rows * shape[1] + columns)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("room", [1, 2 * 3 * 4 * 5])
+def test_pictures_pooled_by_turns_are_those_pooled_at_once(monkeypatch, layout, room):
+    window = PoolWindow(kernel=(3, 3), stride=(2, 2), pad=(1, 0))
+    pictures = torch.randn(5, 3, 7, 10, generator=torch.Generator().manual_seed(0)).contiguous(memory_format=layout)
+    want = torch.cat([max_pool(picture[None], window)[0] for picture in pictures])
+    monkeypatch.setattr(pooling, "PLACES_AT_ONCE", room)
+    with torch.no_grad():
+        got = max_pool_values(pictures, window)
+    assert got.shape == (5, 3, 4, 5)
+    assert got.is_contiguous(memory_format=layout)
+    assert torch.equal(got, want)
 
 
 @given(

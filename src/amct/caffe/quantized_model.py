@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,17 @@ from amct import log
 from amct.atomic import read_bytes
 from amct.caffe.arguments import input_file, output_file
 from amct.caffe.comparing import ModelSide, float_side, measure, quantized_files
+from amct.caffe.equalization import divide_channels, find_factors
 from amct.caffe.insertion import insert_ifmr
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model
 from amct.caffe.onnx_graph import DEFAULT_OPSET
-from amct.caffe.ptq import prepare_weights, with_real_weights
+from amct.caffe.ptq import fold, quantize_folded, with_real_weights
 from amct.caffe.ptq_graph import QuantGraph, Stage
 from amct.caffe.ptq_qdq import QdqFile, QdqRanges
 from amct.caffe.ptq_save import check_save_type, results_of, save_results
 from amct.caffe.reporting import Runs, files_report, model_report
-from amct.caffe.running import batches_of, build_net, run_net
+from amct.caffe.running import batches_of, build_net, feed, run_net
 from amct.config.ptq_caffe import default_config, expand_config
 from amct.config.ptq_caffe_json import make_plan, read_config
 from amct.errors import ArgumentTypeError, CalibrationError, ConfigError
@@ -256,6 +258,8 @@ def quantize(
     weights: AnyPath,
     data: object,
     config: AnyPath | Mapping[str, Any] | None = None,
+    *,
+    equalize: bool = False,
 ) -> QuantizedCaffeModel:
     """Quantize a Caffe model with some batches of data.
 
@@ -265,6 +269,9 @@ def quantize(
         data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays with labels behind them;
             every batch is used, unless the config says how many.
         config: A simple config (``.cfg``), a JSON config, its content as a dict, or nothing for the defaults.
+        equalize: Make the channels between layers more equal first, from a round of forwards of its own: 8 bits lose
+            less then, most of all in nets with depthwise convolutions. The record is that of the equalized float
+            model, which ``save`` writes too.
 
     Raises:
         FileError, ParseError, ModelError, ConfigError: a file is not what it should be.
@@ -275,20 +282,26 @@ def quantize(
     input_file(weights, "weights")
     layers = layer_list(model)
     batches = batches_of(data)
-    if config is None and not isinstance(batches, Sized):
-        batches = list(batches)  # how many there are decides when calibration ends
+    if (config is None or equalize) and not isinstance(batches, Sized):
+        batches = list(batches)  # how many there are decides when calibration ends; equalization goes through them too
     plan = _plan(config, layers, len(batches) if isinstance(batches, Sized) else 0)
     if plan.update_bn is not None:
         raise ConfigError("quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on")
     original = read_model(model, weights)
     with tempfile.TemporaryDirectory() as folder:
         graph = QuantGraph(original=original, plan=plan, record_file=Path(folder) / "record.txt", model=original.copy())
-        prepare_weights(graph)
+        fold(graph)
+        if equalize:
+            factors = find_factors(graph.model, islice(batches, plan.batch_num))
+            divide_channels(graph.model, factors)
+            graph.equalized = tuple(factors)
+        quantize_folded(graph)
         record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
         write_record(record, graph.record_file)
-        kept: list[Batch] = []
-        ranges = _calibrate(graph, _keep_first(batches, kept))
-        return QuantizedCaffeModel(graph, results_of(graph), ranges, next(iter(kept), None))
+        source = iter(batches)
+        first = list(islice(source, 1))
+        ranges = _calibrate(graph, chain(first, source))
+        return QuantizedCaffeModel(graph, results_of(graph), ranges, next(iter(first), None))
 
 
 def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches: int) -> Plan:
@@ -305,14 +318,6 @@ def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches
     return make_plan(reader(content, os.fspath(config), layers), layers)
 
 
-def _keep_first(batches: Iterable[Batch], kept: list[Batch]) -> Iterator[Batch]:
-    """The batches; the first one stays in ``kept``."""
-    for batch in batches:
-        if not kept:
-            kept.append(batch)
-        yield batch
-
-
 def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
     ranges = QdqRanges(build_net(graph.model), graph.plans())
     calibration = with_real_weights(graph)
@@ -320,9 +325,9 @@ def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
     graph.calibration_record = graph.record_file
     graph.stage = Stage.CALIBRATING
     net = build_net(calibration, keep_blobs=ranges.names)
-    for count, batch in enumerate(batches):
-        if count == graph.plan.batch_num:
-            break
-        run_net(net, batch)
+    for batch in islice(batches, graph.plan.batch_num):
+        feed(net, batch)
+        del batch  # the net has a copy; one batch is enough to hold
+        net.forward()
         ranges.observe(net)
     return ranges

@@ -52,12 +52,23 @@ def run_net(net: Net, batch: Batch, inputs: BatchInputs | None = None) -> dict[s
     Raises:
         ArgumentError: the batch does not have the net's inputs.
     """
-    graph = net.graph
-    names = [graph.blob_names[index] for index in graph.inputs]
-    for name, value in _arrays(names, batch if inputs is None else inputs(batch)).items():
-        net.blob(name).set_tensor(torch.from_numpy(value))
+    feed(net, batch if inputs is None else inputs(batch))
     net.forward()
-    return {graph.blob_names[index]: graph.blobs[index].data.copy() for index in graph.outputs}
+    graph = net.graph
+    return {graph.blob_names[index]: _copy_of(graph.blobs[index].tensor) for index in graph.outputs}
+
+
+def feed(net: Net, batch: Batch) -> None:
+    """Give a net copies of a batch for its next forward.
+
+    Raises:
+        ArgumentError: the batch does not have the net's inputs.
+    """
+    names = [net.graph.blob_names[index] for index in net.graph.inputs]
+    for name, value in _by_name(names, batch).items():
+        blob = net.blob(name)
+        blob.values.release()  # the last batch: it need not be there while this one is copied
+        blob.set_tensor(torch.from_numpy(_float_array(value)))
 
 
 def samples_of(net: Net) -> int:
@@ -66,7 +77,7 @@ def samples_of(net: Net) -> int:
     return shape[0] if shape else 1
 
 
-def _arrays(names: list[str], batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
+def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:
     given: Mapping[str, Any] | None
     if isinstance(batch, Mapping):
         given = batch
@@ -77,7 +88,11 @@ def _arrays(names: list[str], batch: Batch) -> dict[str, npt.NDArray[np.float32]
     if given is None or set(given) != set(names):
         got = sorted(given) if given is not None else "one array"
         raise ArgumentError(f"a batch must be a dict with the arrays of the net's inputs {names}, got {got}")
-    return {name: _float_array(value) for name, value in given.items()}
+    return given
+
+
+def _copy_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    return np.array(tensor.detach().cpu().numpy(), np.float32, order="C")
 
 
 def _float_array(value: object) -> npt.NDArray[np.float32]:

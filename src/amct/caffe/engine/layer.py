@@ -182,9 +182,14 @@ class Layer:
     run_backward: Callable[[list[Blob], list[bool], list[Blob]], None] | None = None
 
     @property
+    def replaces_tops(self) -> bool:
+        """Whether every run gives all tops new tensors; a layer that works on blobs (overrides ``run``) need not."""
+        return type(self).run is Layer.run
+
+    @property
     def uses_autograd(self) -> bool:
         """Whether gradients come from ``forward``; not so for a layer that works on blobs (overrides ``run``)."""
-        return type(self).run is Layer.run and self.run_backward is None
+        return self.replaces_tops and self.run_backward is None
 
     # ------------------------------------------------------------------ help for those who write layers
 

@@ -16,7 +16,7 @@ from amct.caffe.engine.insert_splits import insert_splits
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import read_message
-from amct.caffe.engine.plan import Step, build_plan
+from amct.caffe.engine.plan import Plan, Step, build_plan
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
@@ -44,7 +44,8 @@ class Net:
         level: The level that include/exclude rules see.
         stages: The stages that include/exclude rules see, besides those of the prototxt's ``state``.
         keep_blobs: True keeps every blob readable, as Caffe does. False frees each after its last reader and merges
-            layers: less memory, more speed; only inputs and outputs stay. A list of names keeps these too.
+            layers: less memory, more speed; only inputs and outputs stay, until the next forward makes new ones. A
+            list of names keeps these too.
         allow_python: Let Python layers run; they execute code that the prototxt names.
         with_gradients: False never keeps what backward needs (a net that is only tested).
 
@@ -71,7 +72,7 @@ class Net:
                 node.needs_backward = False
         self._kept = self._kept_blobs(keep_blobs)
         self._records: dict[int, Record] = {}
-        self._plans: dict[tuple[int, int, frozenset[int], bool], list[Step]] = {}
+        self._plans: dict[tuple[int, int, frozenset[int], bool], Plan] = {}
         self._check_size = size_check()
         self._callbacks: dict[str, list[Callable[[int], object]]] = {
             "before_forward": [], "after_forward": [], "before_backward": [], "after_backward": []
@@ -147,10 +148,13 @@ class Net:
         last = len(self.graph.nodes) - 1 if end is None else end
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
-        steps = self._plan(start, last, kept, literal=bool(watched))
+        plan = self._plan(start, last, kept, literal=bool(watched))
+        for blob in plan.stale:
+            if blob.values.is_allocated:
+                blob.values.release()
         loss = 0.0
         with torch.no_grad():
-            for step in steps:
+            for step in plan.steps:
                 for callback in self._callbacks["before_forward"]:
                     callback(step.node.index)
                 self._run_step(step)
@@ -242,13 +246,13 @@ class Net:
             raise ArgumentError(f'net "{self.name}" has no blob "{name}".{near}')
         return index
 
-    def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> list[Step]:
+    def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> Plan:
         key = (start, end, keep, literal)
-        steps = self._plans.get(key)
-        if steps is None:
+        plan = self._plans.get(key)
+        if plan is None:
             kept = None if self._kept is None else self._kept | keep
-            steps = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
-        return steps
+            plan = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
+        return plan
 
     def _blobs(self, indices: list[int]) -> list[Blob]:
         return [self.graph.blobs[index] for index in indices]

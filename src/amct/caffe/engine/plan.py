@@ -2,8 +2,8 @@
 
 Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have
 looked at it (the layers behind it work in place on the same blob), and every blob keeps its content. With
-``keep_blobs=False`` layers are also merged across blobs that have one reader, and blobs are freed after their last
-reader.
+``keep_blobs=False`` layers are also merged across blobs that have one reader, blobs are freed after their last reader,
+and what the last forward left is freed before the next one: the second batch needs no more memory than the first.
 """
 
 from __future__ import annotations
@@ -38,8 +38,17 @@ class Step:
     """The bottoms' shapes that the layer was last prepared for."""
 
 
-def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> list[Step]:
-    """The steps that run layers ``start`` to ``end`` (both included).
+@dataclass(eq=False, frozen=True)
+class Plan:
+    """What a forward does."""
+
+    steps: list[Step]
+    stale: list[Blob]
+    """Blobs to free before the first step: they get new values, and nobody looks at the old ones."""
+
+
+def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> Plan:
+    """How to run layers ``start`` to ``end`` (both included).
 
     Args:
         graph: The net.
@@ -70,7 +79,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
         _find_mirrors(graph, steps)
     if kept is not None:
         _release_after_last_use(graph, steps, kept)
-    return steps
+    return Plan(steps, [] if kept is None else _stale(steps))
 
 
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
@@ -111,6 +120,17 @@ def _tops(step: Step) -> list[int]:
 
 def _last_readers(steps: list[Step]) -> dict[int, int]:
     return {id(blob): position for position, step in enumerate(steps) for blob in step.bottoms}
+
+
+def _stale(steps: list[Step]) -> list[Blob]:
+    """The blobs that are written before they are read; not those of layers that may leave a top as it is."""
+    read: set[int] = set()
+    stale: dict[int, Blob] = {}
+    for step in steps:
+        read.update(id(blob) for blob in step.bottoms if id(blob) not in stale)
+        if step.chain is not None or step.node.layer.replaces_tops:
+            stale.update((id(blob), blob) for blob in step.tops if id(blob) not in read)
+    return list(stale.values())
 
 
 def _release_after_last_use(graph: Graph, steps: list[Step], kept: Collection[int]) -> None:

@@ -27,6 +27,7 @@ MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
 IMAGE_BLOB_AXES = 4
 LOWEST = torch.finfo(torch.float32).min
+PLACES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes the places, twice as large as the values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,36 @@ def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, to
 def max_pool_values(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     """The largest value of each window."""
     sizes = bottom.shape[2:]
-    if window.is_torch_like(sizes, window.output(sizes)):
+    output = window.output(sizes)
+    if not window.is_torch_like(sizes, output):
+        return max_pool(bottom, window)[0]
+    pictures = max(1, PLACES_AT_ONCE // max(1, bottom.shape[1] * math.prod(output)))
+    if torch.is_grad_enabled() or bottom.device.type != "cpu" or pictures >= bottom.shape[0]:
         return functional.max_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
-    return max_pool(bottom, window)[0]
+    return _max_pool_by_turns(bottom, window, output, pictures)
+
+
+def _max_pool_by_turns(
+    bottom: torch.Tensor, window: PoolWindow, output: tuple[int, int], pictures: int
+) -> torch.Tensor:
+    """Some pictures at a time, so that the places, which nobody wants, take little memory."""
+    is_channels_last = bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+    shape = (bottom.shape[1], *output)
+    values = torch.empty((bottom.shape[0], *shape), dtype=bottom.dtype, memory_format=layout)
+    places = torch.empty((pictures, *shape), dtype=torch.int64, memory_format=layout)
+    for begin in range(0, bottom.shape[0], pictures):
+        part = bottom[begin : begin + pictures]
+        torch.ops.aten.max_pool2d_with_indices.out(
+            part,
+            window.kernel,
+            window.stride,
+            window.pad,
+            ceil_mode=not window.floor,
+            out=values[begin : begin + pictures],
+            indices=places[: part.shape[0]],
+        )
+    return values
 
 
 def average_pool(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
