@@ -48,11 +48,11 @@ def test_bins_hold_their_values_and_are_as_fine_as_promised(values, mantissa_bit
         assert high - low <= max(outer * 2.0**-mantissa_bits, 2.0 ** (-126 - mantissa_bits))
 
 
-@given(ARRAYS, st.sampled_from([0, 1, 3, 10]))
+@given(ARRAYS, st.sampled_from([1, 2, 3, 10]))
 def test_the_tails_are_the_outermost_values_themselves(values, tail):
     histogram = histogram_of(values, mantissa_bits=6, tail=tail)
     bins = histogram.bins()
-    lower, upper = histogram._tail_edges()
+    lower, upper = histogram._edges
     assert bins.count.sum() == values.size
     assert (np.diff(bins.low) >= 0).all()
     exact = np.sort(values).astype(np.float64)

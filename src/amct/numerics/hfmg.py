@@ -25,7 +25,8 @@ from amct.numerics.compiled import compiled, compiled_sum
 from amct.numerics.samples import SamplingObserver
 
 if TYPE_CHECKING:
-    from amct.numerics.histogram import Bins, Counts, Values
+    from amct.numerics.counting import Counts, Values
+    from amct.numerics.histogram import Bins
     from amct.numerics.samples import Floats
 
 _SMALLEST_BINS = 1024

@@ -9,15 +9,19 @@ of equally good candidates the first wins.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
 from amct.numerics.compiled import compiled, compiled_sum
-from amct.numerics.histogram import Bins, Values
+from amct.numerics.histogram import Bins
 from amct.numerics.samples import Floats, SamplingObserver
 from amct.numerics.value_counts import MOST_VALUES
+
+if TYPE_CHECKING:
+    from amct.numerics.counting import Values
 
 _EPSILON = float(np.finfo(np.float32).eps)
 _VALUES_PER_LEVEL = 64  # with more of them, finding where each integer begins is cheaper than rounding every value
@@ -57,7 +61,7 @@ class IfmrObserver(SamplingObserver):
     def search(self, channel: int) -> tuple[float, float]:
         """The best range of a channel."""
         samples = self._samples
-        data = SortedValues(samples.sorted_values(channel)) if samples.exact else BinnedValues(samples.bins(channel))
+        data = SortedValues(*samples.sorted_nonzero(channel)) if samples.exact else BinnedValues(samples.bins(channel))
         minimum = min(0.0, data.smallest(rank_of(self.min_percentile, data.count)))
         maximum = max(0.0, data.largest(rank_of(self.max_percentile, data.count)))
         candidates = self._candidates(minimum, maximum)
@@ -95,19 +99,26 @@ def rank_of(percentile: float, count: int) -> int:
 
 
 class SortedValues:
-    """Values at hand: everything is exact."""
+    """Values at hand, ascending, and how many zeros there are besides: everything is exact."""
 
-    def __init__(self, values: Floats) -> None:
-        self._values = values
-        self.count = values.size
+    def __init__(self, nonzero: Floats, zeros: int) -> None:
+        self._values = nonzero
+        self._negative = int(np.searchsorted(nonzero, 0.0))
+        self._zeros = zeros
+        self.count = nonzero.size + zeros
 
     def smallest(self, rank: int) -> float:
         """The value of this rank from below."""
-        return float(self._values[rank - 1])
+        place = rank - 1
+        if place >= self._negative:
+            place -= self._zeros
+            if place < self._negative:
+                return 0.0
+        return float(self._values[place])
 
     def largest(self, rank: int) -> float:
         """The value of this rank from above."""
-        return float(self._values[-rank])
+        return self.smallest(self.count + 1 - rank)
 
     def losses(self, candidates: Candidates) -> Values:
         """The mean squared error of every candidate; rounded in float32 as AMCT does, summed in float64."""
@@ -116,13 +127,13 @@ class SortedValues:
         values = self._values
         levels = float(((candidates.upper - candidates.lower) / candidates.scale).max())
         if values.size < _VALUES_PER_LEVEL * levels:
-            return _exact_losses(values, lower, upper, scale)
+            return _exact_losses(values, lower, upper, scale) / self.count
         sums, squares = _sums_before(values)
         losses = _level_losses(values, sums, squares, lower, upper, scale)
         # Which is best, and which of equally good ones is first, is left to the values one by one.
-        near = losses <= losses.min() * (1 + 1e-6) + 1e-9 * squares[-1] / values.size
+        near = losses <= losses.min() * (1 + 1e-6) + 1e-9 * squares[-1]
         losses[near] = _exact_losses(values, lower[near], upper[near], scale[near])
-        return losses
+        return losses / self.count
 
 
 class BinnedValues:
@@ -130,29 +141,40 @@ class BinnedValues:
 
     def __init__(self, bins: Bins) -> None:
         self._bins = bins
-        self.count = int(bins.count.sum())
+        self.count = round(bins.count.sum())
 
     def smallest(self, rank: int) -> float:
         """The value of this rank from below; exact for the outermost one."""
-        return _ranked(self._bins, rank)
+        bins = self._bins
+        return _ranked(bins.low, bins.high, bins.count, rank)
 
     def largest(self, rank: int) -> float:
         """The value of this rank from above; exact for the outermost one."""
         bins = self._bins
-        return -_ranked(Bins(-bins.high[::-1], -bins.low[::-1], bins.count[::-1]), rank)
+        return _ranked(bins.high[::-1], bins.low[::-1], bins.count[::-1], rank)
 
     def losses(self, candidates: Candidates) -> Values:
         """The expected mean squared error of every candidate, integrated exactly over each bin."""
-        bins = self._bins
-        # Values that every candidate rounds to zero lose the same everywhere: they cannot change the choice,
-        # and are more than half of all bins.
-        matters = np.maximum(-bins.low, bins.high) > 0.5 * candidates.scale.min()
-        kept = _merged(Bins(bins.low[matters], bins.high[matters], bins.count[matters]), candidates.scale.min() / 8)
+        kept = _merged(_without_middle(self._bins, 0.5 * candidates.scale.min()), candidates.scale.min() / 8)
         limits = (candidates.lower, candidates.upper, candidates.scale)
         spread = kept.low < kept.high
         low, high, count = kept.low[spread], kept.high[spread], kept.count[spread]
         losses = _spread_losses(low, high, count / (high - low), *limits)
-        return (losses + _point_losses(kept.low[~spread], kept.count[~spread], *limits)) / self.count
+        losses += _point_losses(kept.low[~spread], kept.count[~spread], *limits)
+        losses /= self.count
+        return losses
+
+
+def _without_middle(bins: Bins, bound: float) -> Bins:
+    """The bins that reach farther from zero than ``bound``.
+
+    Values that every candidate rounds to zero lose the same everywhere: they cannot change the choice, and are more
+    than half of all bins.
+    """
+    below = int(np.searchsorted(bins.low, -bound))
+    above = max(below, int(np.searchsorted(bins.high, bound, side="right")))
+    low, high, count = (np.concatenate([part[:below], part[above:]]) for part in (bins.low, bins.high, bins.count))
+    return Bins(low, high, count)
 
 
 def _merged(bins: Bins, width: float) -> Bins:
@@ -169,14 +191,17 @@ def _merged(bins: Bins, width: float) -> Bins:
     return Bins(bins.low[first], bins.high[last], np.add.reduceat(bins.count, first))
 
 
-def _ranked(bins: Bins, rank: int) -> float:
-    """The value of a rank from below, by its place among the values of its bin."""
-    below = np.cumsum(bins.count)
-    place = int(np.searchsorted(below, rank))
+@compiled
+def _ranked(near: Values, far: Values, count: Values, rank: int) -> float:
+    """The value of a rank, by its place among the values of its bin; bins come from the outermost one inwards."""
+    place, below = 0, 0.0
+    while below + count[place] < rank and place < count.size - 1:
+        below += count[place]
+        place += 1
     if rank == 1:
-        return float(bins.low[place])
-    inside = rank - (below[place] - bins.count[place]) - 0.5
-    return float(bins.low[place] + (bins.high[place] - bins.low[place]) * inside / bins.count[place])
+        return float(near[place])
+    inside = rank - below - 0.5
+    return float(near[place] + (far[place] - near[place]) * inside / count[place])
 
 
 @compiled_sum
@@ -189,7 +214,7 @@ def _exact_losses(values: Floats, lower: Floats, upper: Floats, scale: Floats) -
             value = values[position]
             error = np.float64(np.rint(min(max(value, low), high) / step) * step - value)
             total += error * error
-        losses[candidate] = total / values.size
+        losses[candidate] = total
     return losses
 
 
@@ -222,13 +247,7 @@ def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, 
         while begin < values.size:
             end = values.size
             if level < last:
-                left, end = begin, values.size  # the first value that becomes a larger integer
-                while left < end:
-                    middle = (left + end) // 2
-                    if np.rint(min(max(values[middle], low), high) / step) > level:
-                        end = middle
-                    else:
-                        left = middle + 1
+                end = _first_above(values, begin, level, low, high, step)
             if end > begin:
                 stretch = end // _STRETCH
                 sum_after, square_after = sums[stretch], squares[stretch]
@@ -241,8 +260,27 @@ def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, 
                 total += square_after - square_before
                 begin, sum_before, square_before = end, sum_after, square_after
             level += 1
-        losses[candidate] = max(0.0, total) / values.size
+        losses[candidate] = max(0.0, total)
     return losses
+
+
+@compiled
+def _first_above(values: Floats, begin: int, level: float, low: float, high: float, step: float) -> int:
+    """The place from ``begin`` on of the first value that becomes a larger integer; values are ascending."""
+    border = np.float32((level + np.float32(0.5)) * step)
+    left, end = begin, values.size
+    while left < end:
+        middle = (left + end) // 2
+        if values[middle] > border:
+            end = middle
+        else:
+            left = middle + 1
+    # That was cheap, but neither multiplied and divided in the same way nor clipped.
+    while end > begin and np.rint(min(max(values[end - 1], low), high) / step) > level:
+        end -= 1
+    while end < values.size and np.rint(min(max(values[end], low), high) / step) <= level:
+        end += 1
+    return end
 
 
 @compiled_sum

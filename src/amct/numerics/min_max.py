@@ -43,6 +43,13 @@ class RunningRange:
         self.batches += 1
         return rows
 
+    def add_known(self, count: int, minimum: float, maximum: float) -> None:
+        """Take in one batch of ``count`` values per tensor whose range is known."""
+        if self.count == 0 or minimum < float(self.minimum) or maximum > float(self.maximum):
+            self._extend(torch.tensor([minimum]), torch.tensor([maximum]))
+        self.count += count
+        self.batches += 1
+
     def merge(self, other: RunningRange) -> None:
         """Take in all that ``other`` has seen."""
         if other.count:

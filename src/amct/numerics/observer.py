@@ -45,13 +45,16 @@ class ActivationFactors:
         """The factors that cover the range ``minimum``..``maximum``."""
         scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         lowest, highest = integer_range(bits)
+        tiny = scale == 1  # as scale_and_offset falls back to
+        if bool(tiny.any()):
+            tiny = is_tiny(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         return cls(
             scale=scale,
             offset=offset,
             bits=bits,
             clip_min=scale * (lowest - offset),
             clip_max=scale * (highest - offset),
-            tiny=is_tiny(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale),
+            tiny=tiny,
         )
 
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.compiled import compiled
 from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
 from amct.numerics.min_max import RunningRange
-from amct.numerics.observer import ActivationFactors, Observer, check_mergeable
+from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable
 from amct.numerics.value_counts import ValueCounts
 
 EXACT_LIMIT = 1 << 20
@@ -30,9 +31,9 @@ Floats = NDArray[np.float32]
 class Samples:
     """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
 
-    def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL) -> None:
+    def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL, counts_all: bool = True) -> None:
         self.range = RunningRange(channel_axis)
-        self._tail = tail
+        self._tail, self._counts_all = tail, counts_all
         self.merged = False
         """Two collections were joined, so the batches have no order any more."""
         self._pieces: list[Floats] = []
@@ -50,6 +51,8 @@ class Samples:
 
     def add(self, x: Tensor) -> None:
         """Take in one batch; a refused batch leaves everything as it was."""
+        if self._add_to_histogram(x):
+            return
         rows = self.range.add(x)
         if rows.numel() == 0:
             return
@@ -58,6 +61,16 @@ class Samples:
         else:
             self._leave_exact()
             self._count(rows)
+
+    def _add_to_histogram(self, x: Tensor) -> bool:
+        """Whether one pass was enough to check and to count a batch; else nothing was done."""
+        if self.range.channel_axis is not None or not isinstance(self._counts, FloatHistogram):
+            return False
+        rows = as_rows(x, None)
+        found = self._counts.add_in_one_pass(rows)
+        if found is not None:
+            self.range.add_known(rows.numel(), *found)
+        return found is not None
 
     def merge(self, other: Samples) -> None:
         """Take in all that ``other`` has; ``other`` stays as it is."""
@@ -84,6 +97,12 @@ class Samples:
     def sorted_values(self, channel: int) -> Floats:
         """All values of a channel in ascending order, as long as ``exact``: the same whatever order they came in."""
         return np.sort(np.concatenate(self.batches_of(channel)))
+
+    def sorted_nonzero(self, channel: int) -> tuple[Floats, int]:
+        """As ``sorted_values``, but of zeros only their number; sorting takes half the time behind a ReLU."""
+        nonzero, zeros = _nonzero(np.concatenate(self.batches_of(channel)))
+        nonzero.sort()
+        return nonzero, zeros
 
     def bins(self, channel: int) -> Bins:
         """The counts of a channel, when no longer ``exact``; they end at the exact minimum and maximum."""
@@ -119,11 +138,21 @@ class Samples:
     def _histogram(self) -> FloatHistogram:
         """The histogram; from the first call on, everything is counted in it."""
         if not isinstance(self._counts, FloatHistogram):
-            histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail)
+            histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail, counts_all=self._counts_all)
             if self._counts is not None:
                 histogram.add_counted(self._counts.values, self._counts.counts)
             self._counts = histogram
         return self._counts
+
+
+@compiled
+def _nonzero(values: Floats) -> tuple[Floats, int]:
+    """The values that are not zero, in the memory of all, and how many are."""
+    number = 0
+    for value in values:
+        values[number] = value
+        number += np.int64(value != 0)
+    return values[:number], values.size - number
 
 
 @dataclass(kw_only=True, eq=False)
@@ -134,11 +163,14 @@ class SamplingObserver(ABC):
     asymmetric: bool = True
     channel_axis: int | None = None
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    counts_all: bool = True
+    """Also of batches that are far larger than a search needs; if not, how the data is cut into batches matters."""
     _samples: Samples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         integer_range(self.bits)
-        self._samples = Samples(self.channel_axis, tail=SHORT_TAIL if self.bits <= 8 else TAIL)
+        tail = SHORT_TAIL if self.bits <= 8 else TAIL
+        self._samples = Samples(self.channel_axis, tail=tail, counts_all=self.counts_all)
 
     @property
     def batches(self) -> int:

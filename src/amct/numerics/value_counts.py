@@ -8,20 +8,23 @@ that has many shows it within the first few thousand, so looking costs next to n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.numerics.compiled import compiled
-from amct.numerics.histogram import Bins, Counts
+from amct.numerics.histogram import Bins
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from amct.numerics.counting import Bits, Counts
 
 MOST_VALUES = 4096
 
 _HASH_BITS = 14  # a table four times as large as it gets full
-
-Bits = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,6 @@ def _count_values(bits: Bits, most: int) -> tuple[Bits, Counts]:
             used += 1
         counts[slot] += 1
         if used > most:
-            break
+            return keys[:used], counts[:used]  # no one looks at these
     found = counts > 0
     return keys[found], counts[found]

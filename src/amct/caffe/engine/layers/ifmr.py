@@ -88,7 +88,7 @@ class IFMR(Layer):
             raise self.error("ifmr_param needs record_file_path and object_layer")
         self.seen = 0
         self.shape: Shape | None = None
-        self.observer = self._new_observer()
+        self.observer: IfmrObserver | None = self._new_observer()
         self.followers: list[IFMR] = []
         self.findings = Findings(options.record_file_path)
 
@@ -119,6 +119,7 @@ class IFMR(Layer):
                 min_percentile=shortest(options.min_percentile),
                 search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
                 search_step=shortest(options.search_step),
+                counts_all=False,
             )
         except AmctError as error:
             raise self.error(str(error)) from error
@@ -145,6 +146,7 @@ class IFMR(Layer):
         return [bottoms[0]]
 
     def _observe(self, x: torch.Tensor) -> None:
+        assert self.observer is not None, "the data is forgotten after the last batch only"
         if self.seen == 0:
             self.findings.start_log()
             self.observer.expect(x.numel() * self._needed)
@@ -154,10 +156,11 @@ class IFMR(Layer):
             raise self._illegal(error) from error
         self.seen += 1
         for name in self.objects:
-            logger.info("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
+            logger.debug("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
         if self.seen == self._needed:
             self.findings.ready(self)
-        if self.options.reports_progress:
+        if self.options.reports_progress:  # the last layer of a net that watches, for all of them
+            logger.info("calibration: %d/%d batches", self.seen, self._needed)
             progress = dict.fromkeys(self.objects, (self.seen, self._needed))
             RecordFiles(self.options.record_file_path).note(progress)
 
@@ -184,11 +187,12 @@ class IFMR(Layer):
         Raises:
             CalibrationError: the data has no legal factors.
         """
+        assert self.observer is not None, "a layer is ready once"
         try:
             factors = self.observer.result()
         except AmctError as error:
             raise self._illegal(error) from error
-        self.observer = self._new_observer()
+        self.observer = None
         for layer in (self, *self.followers):
             entry = layer.entry(factors, layer.shape or self.shape)
             for name in layer.objects:
