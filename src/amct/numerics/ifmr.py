@@ -103,7 +103,7 @@ class SortedValues:
 
     def __init__(self, nonzero: Floats, zeros: int) -> None:
         self._values = nonzero
-        self._negative = int(np.searchsorted(nonzero, 0.0))
+        self._negative = int(np.searchsorted(nonzero, np.float32(0)))  # a float64 would make it copy them all
         self._zeros = zeros
         self.count = nonzero.size + zeros
 
