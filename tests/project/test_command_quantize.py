@@ -54,6 +54,26 @@ def test_quantize_a_caffe_pair(folder, capsys):
     assert all((folder / name).exists() for name in result["files"])
 
 
+def test_quantize_an_equalized_caffe_pair(folder, capsys):
+    from amct_caffe import caffe
+
+    net = caffe.Net("net.prototxt", "net.caffemodel", caffe.TEST)
+    net.params["conv"][0].data[0] *= 20
+    net.save("net.caffemodel")
+    arguments = ["net.prototxt", "net.caffemodel", "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json"]
+    assert main(["quantize", *arguments, "--equalize"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert "out/net_equalized_weights.caffemodel" in files
+    assert json.loads((folder / "out/net_quant.json").read_text())["equalized"] == ["conv"]
+
+
+def test_equalize_is_for_caffe(folder, capsys):
+    arguments = ["my_nets_of_quantize_test:build", "--data", "data.npy", "-o", "out/net", "--equalize"]
+    assert main(["quantize", *arguments]) == 2
+    assert "--equalize is for Caffe models" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
 def test_quantize_a_torch_reference(folder):
     arguments = [
         "quantize",

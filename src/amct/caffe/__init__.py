@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from amct.caffe.equalization import equalize_model
     from amct.caffe.onnx_graph import export_onnx
     from amct.caffe.quantized_model import QuantizedCaffeModel, compare, quantize, report
 
-__all__ = ["QuantizedCaffeModel", "compare", "export_onnx", "quantize", "report"]
+__all__ = ["QuantizedCaffeModel", "compare", "equalize_model", "export_onnx", "quantize", "report"]
 
 
 def __getattr__(name: str) -> object:
@@ -17,6 +18,10 @@ def __getattr__(name: str) -> object:
         from amct.caffe import onnx_graph
 
         return onnx_graph.export_onnx
+    if name == "equalize_model":
+        from amct.caffe import equalization
+
+        return equalization.equalize_model
     if name in __all__:
         from amct.caffe import quantized_model
 

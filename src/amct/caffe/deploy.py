@@ -19,7 +19,7 @@ from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -49,6 +49,7 @@ class Results:
         record: the factors of all quantized layers, complete and checked.
         may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
         config: the config used, as text for people; it goes into quant.json.
+        equalized: the layers whose output channels were divided by factors; they go there too.
 
     Raises:
         CalibrationError: a bias cannot be quantized.
@@ -62,8 +63,10 @@ class Results:
         *,
         may_raise_scale: bool = True,
         config: str = "",
+        equalized: Sequence[str] = (),
     ) -> None:
         self.config = config
+        self.equalized = tuple(equalized)
         self._model = model
         self._weights = dict(weights)
         self._integer: dict[str, IntegerLayer] = {}
@@ -127,7 +130,12 @@ class Results:
             model.weights[name] = blobs
         return QuantizedNet(model, inserted)
 
-    # ------------------------------------------------------------------ ONNX
+    # ------------------------------------------------------------------ float
+
+    @property
+    def folded_model(self) -> CaffeModel:
+        """The float model that the record belongs to: fused, and equalized if that was asked for."""
+        return self._model
 
     def float_model(self) -> CaffeModel:
         """The fused float model; clustered weights are there as they are, since a scale alone cannot give them back."""

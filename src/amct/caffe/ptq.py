@@ -178,6 +178,12 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
 
 def prepare_weights(graph: QuantGraph) -> None:
     """Fuse the graph's model, unless BatchNorm updates come first, and quantize its weights."""
+    fold(graph)
+    quantize_folded(graph)
+
+
+def fold(graph: QuantGraph) -> None:
+    """Begin with the original and fuse it, unless BatchNorm updates come first."""
     plan = graph.plan
     graph.model = graph.original.copy()
     graph.fusion = type(graph.fusion)()
@@ -187,6 +193,10 @@ def prepare_weights(graph: QuantGraph) -> None:
         accelerate(graph.model, enabled, graph.fusion, skip=plan.skip_fusion_layers)
         for head, folded in graph.fusion.folded.items():
             logger.debug("fusion: %s <- %s", head, ", ".join(folded))
+
+
+def quantize_folded(graph: QuantGraph) -> None:
+    """Quantize the weights of the graph's model as it is now."""
     graph.weights = {
         name: quantize_weights(graph.model.layer(name), graph.model.weights[name], layer.weight)
         for name, layer in graph.plans().items()

@@ -44,6 +44,7 @@ class QuantGraph:
         model: The float model as it is now: fused, once weights are quantized.
         weights: The integer weights, by layer.
         fusion: What was folded.
+        equalized: The layers whose output channels were divided by factors.
         calibration_record: Where calibration writes: the record, or its ``_update`` form after BatchNorm updates.
     """
 
@@ -53,6 +54,7 @@ class QuantGraph:
     model: CaffeModel
     weights: dict[str, QuantizedWeights] = field(default_factory=dict)
     fusion: FusionReport = field(default_factory=FusionReport)
+    equalized: tuple[str, ...] = ()
     calibration_record: Path | None = None
     stage: Stage = Stage.INITIALIZED
 

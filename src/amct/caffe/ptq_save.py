@@ -91,7 +91,7 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
-    return Results(graph.model, graph.weights, record, config=config_text(graph.plan))
+    return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
 
 
 def save_results(
@@ -106,7 +106,8 @@ def save_results(
 ) -> list[Path]:
     """Write all files of a result, together or not at all, and return their paths.
 
-    ``qdq`` is the QDQ file that belongs to them; None, as in AMCT's flow, for none.
+    ``qdq`` is the QDQ file that belongs to them; None, as in AMCT's flow, for none. Of an equalized model the float
+    form is written too: the record is its, and comparing layer by layer needs it.
 
     Raises:
         FileError: they cannot be written.
@@ -122,12 +123,18 @@ def save_results(
     document = quant_json(nets, results.record, original, fusion, not_quantized)
     if results.config:
         document["config"] = results.config
+    if results.equalized:
+        document["equalized"] = list(results.equalized)
     if qdq is not None:
         document["qdq"] = qdq.report()
     with FileGroup() as group:
         for kind, net in nets.items():
             pair = names[f"{kind}_model.prototxt"], names[f"{kind}_weights.caffemodel"]
             write_model(group, net.model, *pair)
+            written += pair
+        if results.equalized:
+            pair = names["equalized_model.prototxt"], names["equalized_weights.caffemodel"]
+            write_model(group, results.folded_model, *pair)
             written += pair
         group.write_text(names["quant.json"], json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         group.write_bytes(names["quant_param_record.txt"], encode_record(results.record, "text"))
@@ -145,7 +152,11 @@ def file_names(save_path: AnyPath) -> dict[str, Path]:
         raise ArgumentError("save_path: expected a folder and a prefix such as results/model, got nothing")
     prefix = "" if text.endswith(("/", os.sep)) else f"{Path(text).name}_"
     folder = Path(text) if not prefix else Path(text).parent
-    kinds = [f"{kind}_{part}" for kind in ("fake_quant", "deploy") for part in ("model.prototxt", "weights.caffemodel")]
+    kinds = [
+        f"{kind}_{part}"
+        for kind in ("fake_quant", "deploy", "equalized")
+        for part in ("model.prototxt", "weights.caffemodel")
+    ]
     names = {kind: folder / f"{prefix}{kind}" for kind in kinds}
     for kind in ("quant.json", "quant_param_record.txt", "quant_param_record.bin", "qdq_model.onnx"):
         names[kind] = folder / f"{prefix}{kind}"

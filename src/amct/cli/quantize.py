@@ -28,13 +28,16 @@ MODEL_HELP = 'A prototxt, an ONNX file, or a Python reference "package.module:fa
 
 
 @takes_data
-def quantize(
+def quantize(  # noqa: PLR0913  the options of a command
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
     *,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
     config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
     data: DataOptions,
+    equalize: Annotated[
+        bool, typer.Option("--equalize", help="Caffe: first make channels equal in size; 8 bits lose less then.")
+    ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Also write OUTPUT_report.html: what each layer lost.")
     ] = False,
@@ -47,8 +50,10 @@ def quantize(
     Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
     """
     with few_lines():
+        if equalize and weights is None:
+            raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
         if weights is not None:
-            result = _quantize_caffe(model, weights, data, config, output, report)
+            result = _quantize_caffe(model, weights, data, config, output, report, equalize=equalize)
         elif model.endswith(ONNX_ENDING):
             result = _quantize_onnx(model, data, config, output, report)
         elif ":" in model:
@@ -70,14 +75,14 @@ def _files(quantized: Any, batches: Iterable[Any], output: Path, report: bool) -
 
 
 def _quantize_caffe(
-    model: str, weights: Path, options: DataOptions, config: Path | None, output: Path, report: bool
+    model: str, weights: Path, options: DataOptions, config: Path | None, output: Path, report: bool, *, equalize: bool
 ) -> dict[str, Any]:
     import amct.caffe as front_door
     from amct import atomic
 
     atomic.check_writable(output.parent)
     batches = options.open()
-    quantized = front_door.quantize(model, weights, batches, config=config)
+    quantized = front_door.quantize(model, weights, batches, config=config, equalize=equalize)
     return {
         "quantized": list(quantized.layers),
         "left float": dict(quantized.not_quantized),
