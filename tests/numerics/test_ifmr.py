@@ -116,6 +116,18 @@ def test_on_a_histogram_the_choice_costs_at_most_one_percent(name, bits, asymmet
         assert abs(factors.offset.item() - offset) <= 1
 
 
+@pytest.mark.parametrize(("bits", "asymmetric"), [(8, True), (8, False), (16, True)])
+@pytest.mark.parametrize("name", ["normal", "heavy-tailed", "99 % zero", "bimodal", "one huge outlier", "rectified"])
+def test_a_part_of_a_large_batch_is_enough_for_one_percent(name, bits, asymmetric):
+    x = data(name, 1_200_000)
+    factors = observed(x, bits=bits, asymmetric=asymmetric, counts_all=False)
+    formula = Formula(x.numpy(), bits=bits, asymmetric=asymmetric)
+    _, offset, best = formula.best()
+    assert formula.loss_of(factors.scale.double().item()) <= 1.01 * best
+    if bits == 8:
+        assert abs(factors.offset.item() - offset) <= 1
+
+
 @pytest.mark.parametrize("name", ["normal", "heavy-tailed", "99 % zero", "bimodal", "one huge outlier"])
 def test_on_a_histogram_percentiles_are_exact(name):
     x = data(name, 1_200_000)

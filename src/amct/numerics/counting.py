@@ -3,8 +3,7 @@
 Positive floats are ordered like their bits as signed integers, negative ones by size like unsigned integers. So integer
 maxima, which compilers vectorize, tell the range of the values, whether all of them are finite, and whether a stretch
 of them need be looked at closer. Values are taken in chunks that fit into a processor's cache: what was looked at is
-counted while it is still there, and a tensor is read from memory once. The last chunk comes first: what made the tensor
-wrote it last, so it may be in the cache still, and what reads the tensor next finds its beginning there.
+counted while it is still there, and a tensor is read from memory once.
 
 Loops begin at zero and run over slices: an index that might be negative would keep them from being vectorized.
 """
@@ -40,6 +39,7 @@ _SOME_RUNS, _ODD = 64, 37
 Bits = NDArray[np.uint32]
 SignedBits = NDArray[np.int32]
 Counts = NDArray[np.int64]
+Tallies = NDArray[np.uint32] | NDArray[np.int64]
 Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
 
@@ -110,8 +110,7 @@ def _look_and_count(
     found = np.empty(room + _STRETCH, np.uint32)
     extremes = np.array([-_SIGN, 0, 2 * _SIGN - 1], np.int64)
     number = 0
-    for chunk_number in range((bits.size - 1) // _CHUNK, -1, -1):
-        begin = chunk_number * _CHUNK
+    for begin in range(0, bits.size, _CHUNK):
         chunk = bits[begin : begin + _CHUNK]
         number = _look(chunk, signed[begin : begin + _CHUNK], limits, found, number, extremes)
         if every == 1:
@@ -123,6 +122,20 @@ def _look_and_count(
         table[place] = 0
     counted = bits.size if every == 1 else bits.size // (RUN * every) * RUN
     return found[: min(number, room + 1)], counted, extremes[0], extremes[1], extremes[2]
+
+
+def range_of(values: Floats) -> tuple[float, float] | None:
+    """The smallest and the largest value; None when one is NaN or infinite."""
+    look = Look(np.empty(0, np.uint32), 0, *_extremes(values))
+    return look.range if look.is_finite else None
+
+
+@compiled
+def _extremes(values: Floats) -> tuple[int, int, int]:
+    extremes = np.array([-_SIGN, 0, 2 * _SIGN - 1], np.int64)
+    no_limits = (2 * _SIGN - 1, _SIGN - 1)
+    _look(values.view(np.uint32), values.view(np.int32), no_limits, np.empty(0, np.uint32), 0, extremes)
+    return extremes[0], extremes[1], extremes[2]
 
 
 @compiled
@@ -219,7 +232,7 @@ def _count_runs(bits: Bits, table: Bits, every: int, begin: int) -> None:
 
 
 @compiled
-def count_few(bits: Bits, done: int, first_bin: Counts, counts: Counts, used: Counts, mantissa_bits: int) -> int:
+def count_few(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: Counts, mantissa_bits: int) -> int:
     """Count the values from position ``done`` on, and allocate their blocks.
 
     Returns:
@@ -242,7 +255,7 @@ def count_few(bits: Bits, done: int, first_bin: Counts, counts: Counts, used: Co
 
 
 @compiled
-def move(table: Bits, first_bin: Counts, counts: Counts, begin: int, weight: int) -> int:
+def move(table: Bits, first_bin: Counts, counts: Tallies, begin: int, weight: int) -> int:
     """Add the blocks of ``table`` that are allocated from ``begin`` on to ``counts``, and clear them.
 
     Returns:
@@ -294,7 +307,7 @@ def allocate(left: int, table: Bits, first_bin: Counts, used: int, ends: tuple[i
 
 
 @compiled
-def occupied(first_bin: Counts, counts: Counts, mantissa_bits: int) -> tuple[Values, Values, Values]:
+def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Values, Values, Values]:
     """Where the bins of all values that occurred begin and end, and how many each holds, ascending."""
     size, half = 1 << mantissa_bits, first_bin.size // 2
     room = np.sum(first_bin >= 0) << mantissa_bits
@@ -324,14 +337,14 @@ def occupied(first_bin: Counts, counts: Counts, mantissa_bits: int) -> tuple[Val
 
 
 @compiled
-def tail_begin(first_bin: Counts, counts: Counts, mantissa_bits: int, tail: int) -> int:
+def tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
     """The magnitude of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
     seen = 0
     for block in range(first_bin.size - 1, -1, -1):
         begin = first_bin[block]
         if begin < 0:
             continue
-        total = counts[begin : begin + (1 << mantissa_bits)].sum()
+        total = np.int64(counts[begin : begin + (1 << mantissa_bits)].sum())
         if seen + total <= tail:
             seen += total
             continue

@@ -19,7 +19,7 @@ many (``one_in``). Which ones depends on the batch alone: the order of batches s
 is cut into batches does. The tails and the total stay exact.
 
 The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
-need some 50 blocks of 16 KB, no data can ever need more than 512.
+need some 50 blocks of 8 KB, no data can ever need more than 512.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from amct.numerics.counting import (
     Floats,
     Limits,
     Look,
+    Tallies,
     Values,
     allocate,
     count_few,
@@ -70,7 +71,9 @@ ENOUGH = 1 << 17
 
 _MANY = TABLE_SIZE // 32  # values for which looking through a whole table is cheaper than a look-up for each
 _SPARE_BLOCKS = 8
+_WAITING = 8  # so many times the tail may come together before it is looked through
 _MOST_AT_ONCE = 1 << 31  # a table's counts have 32 bits
+_MOST_NARROW = 1 << 31  # half of what 32 bits hold: where only some values are counted, they stand for a few too many
 _THREADED_SIZE = 1 << 20  # values per thread that outweigh its start
 _NOTHING = limits_of(-np.inf, np.inf)  # no finite value reaches these
 _ANYTHING = (-0.0, 0.0)
@@ -101,7 +104,7 @@ class FloatHistogram:
         self._total = 0  # of one channel's values
         self._heaviest = 1  # a counted value stands for at most so many
         self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # of a block, in _counts; -1: not allocated
-        self._counts = np.empty(0, np.int64)
+        self._counts: Tallies = np.empty(0, np.uint32)
         self._used = np.zeros(1, np.int64)
         self._outer = np.empty(0, np.float32)  # all values from the edges outwards: the tails, and perhaps more
         self._edges = _ANYTHING
@@ -109,6 +112,7 @@ class FloatHistogram:
 
     def add(self, rows: Tensor) -> None:
         """Count finite float32 values ``[channels, n]``."""
+        self._widen_for(rows.shape[1])
         self._total += rows.shape[1]
         if rows.device.type == "cuda":
             self._add_by_torch(rows)
@@ -134,6 +138,7 @@ class FloatHistogram:
         values = rows.contiguous().numpy()
         if not self._are_many(values):
             return None
+        self._widen_for(values.size)
         found = self._add_many(values[0], one_pass=True)
         self._total += values.size if found else 0
         return found
@@ -141,7 +146,9 @@ class FloatHistogram:
     def add_counted(self, values: Floats, counts: Counts) -> None:
         """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
         assert self.channels == 1
-        self._total += int(counts.sum())
+        total = int(counts.sum())
+        self._widen_for(total)
+        self._total += total
         top_bits = values.view(np.uint32).astype(np.int64) >> (FLOAT_MANTISSA - self.mantissa_bits)
         block, place = top_bits >> self.mantissa_bits, top_bits & ((1 << self.mantissa_bits) - 1)
         for one in np.unique(block):
@@ -156,6 +163,7 @@ class FloatHistogram:
     def merge(self, other: FloatHistogram) -> None:
         """Add the counts of a histogram with as many channels and bins."""
         assert (other.channels, other.mantissa_bits, other.tail) == (self.channels, self.mantissa_bits, self.tail)
+        self._widen_for(other._total)
         self._total += other._total
         self._heaviest = max(self._heaviest, other._heaviest)
         tables = other._tables()
@@ -172,7 +180,7 @@ class FloatHistogram:
             return bins
         self._drop_all_but_tails()
         lower, upper = self._edges
-        tail = np.sort(self._outer).astype(np.float64)
+        tail = self._outer.astype(np.float64)
         below, above = np.split(tail, [np.searchsorted(tail, 0.0)])
         inner = slice(np.searchsorted(bins.high, lower, side="right"), np.searchsorted(bins.low, upper))
         count = bins.count[inner]
@@ -193,7 +201,7 @@ class FloatHistogram:
         only when too much has come together.
         """
         self._outer = np.concatenate([self._outer, *found])
-        if self._outer.size > 4 * self.tail:
+        if self._outer.size > _WAITING * self.tail:
             self._drop_all_but_tails()
 
     def _move_edges(self, known: tuple[float, float] = _ANYTHING) -> None:
@@ -220,18 +228,24 @@ class FloatHistogram:
         return float(bits.view(np.float32))  # infinity when the outermost bin alone holds too many
 
     def _drop_all_but_tails(self) -> None:
-        """Move each edge to the smallest border of bins beyond which at most ``tail`` values of its sign lie."""
-        negative = np.signbit(self._outer)
-        edges = list(self._edges)
-        for side, sign in enumerate((-1.0, 1.0)):
-            magnitudes = np.abs(self._outer[negative == (sign < 0)]).view(np.uint32)
-            if magnitudes.size > self.tail:
-                first_too_many = np.partition(magnitudes, -self.tail - 1)[-self.tail - 1]
-                edge = self._border((int(first_too_many) >> (FLOAT_MANTISSA - self.mantissa_bits)) + 1)
-                edges[side] = sign * max(edge, abs(edges[side]))
-        lower, upper = edges
+        """Move each edge to the smallest border of bins beyond which at most ``tail`` values of its sign lie; sort."""
+        outer = np.sort(self._outer)
+        lower, upper = self._edges
+        negative = int(np.searchsorted(outer, np.float32(0)))
+        if negative > self.tail:
+            lower = min(lower, -self._border_behind(-outer[self.tail]))
+        if outer.size - negative > self.tail:
+            upper = max(upper, self._border_behind(outer[-self.tail - 1]))
         self._set_edges(lower, upper)
-        self._outer = self._outer[(self._outer <= lower) | (self._outer >= upper)]
+        below, above = (
+            np.searchsorted(outer, np.float32(lower), side="right"),
+            np.searchsorted(outer, np.float32(upper)),
+        )
+        self._outer = np.concatenate([outer[:below], outer[above:]])
+
+    def _border_behind(self, magnitude: np.float32) -> float:
+        """Where the bin behind that of a value begins."""
+        return self._border((int(magnitude.view(np.uint32)) >> (FLOAT_MANTISSA - self.mantissa_bits)) + 1)
 
     # ------------------------------------------------------------------ counting
 
@@ -244,7 +258,7 @@ class FloatHistogram:
         pieces = _pieces(values)
         tables = [_idle_tables.pop() if _idle_tables else np.zeros(TABLE_SIZE, np.uint32) for _ in pieces]
         limits = _NOTHING if self._edges == _ANYTHING else self._limits
-        looks = _look_at_all(pieces, tables, limits, 2 * self.tail, every)
+        looks = _look_at_all(pieces, tables, limits, _WAITING * self.tail, every)
         if one_pass and not all(look.is_finite for look in looks):
             for table in tables:
                 table.fill(0)
@@ -256,7 +270,7 @@ class FloatHistogram:
         _idle_tables.extend(tables)
         if self.tail:
             found = [look.outside.view(np.float32) for look in looks]
-            if limits == _NOTHING or any(part.size > 2 * self.tail for part in found):
+            if limits == _NOTHING or any(part.size > _WAITING * self.tail for part in found):
                 self._move_edges()
                 found = [outside(piece, self._limits) for piece in pieces]
             self._keep(*found)
@@ -297,7 +311,12 @@ class FloatHistogram:
             lower, upper = self._edges
             self._keep(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
-    def _add_block(self, channel: int, block: int, counts: Counts) -> None:
+    def _widen_for(self, more: int) -> None:
+        """Counts take 4 bytes each, and 8 before so many values come that one of them might not fit."""
+        if self._total + more > _MOST_NARROW and self._counts.dtype != np.int64:
+            self._counts = self._counts.astype(np.int64)
+
+    def _add_block(self, channel: int, block: int, counts: Tallies) -> None:
         first = int(self._first_bin[channel, block])
         if first < 0:
             if self._used[0] == self._counts.size:
@@ -305,14 +324,14 @@ class FloatHistogram:
             first = int(self._used[0])
             self._first_bin[channel, block] = first
             self._used += counts.size
-        self._counts[first : first + counts.size] += counts
+        self._counts[first : first + counts.size] += counts.astype(self._counts.dtype)
 
     def _reserve(self, blocks: int) -> None:
         """Make room for so many more blocks, and some to spare."""
         used = int(self._used[0])
         if self._counts.size - used >= blocks << self.mantissa_bits:
             return
-        room = np.zeros(used + (blocks + _SPARE_BLOCKS << self.mantissa_bits), np.int64)
+        room = np.zeros(used + (blocks + _SPARE_BLOCKS << self.mantissa_bits), self._counts.dtype)
         room[:used] = self._counts[:used]
         self._counts = room
 
@@ -325,7 +344,7 @@ class FloatHistogram:
         """For sending a shard to another process: without the room that is not used yet."""
         return {**self.__dict__, "_counts": self._counts[: int(self._used[0])].copy()}
 
-    def _tables(self) -> Counts:
+    def _tables(self) -> Tallies:
         """The counts as [block, bin]."""
         return self._counts.reshape(-1, 1 << self.mantissa_bits)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.counting import range_of
 from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable, finite_range
 
 
@@ -36,6 +37,11 @@ class RunningRange:
             CalibrationError: NaN or infinity.
         """
         rows = as_rows(x, self.channel_axis)
+        if self.channel_axis is None and rows.numel() and rows.device.type == "cpu":
+            found = range_of(rows.contiguous().numpy()[0])  # several times as fast as torch where there are few values
+            if found is not None:
+                self.add_known(rows.numel(), *found)
+                return rows
         if rows.numel():
             minimum, maximum = finite_range(rows)
             self._extend(minimum.cpu(), maximum.cpu())

@@ -1,0 +1,157 @@
+"""One pass over a batch against NumPy: its range, its tails, and what is counted when not all of it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from amct.errors import CalibrationError
+from amct.numerics.counting import (
+    MOST_LEFT_OUT,
+    RUN,
+    TABLE_MANTISSA,
+    TABLE_SIZE,
+    limits_of,
+    look_and_count,
+    one_in,
+    range_of,
+)
+from amct.numerics.histogram import ENOUGH, SHORT_TAIL, FloatHistogram
+from amct.numerics.ifmr import IfmrObserver
+
+ANY = hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(width=32))
+
+
+def normal(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def histogram_of(*batches: np.ndarray, counts_all: bool) -> FloatHistogram:
+    histogram = FloatHistogram(tail=SHORT_TAIL, counts_all=counts_all)
+    for batch in batches:
+        histogram.add(torch.from_numpy(batch)[None])
+    return histogram
+
+
+def parts(histogram: FloatHistogram) -> list[np.ndarray]:
+    bins = histogram.bins()
+    return [bins.low, bins.high, bins.count]
+
+
+@given(ANY)
+def test_the_range_is_that_of_numpy_and_none_when_not_finite(values):
+    found = range_of(values)
+    if not np.isfinite(values).all():
+        assert found is None
+    else:
+        assert found == (values.min(), values.max())
+
+
+@pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
+def test_one_pass_tells_the_range_and_counts_the_same(shift):
+    first, second = normal(60_000) + np.float32(shift), normal(60_000, seed=1) + np.float32(shift)
+    histogram = histogram_of(first, counts_all=True)
+    assert histogram.add_in_one_pass(torch.from_numpy(second)[None]) == (second.min(), second.max())
+    both = histogram_of(first, second, counts_all=True)
+    assert all(np.array_equal(one, other) for one, other in zip(parts(histogram), parts(both), strict=True))
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf, -np.nan])
+@pytest.mark.parametrize("place", [0, 70_001, -1])
+def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(broken, place):
+    batch = normal(1_100_000)
+    observer, untouched = IfmrObserver(counts_all=False), IfmrObserver(counts_all=False)
+    for each in (observer, untouched):
+        each.observe(torch.from_numpy(batch))
+    worse = 5 * normal(300_000, seed=1)
+    worse[place] = broken
+    with pytest.raises(CalibrationError, match=r"1 NaN|1 infinite"):
+        observer.observe(torch.from_numpy(worse))
+    assert observer.batches == 1
+    # The table that the refused batch was counted in is used again.
+    for each in (observer, untouched):
+        each.observe(torch.from_numpy(batch))
+    assert observer.result() == untouched.result()
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "wanted"),
+    [
+        (1.0, 2 * ENOUGH - 1, 1),
+        (1.0, 2 * ENOUGH, 2),
+        (1.0, 5 * ENOUGH, 4),
+        (1.0, 40 * ENOUGH, MOST_LEFT_OUT),
+        (0.0, 5 * ENOUGH, 1),
+    ],
+)
+def test_so_many_are_left_out_that_enough_stay(share, count, wanted):
+    values = np.full(count, 1.0 if share else 0.0, np.float32)
+    assert one_in(values, ENOUGH) == wanted
+
+
+def test_values_near_zero_do_not_count_as_enough():
+    values = normal(8 * ENOUGH)
+    values[normal(values.size, seed=1) > -1.28] *= 1e-5  # nine of ten
+    assert one_in(values, ENOUGH) == 1
+    assert one_in(normal(9 * ENOUGH), ENOUGH) == 8
+
+
+def test_tails_and_total_are_exact_when_a_part_is_counted():
+    batches = [normal(600_000 + 7, seed) * np.float32(1 + seed) for seed in range(3)]
+    part, whole = histogram_of(*batches, counts_all=False), histogram_of(*batches, counts_all=True)
+    assert part._heaviest == 4
+    assert part._edges != (-0.0, 0.0)
+    bins, exact = part.bins(), whole.bins()
+    assert part._edges == whole._edges
+    for edge in (bins.high <= part._edges[0], bins.low >= part._edges[1]):
+        assert 0 < edge.sum() <= SHORT_TAIL
+    assert np.array_equal(bins.low[bins.low == bins.high], exact.low[exact.low == exact.high])
+    assert bins.count.sum() == pytest.approx(sum(batch.size for batch in batches), rel=1e-12)
+
+
+def test_a_part_tells_as_much_as_chance_allows():
+    batches = [normal(600_000, seed) for seed in range(3)]
+    borders = np.linspace(-3, 3, 61)
+    shares = []
+    for counts_all in (False, True):
+        bins = histogram_of(*batches, counts_all=counts_all).bins()
+        shares.append(np.histogram((bins.low + bins.high) / 2, borders, weights=bins.count)[0])
+    counted = shares[1] / 4
+    # Of each four values in a cell one is counted: the count's deviation is below its root; five of them in 60 cells.
+    assert (np.abs(shares[0] / 4 - counted) <= 5 * np.sqrt(counted)).all()
+
+
+@pytest.mark.parametrize("every", [2, 4, 8])
+@pytest.mark.parametrize("channels", [3, 48, 64, 100, 1024])
+def test_no_channel_and_no_column_is_preferred(channels, every):
+    count = 1_000_000 // channels * channels
+    first_bin = 127 << TABLE_MANTISSA
+    channels_last = np.arange(count) % channels
+    for channel in (channels_last, np.sort(channels_last)):
+        values = ((first_bin + channel) << (23 - TABLE_MANTISSA)).astype(np.uint32).view(np.float32)
+        table = np.zeros(TABLE_SIZE, np.uint32)
+        look = look_and_count(values, table, limits_of(-np.inf, np.inf), 0, (every, 0))
+        counted = table[first_bin : first_bin + channels]
+        assert counted.sum() == look.counted == count // (RUN * every) * RUN
+        # As even as by chance, at least: the deviation of a count is below its root.
+        expected = count / channels / every
+        assert (np.abs(counted - expected) <= 5 * np.sqrt(expected)).all()
+
+
+def test_neither_order_nor_threads_nor_merging_change_what_is_counted():
+    batches = [normal(2_300_000, seed=1), normal(700_001, seed=2), normal(50_000, seed=3)]
+    wanted = parts(histogram_of(*batches, counts_all=False))
+    assert all(map(np.array_equal, wanted, parts(histogram_of(*batches[::-1], counts_all=False))))
+    merged = histogram_of(batches[2], counts_all=False)
+    merged.merge(histogram_of(*batches[:2], counts_all=False))
+    assert all(map(np.array_equal, wanted, parts(merged)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert all(map(np.array_equal, wanted, parts(histogram_of(*batches, counts_all=False))))
+    finally:
+        torch.set_num_threads(before)
