@@ -1,13 +1,15 @@
-"""Calibration does not keep the data: from some batches on, the peak memory of a process stays where it is.
+"""Calibration does not keep the data: the peak memory of a process is that of one batch, however many there are.
 
-Eight batches beside twenty. One batch beside twenty is not within 2 % (measured here: 432 MB, then 448 MB from eight
-batches on): ``benchmarks/ptq_caffe.py`` shows that on real nets. Twelve batches more, if kept, would be 50 MB.
+Nineteen batches more, if kept, would be 78 MB (18 %), and what a layer makes of them even more. What varies from run to
+run (up to 3 %) is how well the C library's heap reuses what was freed; so the least of some runs counts.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+TRIES = 4
 
 CHILD = """
 import json, resource, sys
@@ -39,6 +41,6 @@ def peak(folder, batch_num):
     return int(subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout)
 
 
-def test_peak_memory_stops_growing(tmp_path):
-    few, many = peak(tmp_path, 8), peak(tmp_path, 20)
-    assert many <= 1.02 * few
+def test_peak_memory_does_not_depend_on_the_number_of_batches(tmp_path):
+    most = 1.02 * peak(tmp_path, 1)
+    assert any(peak(tmp_path, 20) <= most for _ in range(TRIES))

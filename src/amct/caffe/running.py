@@ -59,16 +59,20 @@ def run_net(net: Net, batch: Batch, inputs: BatchInputs | None = None) -> dict[s
 
 
 def feed(net: Net, batch: Batch) -> None:
-    """Give a net copies of a batch for its next forward.
+    """Copy a batch into the inputs of a net, where the last one was.
 
     Raises:
         ArgumentError: the batch does not have the net's inputs.
     """
     names = [net.graph.blob_names[index] for index in net.graph.inputs]
     for name, value in _by_name(names, batch).items():
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
         blob = net.blob(name)
-        blob.values.release()  # the last batch: it need not be there while this one is copied
-        blob.set_tensor(torch.from_numpy(_float_array(value)))
+        try:
+            blob.set_shape(np.shape(array))
+            blob.data[...] = array
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
 
 
 def samples_of(net: Net) -> int:
@@ -93,11 +97,3 @@ def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:
 
 def _copy_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
     return np.array(tensor.detach().cpu().numpy(), np.float32, order="C")
-
-
-def _float_array(value: object) -> npt.NDArray[np.float32]:
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-    try:
-        return np.array(array, np.float32)  # a copy: layers may work in place
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
