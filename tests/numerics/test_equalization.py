@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from amct.numerics.equalization import FLOORS, ChannelSizes, ChannelStatistics, Reader, choose_factors
 
 
-def sizes_of(x):
-    """Of samples ``[N, C]``, with the extremes over all of them."""
-    return ChannelSizes(low=x.amin(0).clamp(max=0), high=x.amax(0).clamp(min=0), variance=x.var(0, correction=0))
+def sizes(high, low=None, variance=None):
+    """As if all pictures had the same extremes."""
+    low = torch.zeros_like(high) if low is None else low
+    spread = high.square() / 12 if variance is None else variance
+    return ChannelSizes(low=low, high=high, typical=torch.maximum(high, -low), variance=spread)
 
 
 def measured_noise(x, weight, factors, groups):
@@ -44,7 +46,7 @@ def test_noise_is_what_rounding_makes(groups, channels):
     x = x * torch.logspace(-1.5, 0, channels, dtype=torch.float64)
     rows = 48 // groups
     weight = torch.randn(groups, rows, channels // groups, 25, generator=random, dtype=torch.float64)
-    reader = Reader(weight, sizes_of(x))
+    reader = Reader(weight, sizes(x.amax(0), variance=x.var(0, correction=0)))
     for factors in (torch.ones(channels, dtype=torch.float64), torch.linspace(0.2, 1, channels, dtype=torch.float64)):
         # The largest weight of a row is exact, of a depthwise one that is one of 25; the rest is chance.
         assert reader.noise(factors) == pytest.approx(measured_noise(x, weight, factors, groups), rel=0.1)
@@ -53,17 +55,16 @@ def test_noise_is_what_rounding_makes(groups, channels):
 def test_one_scale_for_all_rows_is_the_largest():
     weight = torch.ones(1, 2, 3, 1)
     weight[0, 1] = 10
-    sizes = ChannelSizes(low=torch.zeros(3), high=torch.zeros(3), variance=torch.ones(3))
+    still = sizes(torch.zeros(3), variance=torch.ones(3))
     ones = torch.ones(3)
     # No data noise; of the weights: 2 rows x 3 channels with steps 1 and 10, or 10 and 10.
-    assert Reader(weight, sizes).noise(ones) == pytest.approx(3 * (1 + 100) / 127**2 / 12)
-    assert Reader(weight, sizes, one_scale=True).noise(ones) == pytest.approx(3 * 200 / 127**2 / 12)
+    assert Reader(weight, still).noise(ones) == pytest.approx(3 * (1 + 100) / 127**2 / 12)
+    assert Reader(weight, still, one_scale=True).noise(ones) == pytest.approx(3 * 200 / 127**2 / 12)
 
 
 def test_depthwise_channels_become_equal():
     high = torch.tensor([1.0, 4.0, 0.5, 2.0], dtype=torch.float64)
-    sizes = ChannelSizes(low=torch.zeros_like(high), high=high, variance=high.square() / 12)
-    reader = Reader(torch.ones(4, 1, 1, 9), sizes)
+    reader = Reader(torch.ones(4, 1, 1, 9), sizes(high))
     factors = choose_factors([(reader, 0)], 4)
     assert torch.allclose(factors, high / 4)
     assert torch.equal(reader.factors, factors)
@@ -71,7 +72,7 @@ def test_depthwise_channels_become_equal():
 
 def test_equal_channels_are_left_alone():
     one = torch.ones(5, dtype=torch.float64)
-    reader = Reader(torch.ones(1, 4, 5, 1), ChannelSizes(low=-one, high=one, variance=one))
+    reader = Reader(torch.ones(1, 4, 5, 1), sizes(one, low=-one))
     assert choose_factors([(reader, 0)], 5) is None
     assert torch.equal(reader.factors, one)
 
@@ -79,7 +80,7 @@ def test_equal_channels_are_left_alone():
 @pytest.mark.parametrize("value", [0.0, torch.inf])
 def test_data_without_a_size_is_left_alone(value):
     size = torch.full((3,), value, dtype=torch.float64)
-    reader = Reader(torch.ones(1, 2, 3, 1), ChannelSizes(low=-size, high=size, variance=torch.zeros(3)))
+    reader = Reader(torch.ones(1, 2, 3, 1), sizes(size, low=-size))
     assert choose_factors([(reader, 0)], 3) is None
 
 
@@ -90,8 +91,8 @@ def test_what_is_chosen_is_never_worse(seed, first, groups):
 
     def reader(parts):
         high = torch.tensor(random.lognormal(0, 2, 8))
-        sizes = ChannelSizes(low=-high * float(random.uniform(0, 1)), high=high, variance=high.square() / 10)
-        return Reader(torch.tensor(random.standard_normal((parts, 6, 8 // parts, 2))), sizes)
+        weight = torch.tensor(random.standard_normal((parts, 6, 8 // parts, 2)))
+        return Reader(weight, sizes(high, low=-high * float(random.uniform(0, 2))))
 
     readers = [(reader(groups), first), (reader(1), 3 - first)]
     ones = torch.ones(8, dtype=torch.float64)
@@ -115,7 +116,19 @@ def test_statistics_do_not_depend_on_batches(seed, pieces):
         statistics.add(torch.tensor(part))
     found = statistics.result()
     flat = x.reshape(6, 3, -1)
-    np.testing.assert_allclose(found.low, np.minimum(flat.min(2).mean(0), 0), rtol=1e-12)
-    np.testing.assert_allclose(found.high, np.maximum(flat.max(2).mean(0), 0), rtol=1e-12)
+    np.testing.assert_allclose(found.low, np.minimum(flat.min((0, 2)), 0), rtol=1e-12)
+    np.testing.assert_allclose(found.high, np.maximum(flat.max((0, 2)), 0), rtol=1e-12)
+    np.testing.assert_allclose(found.typical, np.abs(flat).max(2).mean(0), rtol=1e-12)
     np.testing.assert_allclose(found.variance, flat.transpose(1, 0, 2).reshape(3, -1).var(1), rtol=1e-9)
-    assert torch.equal(found.reach, torch.maximum(found.high, -found.low))
+
+
+def test_a_channel_that_is_large_once_is_not_enlarged_at_the_cost_of_all():
+    """Its one picture dictates the step; dividing it further would make the step larger."""
+    high = torch.tensor([10.0, 10.0, 10.0], dtype=torch.float64)
+    once = ChannelSizes(
+        low=torch.zeros(3),
+        high=high,
+        typical=torch.tensor([10.0, 10.0, 0.5], dtype=torch.float64),
+        variance=high.square() / 12,
+    )
+    assert choose_factors([(Reader(torch.ones(3, 1, 1, 9), once), 0)], 3) is None

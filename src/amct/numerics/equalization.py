@@ -32,48 +32,54 @@ class ChannelSizes:
 
     Attributes:
         low: The least values, at most 0.
-        high: The largest values, at least 0.
+        high: The largest values, at least 0; with ``low`` they decide the step of the tensor.
+        typical: The largest size in a picture, on average over the pictures: one outlier does not make a channel large.
         variance: Of the values.
     """
 
     low: Tensor
     high: Tensor
+    typical: Tensor
     variance: Tensor
-
-    @property
-    def reach(self) -> Tensor:
-        """The largest sizes."""
-        return torch.maximum(self.high, -self.low)
 
 
 class ChannelStatistics:
-    """Gathers the sizes of the channels of a tensor, ``[N, C, ...]``, over batches; holds one number for each."""
+    """Gathers the sizes of the channels of a tensor, ``[N, C, ...]``, over batches; holds a few numbers for each."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._values = 0
         self._pictures = 0
-        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._extremes: tuple[Tensor, Tensor] | None = None
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, x: Tensor) -> None:
         """Take in a batch."""
-        values = x.detach().reshape(x.shape[0], x.shape[1], -1)
+        values = x.detach().reshape(x.shape[0], x.shape[1], -1).double()
         low, high = torch.aminmax(values, dim=2)
-        wide = values.double()
-        new = (low.double().sum(0), high.double().sum(0), wide.sum((0, 2)), wide.square().sum((0, 2)))
-        old = self._sums or tuple(torch.zeros_like(part) for part in new)
-        self._sums = tuple(a + b for a, b in zip(old, new, strict=True))  # type: ignore[assignment]
-        self._count += values.shape[0] * values.shape[2]
+        sums = (torch.maximum(high, -low).sum(0), values.sum((0, 2)), values.square().sum((0, 2)))
+        extremes = low.amin(0).clamp(max=0), high.amax(0).clamp(min=0)
+        if self._sums is None or self._extremes is None:
+            self._sums, self._extremes = sums, extremes
+        else:
+            self._sums = self._sums[0] + sums[0], self._sums[1] + sums[1], self._sums[2] + sums[2]
+            self._extremes = (
+                torch.minimum(self._extremes[0], extremes[0]),
+                torch.maximum(self._extremes[1], extremes[1]),
+            )
+        self._values += values.shape[0] * values.shape[2]
         self._pictures += values.shape[0]
 
     def result(self) -> ChannelSizes:
-        """The sizes: of the extremes the mean over the pictures, which one outlier does not decide."""
+        """The sizes of all channels."""
         assert self._sums is not None, "no batch was seen"
-        low, high, total, squares = self._sums
-        mean = total / self._count
+        assert self._extremes is not None
+        largest, total, squares = self._sums
+        mean = total / self._values
         return ChannelSizes(
-            low=(low / self._pictures).clamp(max=0),
-            high=(high / self._pictures).clamp(min=0),
-            variance=(squares / self._count - mean.square()).clamp(min=0),
+            low=self._extremes[0],
+            high=self._extremes[1],
+            typical=largest / self._pictures,
+            variance=(squares / self._values - mean.square()).clamp(min=0),
         )
 
 
@@ -126,12 +132,12 @@ def choose_factors(readers: Sequence[tuple[Reader, int]], count: int) -> Tensor 
             over.
         count: How many channels there are.
     """
-    reach = _relative_reach(readers, count)
-    if reach is None:
+    shares = _shares(readers, count)
+    if shares is None:
         return None
-    plain = torch.ones_like(reach)
+    plain = torch.ones_like(shares)
     best, least = plain, _noise(readers, plain) * WORTHWHILE
-    for candidate in _candidates(reach):
+    for candidate in _candidates(shares):
         noise = _noise(readers, candidate)
         if noise < least:
             best, least = candidate, noise
@@ -142,22 +148,22 @@ def choose_factors(readers: Sequence[tuple[Reader, int]], count: int) -> Tensor 
     return best
 
 
-def _relative_reach(readers: Sequence[tuple[Reader, int]], count: int) -> Tensor | None:
-    """The size of each channel beside the largest one that shares its step."""
+def _shares(readers: Sequence[tuple[Reader, int]], count: int) -> Tensor | None:
+    """The typical size of each channel as a share of the largest one that has the same step."""
     found = []
     for reader, first in readers:
-        reach = reader.sizes.reach / reader.factors
-        largest = reach.max()
+        typical = reader.sizes.typical / reader.factors
+        largest = typical.max()
         if not bool(largest > 0) or not bool(torch.isfinite(largest)):
             return None
-        found.append(reach[first : first + count] / largest)
+        found.append(typical[first : first + count] / largest)
     return torch.stack(found).amax(0)
 
 
-def _candidates(reach: Tensor) -> Iterable[Tensor]:
+def _candidates(shares: Tensor) -> Iterable[Tensor]:
     for exponent in EXPONENTS:
         for floor in FLOORS:
-            yield reach.pow(exponent).clamp(min=floor, max=1.0)
+            yield shares.pow(exponent).clamp(min=floor, max=1.0)
 
 
 def _noise(readers: Sequence[tuple[Reader, int]], factors: Tensor) -> float:
