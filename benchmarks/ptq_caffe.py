@@ -46,7 +46,7 @@ ASSETS = Path(os.environ.get("AMCT_ASSETS", Path(__file__).resolve().parents[2] 
 MEAN = (104, 117, 123)
 BATCH, BATCHES = 4, 8
 FEW, MANY = 1, 20
-TURNS = 3
+TURNS = 7
 MOST_TIME, MOST_MEMORY = 1.6, 1.02
 
 MADE_UP = """
