@@ -14,6 +14,11 @@ from amct.caffe.engine.messages import parse_message
 
 NETS = ("mini_caffenet", "mini_fcn", "mini_inception", "mini_mobilenet", "mini_resnet", "siamese", "legacy_v0")
 
+OFF_BY_DEFAULT = (
+    "AbsVal", "PReLU", "ReLU", "Scale", "BatchNorm", "Bias", "Clip", "RReLU", "ReLU6", "Swish", "Pad", "Equal",
+    "Greater", "ReduceMax", "ReduceMin", "Sign", "Cos", "Sin", "TopK", "Unpooling", "Erf",
+)  # fmt: skip
+
 
 @dataclass
 class Flow:

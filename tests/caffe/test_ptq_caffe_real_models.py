@@ -3,89 +3,23 @@
 from __future__ import annotations
 
 import gzip
-import json
 
 import numpy as np
 import pytest
+from face_boxes import overlaps
 from PIL import Image
-from ptq_caffe_flow import Flow, cosine, prototxt
-from ptq_caffe_layers import check_every_layer
-from test_ptq_caffe_types import OFF_BY_DEFAULT
+from ptq_caffe_flow import cosine
+from real_models import flow_of, photo, run
 
-import amct_caffe as amct
-from amct.caffe import pycaffe as caffe
-from amct.config.caffe_types import CAFFE_TYPES
 from amct.record import read_caffe_record
 
 pytestmark = pytest.mark.assets
-ON_BY_DEFAULT = set(CAFFE_TYPES) - set(OFF_BY_DEFAULT)
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
     monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
     monkeypatch.chdir(tmp_path)
-
-
-class RealFlow(Flow):
-    """A flow on given data; the prototxt gets the batch size of the data."""
-
-    def calibrated(self, batches, **options):
-        self.configure(batch_num=len(batches), **options)
-        graph = self.prepare()
-        net = self.net(*self.modified, keep_blobs=False)
-        for each in batches:
-            run(net, each)
-        amct.save_model(graph, "Both", str(self.prefix))
-        self.check_coverage()
-        self.check_layers(batches[0][:1])
-        return graph
-
-    def net(self, model, weights, **options):
-        return caffe.Net(str(model), caffe.TEST, weights=str(weights), **options)
-
-    def fill(self, net, batches):
-        return np.concatenate([run(net, each)[net.outputs[-1]] for each in batches])
-
-    def outputs(self, kind, batches):
-        files = (self.model, self.weights) if kind == "float" else self.result_files(kind)
-        return self.fill(self.net(*files, keep_blobs=False), batches)
-
-    def check_coverage(self):
-        """The quantized layers are all that can be and are on by default: by the table, by the config, by the files."""
-        original = self.original()  # of the types that are on, fusion removes none; the engine adds Split layers
-        written = [name for name in original.layer_names if not name.endswith("_split")]
-        possible = {name for name in written if original.layer_dict[name].type in ON_BY_DEFAULT}
-        config = json.loads(self.config.read_text())
-        enabled = {key for key, value in config.items() if isinstance(value, dict) and value.get("quant_enable")}
-        record = set(read_caffe_record(self.out("quant_param_record.txt")))
-        layers = prototxt(self.result_files("deploy")[0]).layer
-        fused = json.loads(self.out("quant.json").read_text())
-        print(f"{self.model.name}: {len(record)} of {len(possible)} layers that can be and are on are quantized")
-        assert record == enabled == possible
-        assert {layer.name for layer in layers if layer.HasField("integer_param")} == record
-        assert {name for name, each in fused["layers"].items() if each["quantized"]} == record
-
-    def check_layers(self, batch):
-        """Deploy against fake-quant, layer by layer, from the same inputs."""
-        fake, deploy = (self.net(*self.result_files(kind)) for kind in ("fake_quant", "deploy"))
-        run(fake, batch)
-        run(deploy, batch)
-        checked = check_every_layer(fake, deploy, self.result_files("deploy")[0])
-        print(f"{self.model.name}: deploy equals fake-quant in {dict(checked)}")
-        assert sum(checked.values()) == len(read_caffe_record(self.out("quant_param_record.txt")))
-
-
-def run(net, batch):
-    blob = net.blobs[net.inputs[0]]
-    if blob.shape != batch.shape:
-        blob.reshape(*batch.shape)
-    blob.data[...] = batch
-    return {name: value.copy() for name, value in net.forward().items()}
-
-
-def flow_of(assets, folder, tmp_path, model, weights):
-    return RealFlow(tmp_path, assets / folder / model, assets / folder / weights)
 
 
 def mnist(assets, kind, count, start=0):
@@ -253,10 +187,6 @@ def test_open_nsfw_clustered_is_six_times_smaller(assets, tmp_path):
     assert ratio >= 6
 
 
-def photo(assets, name, size):
-    return np.asarray(Image.open(assets / "face_images" / name).convert("RGB").resize(size), np.float32)
-
-
 def test_landmark_points(assets, tmp_path):
     flow = flow_of(assets, "caffe_landmark106", tmp_path, "landmark106.prototxt", "landmark106.caffemodel")
     names = sorted(path.name for path in (assets / "face_images").glob("*.jpg"))[:16]
@@ -266,12 +196,6 @@ def test_landmark_points(assets, tmp_path):
     real, deploy = flow.outputs("float", parts), flow.outputs("deploy", parts)
     print(f"landmark106: cosine {cosine(real, deploy):.5f}")
     assert cosine(real, deploy) >= 0.995
-
-
-def overlap(a, b):
-    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
-    both = np.prod(np.clip(high - low, 0, None))
-    return both / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - both)
 
 
 def test_face_detector_finds_the_same_boxes(assets, tmp_path):
@@ -299,7 +223,9 @@ def test_face_detector_finds_the_same_boxes(assets, tmp_path):
             if box[2] <= 0.5:
                 continue
             total += 1
-            found += any(overlap(box[3:], other[3:]) >= 0.9 and abs(box[2] - other[2]) <= 0.05 for other in others)
+            found += any(
+                overlaps(box[3:], other[None, 3:])[0] >= 0.9 and abs(box[2] - other[2]) <= 0.05 for other in others
+            )
     print(f"res10 SSD: {found} of {total} boxes found again")
     assert total >= 10
     assert found >= 0.95 * total

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from ptq_caffe_flow import prototxt, text_flow
+from ptq_caffe_flow import OFF_BY_DEFAULT, prototxt, text_flow
 from test_ptq_caffe_recurrent import KINDS as RECURRENT
 
 import amct_caffe as amct
@@ -17,10 +17,6 @@ from amct.record import read_caffe_record
 
 IMAGE = (2, 4, 6, 6)
 ROWS = (3, 5)
-OFF_BY_DEFAULT = (
-    "AbsVal", "PReLU", "ReLU", "Scale", "BatchNorm", "Bias", "Clip", "RReLU", "ReLU6", "Swish", "Pad", "Equal",
-    "Greater", "ReduceMax", "ReduceMin", "Sign", "Cos", "Sin", "TopK", "Unpooling", "Erf",
-)  # fmt: skip
 FOLDED = ("BatchNorm", "Scale", "Bias")
 ROUNDING = 2.0**-24
 
