@@ -155,3 +155,15 @@ def test_neither_order_nor_threads_nor_merging_change_what_is_counted():
         assert all(map(np.array_equal, wanted, parts(histogram_of(*batches, counts_all=False))))
     finally:
         torch.set_num_threads(before)
+
+
+def test_values_that_are_not_finite_are_counted_inside_the_table():
+    """Compiled loops do not check their indices: behind the table nothing may be written."""
+    patterns = np.arange(0, 2**32, 2 ** (23 - TABLE_MANTISSA), dtype=np.uint64).astype(np.uint32)
+    patterns = np.concatenate([patterns, patterns | np.uint32(1), [np.uint32(0xFFFFFFFF)]])
+    memory = np.zeros(2 * TABLE_SIZE, np.uint32)
+    for every in (1, 2):
+        look = look_and_count(patterns.view(np.float32), memory[:TABLE_SIZE], limits_of(-np.inf, np.inf), 0, (every, 0))
+        assert not look.is_finite
+    assert not memory[TABLE_SIZE:].any()
+    assert memory[TABLE_SIZE - (1 << TABLE_MANTISSA) : TABLE_SIZE].all()

@@ -20,7 +20,8 @@ from amct.numerics.compiled import compiled
 FLOAT_MANTISSA = 23
 BLOCKS = 512  # signs and exponents of a float32
 TABLE_MANTISSA = 11
-TABLE_SIZE = (BLOCKS - 1) << TABLE_MANTISSA  # bins of all finite values; the last block holds negative infinity and NaN
+TABLE_SIZE = BLOCKS << TABLE_MANTISSA
+"""Bins of all values, infinity and NaN among them: loops count first and look whether all were finite afterwards."""
 RUN = 16
 """So many values in a row are counted or left out together when not all are counted."""
 MOST_LEFT_OUT = 8
@@ -30,7 +31,7 @@ PIECE = 1 << 14
 
 _CHUNK = PIECE
 _STRETCH = 64
-_ZEROS = (BLOCKS // 2 - 1) << TABLE_MANTISSA  # where no finite value is counted: the block of infinity and NaN
+_ZEROS = (BLOCKS // 2 - 1) << TABLE_MANTISSA  # where no finite value is counted: a block of infinity and NaN
 _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
 _SIGN = 1 << 31
@@ -92,7 +93,7 @@ def look_and_count(values: Floats, table: Bits, limits: Limits, room: int, runs:
 
     Args:
         values: when not all are counted, those behind the last whole group of runs are not.
-        table: a count for each top bits of a float, unless they mean infinity or NaN.
+        table: a count for each top bits of a float; when not all values are finite, it is of no use afterwards.
         limits: values from these outwards are sought.
         room: for so many of these.
         runs: of how many runs one is counted (a power of two, at most ``MOST_LEFT_OUT``), and where the values begin
