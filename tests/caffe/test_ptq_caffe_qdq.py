@@ -109,6 +109,33 @@ def test_observed_ranges_are_those_of_the_data(tmp_path):
     assert factors["conv1"].scale == pytest.approx((high - low) / 255, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("placement", "target", "same"),
+    [
+        ("exact", "exact8", {"conv1", "conv2", "fc"}),
+        ("exact", "vnni", {"conv1", "conv2", "fc"}),
+        ("fast", "exact8", {"conv1", "conv2", "fc"}),
+        ("fast", "vnni", {"conv1", "conv2"}),  # fc has a scale for each output there
+        ("fast", "portable", set()),  # 7 bits
+    ],
+)
+def test_the_integers_are_those_of_the_deploy_model(placement, target, same, tmp_path):
+    flow = text_flow(NET, tmp_path)
+    model = quantize(flow.model, flow.weights, [batch(flow.original(), seed) for seed in range(2)])
+    model.save(tmp_path / "net", placement=placement, target=target)
+    file = onnx.load(tmp_path / "net_qdq_model.onnx")
+    stored = [onnx.numpy_helper.to_array(each) for each in file.graph.initializer]
+    stored = [each.astype(int) - (128 if each.dtype == np.uint8 else 0) for each in stored if each.dtype.itemsize == 1]
+    deploy = flow.net(tmp_path / "net_deploy_model.prototxt", tmp_path / "net_deploy_weights.caffemodel")
+    found = set()
+    for name in ("conv1", "conv2", "fc"):
+        weight = deploy.params[name][0].data.astype(int)
+        forms = [weight] if weight.ndim > 2 else [weight, weight.T]
+        if any(np.array_equal(form, each) for form in forms for each in stored):
+            found.add(name)
+    assert found == same
+
+
 def test_clustered_weights_are_in_the_file(tmp_path):
     flow = text_flow(NET, tmp_path)
     (tmp_path / "q.cfg").write_text(

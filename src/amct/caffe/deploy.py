@@ -19,7 +19,7 @@ from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     import torch
 
@@ -137,11 +137,15 @@ class Results:
         """The float model that the record belongs to: fused, and equalized if that was asked for."""
         return self._model
 
-    def float_model(self) -> CaffeModel:
-        """The fused float model; clustered weights are there as they are, since a scale alone cannot give them back."""
+    def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
+        """The fused float model, with weights on their grids for layers of the ``rounded`` types.
+
+        Clustered weights always are: a scale alone cannot give them back.
+        """
         model = self._model.copy()
         for name, weights in self._weights.items():
-            if any(matrix.clustered is not None for matrix in weights.matrices):
+            clustered = any(matrix.clustered is not None for matrix in weights.matrices)
+            if clustered or model.layer(name).type in rounded:
                 model.weights[name] = weights.real_blobs(model.weights[name])
         return model
 

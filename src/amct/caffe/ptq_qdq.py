@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from amct.caffe.model import WEIGHTED_TYPES
 from amct.caffe.onnx_observe import BlobRanges
 from amct.caffe.onnx_quant import NARROW, quantized_onnx, tensors_to_observe
 from amct.errors import CalibrationError, ExportError
+from amct.export.onnx_qdq import Placement
+from amct.export.qdq_nodes import Target
 from amct.export.writer import OutputFile, add_model
 
 if TYPE_CHECKING:
@@ -24,6 +27,17 @@ if TYPE_CHECKING:
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
+
+
+def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
+    """The layer types whose weights are, in the QDQ file, the integers of the deploy model.
+
+    The others are rounded anew from the float weights: to 7 bits for every CPU, with a scale for each output.
+    """
+    if target == Target.PORTABLE.value:
+        return ()
+    rescaled = placement == Placement.FAST.value and target == Target.VNNI.value
+    return tuple(each for each in WEIGHTED_TYPES if not (rescaled and each == "InnerProduct"))
 
 
 class QdqRanges:

@@ -21,7 +21,7 @@ from amct.caffe.model import read_model
 from amct.caffe.onnx_graph import DEFAULT_OPSET
 from amct.caffe.ptq import fold, quantize_folded, with_real_weights
 from amct.caffe.ptq_graph import QuantGraph, Stage
-from amct.caffe.ptq_qdq import QdqFile, QdqRanges
+from amct.caffe.ptq_qdq import QdqFile, QdqRanges, types_with_ready_integers
 from amct.caffe.ptq_save import check_save_type, results_of, save_results
 from amct.caffe.reporting import Runs, files_report, model_report
 from amct.caffe.running import batches_of, build_net, feed, run_net
@@ -117,7 +117,7 @@ class QuantizedCaffeModel:
         """
         check_save_type("save", save_type)
         graph = self._graph
-        net = build_net(self._results.float_model())
+        net = build_net(self._results.float_model(rounded=types_with_ready_integers(placement, target)))
         qdq = QdqFile.of(net, self.record, self._ranges, placement=placement, target=target, opset=opset)
         return save_results(
             self._results,
