@@ -176,7 +176,8 @@ def test_eight_bits_lose_less(tmp_path):
     assert equal.record["b"].record_d[0].scale < equal.record["a"].record_d[0].scale * 10
 
 
-def test_one_call_is_the_flow_on_the_equalized_files(tmp_path):
+def test_one_call_is_the_flow_on_the_equalized_files(tmp_path, caplog):
+    caplog.set_level("WARNING")
     flow = uneven(text_flow(WHOLE, tmp_path))
     data = batches(flow)
     (tmp_path / "one").mkdir()
@@ -199,6 +200,10 @@ def test_one_call_is_the_flow_on_the_equalized_files(tmp_path):
     deploy = tmp_path / "out" / "net_deploy_model.prototxt", ours
     for found in compare(pair, deploy, data):
         assert found.cosine > 0.99, found.layer
+    assert not caplog.records
+    least = min(found.cosine for found in compare((flow.model, flow.weights), deploy, data))
+    assert least < 0.99
+    assert "net_equalized_model.prototxt and its caffemodel as the float model" in caplog.text
 
 
 def test_without_equalization_nothing_is_written_of_it(tmp_path):

@@ -20,6 +20,7 @@ from amct.caffe.running import batches_of, build_net, run_net, samples_of
 from amct.errors import ArgumentTypeError, ModelError
 from amct.record import DataFactors
 from amct.report.activations import InputStatistics
+from amct.report.beside import file_beside, read_notes
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
@@ -94,6 +95,24 @@ def float_side(pair: object, argument: str = "float_model") -> ModelSide:
 def quantized_files(pair: object, argument: str = "quantized_model") -> QuantizedFiles:
     """The quantized model in a pair of files; errors as ``float_side``."""
     return QuantizedFiles(*_files(pair, argument))
+
+
+def both_sides(float_model: object, quantized_model: object) -> tuple[ModelSide, QuantizedFiles]:
+    """Two pairs of files; a warning where their blobs cannot be alike. Errors as ``float_side``."""
+    reference, quantized = float_side(float_model), quantized_files(quantized_model)
+    changed = read_notes(quantized.model_file).listed("equalized")
+    equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
+    given, _ = _files(float_model, "float_model")
+    if changed and given.name != equalized.name:
+        logger.warning(
+            "%s was equalized before: the channels of %d layers have other sizes than in %s. To compare layers, give "
+            "%s and its caffemodel as the float model",
+            quantized.model_file.name,
+            len(changed),
+            given.name,
+            equalized,
+        )
+    return reference, quantized
 
 
 def _files(pair: object, argument: str) -> tuple[Path, Path]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from amct import log
 from amct.atomic import read_bytes
 from amct.caffe.arguments import input_file, output_file
-from amct.caffe.comparing import ModelSide, float_side, measure, quantized_files
+from amct.caffe.comparing import ModelSide, both_sides, float_side, measure
 from amct.caffe.equalization import divide_channels, find_factors
 from amct.caffe.insertion import insert_ifmr
 from amct.caffe.layer_list import layer_list
@@ -223,12 +223,12 @@ def compare(
         ModelError: they are not the same net, or the second one is not quantized.
         CalibrationError: there is no data.
     """
-    reference = float_side(float_model)
+    reference: Side
     quantized: Side
     if isinstance(quantized_model, QuantizedCaffeModel):
-        quantized = quantized_model._side("fake_quant")
+        reference, quantized = float_side(float_model), quantized_model._side("fake_quant")
     else:
-        quantized = quantized_files(quantized_model)
+        reference, quantized = both_sides(float_model, quantized_model)
     return list(measure(reference, quantized, data, inputs=inputs, with_inputs=False).layers.values())
 
 

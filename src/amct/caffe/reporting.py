@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.caffe.comparing import float_side, measure, quantized_files, watched_layers
+from amct.caffe.comparing import both_sides, measure, watched_layers
 from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
 from amct.caffe.weight_layout import layout_of
 from amct.config.plan_text import config_text
@@ -126,7 +126,7 @@ def files_report(
         ArgumentError, ArgumentTypeError, CalibrationError: an argument, data or metric cannot be used.
         FileError, ParseError, ModelError: a file is not what it should be.
     """
-    reference, quantized = float_side(float_model), quantized_files(quantized_model)
+    reference, quantized = both_sides(float_model, quantized_model)
     runs = Runs(reference=reference, quantized=quantized, data=data, metric=metric, inputs=inputs)
     shown = (*float_model, *quantized_model, *files)  # type: ignore[misc]  # both were checked to be pairs
     name = reference.message.name or Path(shown[0]).stem

@@ -154,9 +154,9 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
         found = files_report(pair.float_model, pair.quantized_model, data, metric=metric, inputs=_values)
         return found.measured, found.content
-    from amct.caffe.comparing import float_side, measure, quantized_files
+    from amct.caffe.comparing import both_sides, measure
 
-    sides = float_side(pair.float_model), quantized_files(pair.quantized_model)
+    sides = both_sides(pair.float_model, pair.quantized_model)
     return measure(*sides, data, metric=metric, inputs=_values, with_inputs=False), None
 
 
