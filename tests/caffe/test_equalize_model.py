@@ -125,6 +125,9 @@ BARRIERS = {
     "another axis": conv("a", "data", 4)
     + layer("Concat", "j", ["a", "data"], "concat_param { axis: 2 }")
     + conv("b", "j", 4),
+    "another axis, as old nets say it": conv("a", "data", 4)
+    + layer("Concat", "j", ["a", "data"], "concat_param { concat_dim: 2 }")
+    + conv("b", "j", 4),
     "twice in a Concat": conv("a", "data", 4) + layer("Concat", "j", ["a", "a"]) + conv("b", "j", 4),
     "all axes in one": conv("a", "data", 4)
     + layer("InnerProduct", "f", ["a"], "inner_product_param { num_output: 3 axis: 2 }"),
@@ -211,6 +214,18 @@ def test_without_equalization_nothing_is_written_of_it(tmp_path):
     written = quantize(flow.model, flow.weights, batches(flow)).save(tmp_path / "out" / "net")
     assert not [path for path in written if "equalized" in path.name]
     assert "equalized" not in json.loads((tmp_path / "out" / "net_quant.json").read_text())
+
+
+def test_layers_with_one_scale_for_all_weights_keep_theirs(tmp_path):
+    """Dividing single channels would make such a scale too coarse for the others."""
+    flow = uneven(text_flow(NARROW, tmp_path))
+    (tmp_path / "quant.cfg").write_text(
+        "batch_num: 2 override_layer_configs { layer_name: 'a' "
+        "calibration_config { arq_quantize { channel_wise: false } } }"
+    )
+    model = quantize(flow.model, flow.weights, batches(flow, 2), tmp_path / "quant.cfg", equalize=True)
+    model.save(tmp_path / "net")
+    assert json.loads((tmp_path / "net_quant.json").read_text())["equalized"] == ["b"]
 
 
 def test_the_config_decides_how_many_batches_count(tmp_path):

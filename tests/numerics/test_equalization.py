@@ -70,6 +70,12 @@ def test_depthwise_channels_become_equal():
     assert torch.equal(reader.factors, factors)
 
 
+def test_channels_that_were_never_seen_stay():
+    high = torch.tensor([8.0, 0.0, 1.0, 8.0], dtype=torch.float64)
+    factors = choose_factors([(Reader(torch.ones(4, 1, 1, 9), sizes(high)), 0)], 4)
+    assert factors.tolist() == [1.0, 1.0, 0.125, 1.0]
+
+
 def test_equal_channels_are_left_alone():
     one = torch.ones(5, dtype=torch.float64)
     reader = Reader(torch.ones(1, 4, 5, 1), sizes(one, low=-one))

@@ -27,7 +27,7 @@ from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, Reader, choose_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
@@ -115,24 +115,32 @@ class Route:
 
 
 def find_factors(
-    model: CaffeModel, batches: Iterable[Batch], inputs: BatchInputs | None = None
+    model: CaffeModel,
+    batches: Iterable[Batch],
+    inputs: BatchInputs | None = None,
+    *,
+    one_scale: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """By what to divide the output channels of which layers, from what a model computes on data.
+
+    Args:
+        model: The fused float model.
+        batches: The data.
+        inputs: Makes of a batch what the net takes, where its form does not tell.
+        one_scale: Layers whose weights get one scale for all channels, so that dividing single ones is not free.
+            InnerProduct layers always do.
 
     Raises:
         CalibrationError: there is no data.
         ArgumentError: the data does not fit the net.
     """
-    routes = list(free_routes(model))
+    routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
     sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
-    readers = {
-        use.layer: Reader(
-            _columns(model, use), sizes[use.blob], one_scale=model.layer(use.layer).type == "InnerProduct"
-        )
-        for route in routes
-        for use in route.uses
-    }
+    readers: dict[str, Reader] = {}
+    for use in (use for route in routes for use in route.uses):
+        shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
+        readers[use.layer] = Reader(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
     found = {}
     for route in routes:
         factors = choose_factors([(readers[use.layer], use.first) for use in route.uses], route.channels)
@@ -185,13 +193,19 @@ def _uses(
             behind = [Use(layer=layer.name, blob=blob, channels=shapes[blob][1], first=first)]
         elif layer.type in PASSING and len(layer.top) == 1:
             behind = _uses(layer.top[0], first, readers, shapes)
-        elif layer.type == "Concat" and layer.concat_param.axis == 1 and list(layer.bottom).count(blob) == 1:
+        elif layer.type == "Concat" and _concat_axis(layer) == 1 and list(layer.bottom).count(blob) == 1:
             before = list(layer.bottom)[: list(layer.bottom).index(blob)]
             behind = _uses(layer.top[0], first + sum(shapes[each][1] for each in before), readers, shapes)
         if behind is None:
             return None
         found += behind
     return found or None
+
+
+def _concat_axis(layer: ProtoMessage) -> int:
+    options = layer.concat_param
+    axis: int = options.concat_dim if options.HasField("concat_dim") else options.axis
+    return axis
 
 
 def _takes_back(layer: ProtoMessage) -> bool:

@@ -292,9 +292,7 @@ def quantize(
         graph = QuantGraph(original=original, plan=plan, record_file=Path(folder) / "record.txt", model=original.copy())
         fold(graph)
         if equalize:
-            factors = find_factors(graph.model, islice(batches, plan.batch_num))
-            divide_channels(graph.model, factors)
-            graph.equalized = tuple(factors)
+            _equalize(graph, islice(batches, plan.batch_num))
         quantize_folded(graph)
         record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
         write_record(record, graph.record_file)
@@ -316,6 +314,14 @@ def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches
     content = read_bytes(config)
     reader = read_config if content.lstrip()[:1] == b"{" else expand_config
     return make_plan(reader(content, os.fspath(config), layers), layers)
+
+
+def _equalize(graph: QuantGraph, batches: Iterable[Batch]) -> None:
+    weights = {name: plan.weight for name, plan in graph.plans().items()}
+    one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}
+    factors = find_factors(graph.model, batches, one_scale=one_scale)
+    divide_channels(graph.model, factors)
+    graph.equalized = tuple(factors)
 
 
 def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:

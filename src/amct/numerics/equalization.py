@@ -161,9 +161,10 @@ def _shares(readers: Sequence[tuple[Reader, int]], count: int) -> Tensor | None:
 
 
 def _candidates(shares: Tensor) -> Iterable[Tensor]:
+    never_seen = shares == 0  # of such a channel nothing is known, so it stays
     for exponent in EXPONENTS:
         for floor in FLOORS:
-            yield shares.pow(exponent).clamp(min=floor, max=1.0)
+            yield shares.pow(exponent).clamp(min=floor, max=1.0).masked_fill(never_seen, 1.0)
 
 
 def _noise(readers: Sequence[tuple[Reader, int]], factors: Tensor) -> float:
