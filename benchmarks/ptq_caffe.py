@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,11 +122,11 @@ def pictures(size: int, count: int) -> Iterator[NDArray[np.float32]]:
         yield (colours[..., ::-1] - MEAN).transpose(2, 0, 1).astype(np.float32)
 
 
-def batches(size: int, count: int) -> Iterator[torch.Tensor]:
+def batches(size: int, count: int, batch: int = BATCH) -> Iterator[torch.Tensor]:
     """Batches of pictures, one in memory at a time."""
-    source = pictures(size, count * BATCH)
+    source = pictures(size, count * batch)
     for _ in range(count):
-        yield torch.from_numpy(np.stack([next(source) for _ in range(BATCH)]))
+        yield torch.from_numpy(np.stack([next(source) for _ in range(batch)]))
 
 
 def calibration_model(model: Model, batch_num: int, folder: Path) -> tuple[QuantGraph, tuple[Path, Path]]:
@@ -179,10 +180,10 @@ def speed(folder: Path) -> Iterator[Line]:
 
 def memory(folder: Path) -> Iterator[Line]:
     """Peak memory of child processes with few batches and with many."""
-    for model in models(folder):
-        few, many = (_child_peak(model, count) for count in (FEW, MANY))
+    for model, batch in product(models(folder), (1, BATCH)):
+        few, many = (_child_peak(model, count, batch) for count in (FEW, MANY))
         yield Line(
-            f"memory: {model.name}, batch_num {MANY}",
+            f"memory: {model.name}, batch_num {MANY}, batches of {batch}",
             f"{many / 1024:.0f} MB",
             f"batch_num {FEW}: {few / 1024:.0f} MB",
             many / few,
@@ -191,20 +192,20 @@ def memory(folder: Path) -> Iterator[Line]:
         )
 
 
-def _child_peak(model: Model, batch_num: int) -> int:
-    arguments = [str(model.prototxt), str(model.caffemodel), str(model.size), str(batch_num)]
+def _child_peak(model: Model, batch_num: int, batch: int) -> int:
+    arguments = [str(model.prototxt), str(model.caffemodel), str(model.size), str(batch_num), str(batch)]
     command = [sys.executable, str(Path(__file__).resolve()), "--child", *arguments]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def calibrate_and_report(model: Model, batch_num: int) -> None:
+def calibrate_and_report(model: Model, batch_num: int, size: int) -> None:
     """What the child process does: the whole flow, then print its peak memory in KB."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         graph, modified = calibration_model(model, batch_num, Path(folder))
         net = Net.from_file(modified[0], keep_blobs=False)
         net.load_weights(modified[1])
-        for batch in batches(model.size, batch_num):
+        for batch in batches(model.size, batch_num, size):
             net.blob("data").set_tensor(batch)
             net.forward()
         amct.save_model(graph, "Both", Path(folder) / "out" / "net")
@@ -226,8 +227,9 @@ def main() -> int:
     """Run the chosen lines; the exit code tells whether all promises were kept."""
     os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
     if sys.argv[1:2] == ["--child"]:
-        prototxt, caffemodel, size, batch_num = sys.argv[2:]
-        calibrate_and_report(Model("", Path(prototxt), Path(caffemodel), int(size)), int(batch_num))
+        prototxt, caffemodel, *numbers = sys.argv[2:]
+        size, batch_num, batch = map(int, numbers)
+        calibrate_and_report(Model("", Path(prototxt), Path(caffemodel), size), batch_num, batch)
         return 0
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     # Memory first: a child's peak begins with what its parent holds when starting it.

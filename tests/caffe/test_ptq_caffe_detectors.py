@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from caffe_real_models import flow_of, photo, run
 from face_boxes import Cascade, crop, found_again, overlaps, refined, ultralight_boxes
 from PIL import Image
-from real_models import flow_of, photo, run
 
 pytestmark = pytest.mark.assets
 NEEDED = 0.95

@@ -6,10 +6,10 @@ import gzip
 
 import numpy as np
 import pytest
+from caffe_real_models import flow_of, photo, run
 from face_boxes import overlaps
 from PIL import Image
 from ptq_caffe_flow import cosine
-from real_models import flow_of, photo, run
 
 from amct.record import read_caffe_record
 

@@ -12,7 +12,7 @@ import torch
 from amct.errors import ArgumentError
 from amct.numerics.histogram import SHORT_TAIL
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.samples import EXACT_LIMIT, Samples
+from amct.numerics.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, Samples
 
 
 def batch(seed: int, count: int = 200_000) -> torch.Tensor:
@@ -116,3 +116,14 @@ def test_values_that_will_be_few_are_kept():
     per_channel = IfmrObserver(channel_axis=0)
     per_channel.expect(EXACT_LIMIT + 1)
     assert per_channel.exact
+
+
+def test_fewer_values_are_kept_where_not_all_are_counted():
+    for values, kept in ((SMALL_EXACT_LIMIT, True), (SMALL_EXACT_LIMIT + 1, False)):
+        samples = Samples(counts_all=False)
+        samples.add(torch.randn(values, generator=torch.Generator().manual_seed(0)))
+        assert samples.exact is kept
+        expecting = Samples(counts_all=False)
+        expecting.expect(values)
+        assert expecting.exact is kept
+    assert SMALL_EXACT_LIMIT < EXACT_LIMIT

@@ -1,9 +1,10 @@
 """What an observer remembers of the values it saw: all of them while they are few, then a histogram.
 
-Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own.
-One value more and all of them are counted instead: each different value (``ValueCounts``) as long as these are few,
-else, and always per channel, in a ``FloatHistogram``. Neither grows with the data. Minimum and maximum are exact in all
-cases, and which case it is does not depend on the order of the data.
+Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own;
+fewer where memory may not depend on the number of batches (``counts_all=False``: Caffe's calibration layers). One value
+more and all of them are counted instead: each different value (``ValueCounts``) as long as these are few, else, and
+always per channel, in a ``FloatHistogram``. Neither grows with the data. Minimum and maximum are exact in all cases,
+and which case it is does not depend on the order of the data.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_m
 from amct.numerics.value_counts import ValueCounts
 
 EXACT_LIMIT = 1 << 20
+SMALL_EXACT_LIMIT = 1 << 16
+"""Unless ``counts_all``: so many values take as much memory as their counts would."""
 
 Floats = NDArray[np.float32]
 
@@ -44,9 +47,13 @@ class Samples:
         """All values are still at hand."""
         return self._counts is None
 
+    @property
+    def _exact_limit(self) -> int:
+        return EXACT_LIMIT if self._counts_all else min(EXACT_LIMIT, SMALL_EXACT_LIMIT)
+
     def expect(self, values: int) -> None:
         """So many values will come, of one channel: more than can be kept are counted from the first one on."""
-        if values > EXACT_LIMIT and self._counts is None and not self._pieces:
+        if values > self._exact_limit and self._counts is None and not self._pieces:
             self._counts = ValueCounts.none()
 
     def add(self, x: Tensor) -> None:
@@ -56,7 +63,7 @@ class Samples:
         rows = self.range.add(x)
         if rows.numel() == 0:
             return
-        if self.exact and self.range.count <= EXACT_LIMIT:
+        if self.exact and self.range.count <= self._exact_limit:
             self._pieces.append(rows.cpu().numpy().copy())
         else:
             self._leave_exact()
@@ -77,7 +84,7 @@ class Samples:
         joined = self.range.count > 0 and other.range.count > 0
         self.range.merge(other.range)
         self.merged = self.merged or other.merged or joined
-        if self.exact and other.exact and self.range.count <= EXACT_LIMIT:
+        if self.exact and other.exact and self.range.count <= self._exact_limit:
             self._pieces.extend(other._pieces)
             return
         self._leave_exact()
@@ -164,7 +171,8 @@ class SamplingObserver(ABC):
     channel_axis: int | None = None
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
     counts_all: bool = True
-    """Also of batches that are far larger than a search needs; if not, how the data is cut into batches matters."""
+    """Of all values of all batches. If not, of batches far larger than a search needs a part is counted, so that how
+    the data is cut into batches matters, and fewer values are kept as they are."""
     _samples: Samples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
