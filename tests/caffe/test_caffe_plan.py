@@ -8,6 +8,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine import packed
+from amct.caffe.engine.net import Net
 from amct.errors import ArgumentError, ModelError
 
 # BatchNorm and Scale folded in float64 then rounded once to float32: a few ulps of the largest value.
@@ -188,6 +189,35 @@ def test_lean_mode_frees_old_results_before_it_makes_new_ones(write):
     assert not np.array_equal(held, before)
     np.testing.assert_allclose(net.forward(data=data)["h"], first, **TOLERANCE)
     np.testing.assert_allclose(held, before, **TOLERANCE)
+
+
+def test_default_mode_too_frees_old_results_unless_someone_holds_them(write, monkeypatch):
+    net = Net.from_file(write(BRANCHES))
+    random = torch.Generator().manual_seed(0)
+    for blob in (blob for layer in net.layers for blob in layer.blobs):
+        blob.set_tensor(torch.randn(blob.shape, generator=random))
+    data = torch.randn(2, 8, 40, 40, generator=random)
+    net.blob("data").set_tensor(data)
+    net.forward()
+    held = net.blob("d").data
+    before = held.copy()
+    (concat,) = [layer for layer in net.layers if layer.name == "f"]
+    original, alive = concat.forward, []
+
+    def spy(bottoms, parameters):
+        alive.append([net.blob(name).values.is_allocated for name in ("b", "d", "g", "h")])
+        return original(bottoms, parameters)
+
+    monkeypatch.setattr(concat, "forward", spy)
+    net.blob("data").set_tensor(2 * data)
+    net.forward()
+    assert alive == [[True, True, False, False]]  # b and d are made before, g and h behind
+    assert not np.array_equal(held, before)
+    assert net.blob("g").data.any()
+    watched = []
+    net.on("before_forward", lambda _: watched.append(net.blob("h").values.is_allocated))
+    net.forward()
+    assert all(watched)
 
 
 def test_lean_mode_keeps_what_is_read_before_it_is_written(write):

@@ -143,6 +143,11 @@ class Buffer:
             self._tensor = None
             self._released = True
 
+    def forget(self) -> None:
+        """Give the memory back because a write follows; without one, zeros are read."""
+        if not self.is_exposed:
+            self._tensor = None
+
 
 def _capacity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes()) // tensor.element_size() - int(tensor.storage_offset())

@@ -149,9 +149,8 @@ class Net:
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
         plan = self._plan(start, last, kept, literal=bool(watched))
-        for blob in plan.stale:
-            if blob.values.is_allocated:
-                blob.values.release()
+        if self._kept is not None or not watched:  # whoever watches may look at blobs that are not written yet
+            self._free(plan.stale)
         loss = 0.0
         with torch.no_grad():
             for step in plan.steps:
@@ -232,6 +231,15 @@ class Net:
                 ours.share_values(theirs)
 
     # ------------------------------------------------------------------ inside
+
+    def _free(self, stale: list[Blob]) -> None:
+        for blob in stale:
+            if not blob.values.is_allocated:
+                continue
+            if self._kept is None:
+                blob.values.forget()
+            else:
+                blob.values.release()
 
     def _kept_blobs(self, keep_blobs: bool | Iterable[str]) -> frozenset[int] | None:
         if keep_blobs is True:

@@ -2,8 +2,9 @@
 
 Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have
 looked at it (the layers behind it work in place on the same blob), and every blob keeps its content. With
-``keep_blobs=False`` layers are also merged across blobs that have one reader, blobs are freed after their last reader,
-and what the last forward left is freed before the next one: the second batch needs no more memory than the first.
+``keep_blobs=False`` layers are also merged across blobs that have one reader, and blobs are freed after their last
+reader. In both modes what the last forward left is freed before the next one, unless someone holds an array of it: the
+second batch needs no more memory than the first.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
         _find_mirrors(graph, steps)
     if kept is not None:
         _release_after_last_use(graph, steps, kept)
-    return Plan(steps, [] if kept is None else _stale(steps))
+    return Plan(steps, _stale(steps))
 
 
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
