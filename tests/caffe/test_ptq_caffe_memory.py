@@ -9,6 +9,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+from ptq_caffe_flow import batch, text_flow
+
+from amct.caffe.engine.layers.ifmr import IFMR
+
 TRIES = 4
 
 CHILD = """
@@ -44,3 +49,19 @@ def peak(folder, batch_num):
 def test_peak_memory_does_not_depend_on_the_number_of_batches(tmp_path):
     most = 1.02 * peak(tmp_path, 1)
     assert any(peak(tmp_path, 20) <= most for _ in range(TRIES))
+
+
+@pytest.mark.parametrize(("batch_num", "kept"), [(2, True), (20, False)])
+def test_small_tensors_are_counted_when_many_batches_come(batch_num, kept, tmp_path):
+    """The 9600 values of two batches may stay as they are, the 96000 of twenty may not: counts take less."""
+    flow = text_flow(
+        'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 40 dim: 40 } } }'
+        'layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" '
+        "convolution_param { num_output: 2 kernel_size: 1 } }",
+        tmp_path,
+    ).configure(batch_num=batch_num)
+    flow.prepare()
+    net = flow.net(*flow.modified)
+    net.forward(**batch(net, 0))
+    (watching,) = [layer for layer in net.layer_dict.values() if isinstance(layer, IFMR)]
+    assert watching.observer._samples.exact is kept

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct import log
+from amct import log, progress
 from amct.atomic import FileGroup
 from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.fuse import check_global_statistics, fuse
@@ -238,11 +238,11 @@ def _sizes(
 ) -> dict[str, ChannelSizes]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
-    for batch in batches:
+    for batch in progress.track(batches, "Equalizing"):
         seen = True
         run_net(net, batch, inputs)
         for name, each in statistics.items():
-            each.add(net.blob(name).tensor)
+            each.add(net.blob(name).tensor.cpu())  # the weights are there
     if not seen:
         raise CalibrationError("equalization: data has no batch")
     return {name: each.result() for name, each in statistics.items()}

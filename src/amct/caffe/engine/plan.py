@@ -3,8 +3,8 @@
 Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have
 looked at it (the layers behind it work in place on the same blob), and every blob keeps its content. With
 ``keep_blobs=False`` layers are also merged across blobs that have one reader, and blobs are freed after their last
-reader. In both modes what the last forward left is freed before the next one, unless someone holds an array of it: the
-second batch needs no more memory than the first.
+reader. In both modes what the last forward left is freed before the next one, unless someone holds an array of it: old
+and new results are not in memory together.
 """
 
 from __future__ import annotations
