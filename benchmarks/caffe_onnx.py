@@ -29,13 +29,13 @@ from rich.table import Table
 
 import amct.caffe
 from amct.caffe.engine.net import Net
-from amct.caffe.fuse import fuse
 from amct.caffe.model import read_model
-from amct.caffe.onnx_graph import float_onnx
-from amct.caffe.onnx_observe import BlobRanges
-from amct.caffe.onnx_quant import quantized_onnx, tensors_to_observe
+from amct.caffe.onnx.graph import float_onnx
+from amct.caffe.onnx.observe import BlobRanges
+from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
+from amct.caffe.ptq.fold import fuse
 from amct.caffe.quantized_model import build_net
-from amct.export.inspect import count_integer_kernels
+from amct.export.onnx.inspect import count_integer_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from amct.numerics.adaround import AdaRoundLayer, AdaRoundResult, CachedData, adaround
+from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.snq import snq
-from amct.numerics.soft_rounding import AdaRoundSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.caffe.ptq_graph import QuantGraph
+    from amct.caffe.ptq.graph import QuantGraph
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ptq_caffe.json"
 ASSETS = Path(os.environ.get("AMCT_ASSETS", Path(__file__).resolve().parents[2] / "shared" / "assets"))

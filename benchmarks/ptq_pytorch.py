@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 def job_amct() -> Job:
     """Ours, by AMCT's names: config, quantize, calibrate, save all files."""
     import amct_pytorch
-    from amct.pytorch import ptq
+    from amct.pytorch import amct_api as ptq
     from amct.pytorch.preparation import Preparation
 
     def run(model: torch.nn.Module, data: list[torch.Tensor], folder: Path, clock: Clock) -> Path:
@@ -263,11 +263,11 @@ def best_of(functions: dict[str, Callable[[], object]], repetitions: int) -> dic
 def calibration(_: Path) -> Values:
     """Calibrating beside the same forwards of the same folded model, with its hooks gone."""
     import amct.pytorch as amct
-    from amct.calibration.quant_config import plan_of
-    from amct.pytorch.calibrating import start_calibration
-    from amct.pytorch.fast_placement import watch_between
-    from amct.pytorch.looked import look
+    from amct.config.ptq.quant_config import plan_of
+    from amct.pytorch.capture.cached_trace import look
     from amct.pytorch.preparation import prepare
+    from amct.pytorch.watch.calibrating import start_calibration
+    from amct.pytorch.watch.fast_placement import watch_between
 
     data = batches()
     traced = look(cifar_resnet(ASSETS, 20), data[0], input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from amct.caffe.ptq import (
+from amct.caffe.amct_api import (
     activation_quantize_model,
     create_quant_config,
     init,
@@ -12,8 +12,8 @@ from amct.caffe.ptq import (
     set_gpu_mode,
     weights_quantize_model,
 )
-from amct.caffe.ptq_convert import convert_model
-from amct.caffe.ptq_save import save_model
+from amct.caffe.ptq.convert import convert_model
+from amct.caffe.ptq.save import save_model
 from amct.caffe.pycaffe.install import install_as_caffe
 from amct.caffe.uninplace import uninplace_model
 

@@ -1,5 +1,5 @@
 """The names of AMCT for PyTorch, for scripts that say ``import amct_pytorch as amct``; the work is done in ``amct``."""
 
-from amct.pytorch.ptq import create_quant_config, quantize_model, quantize_preprocess, save_model
+from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
 
 __all__ = ["create_quant_config", "quantize_model", "quantize_preprocess", "save_model"]

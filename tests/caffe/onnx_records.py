@@ -7,10 +7,10 @@ import torch
 from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.net import Net
-from amct.caffe.fuse import fuse
 from amct.caffe.model import read_model
-from amct.caffe.onnx_observe import BlobRanges
-from amct.config.caffe_types import CAFFE_TYPES
+from amct.caffe.onnx.observe import BlobRanges
+from amct.caffe.ptq.fold import fuse
+from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight
 from amct.numerics.min_max import MinMaxObserver

@@ -26,7 +26,7 @@ from amct.data.images import read_image
 from amct.data.mean import read_mean
 from amct.data.samples import read_image_list
 from amct.errors import AmctError
-from amct.export.tensor_factors import read_tensor_factors
+from amct.export.qdq.tensor_factors import read_tensor_factors
 
 OLD_NET = """
 input: "data" input_dim: 1 input_dim: 3 input_dim: 8 input_dim: 8

@@ -12,8 +12,8 @@ from ptq_caffe_flow import Flow, golden_flow, text_flow
 import amct_caffe as caffe_amct
 from amct.caffe import compare, equalize_model, quantize
 from amct.caffe import pycaffe as caffe
-from amct.caffe.equalization import free_routes
 from amct.caffe.model import read_model
+from amct.caffe.ptq.equalization import free_routes
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError
 from amct.record import read_caffe_record
 

@@ -8,7 +8,7 @@ import pytest
 from caffe_cases import LAYER_CASES, NET_CASES
 from onnx_running import case_net, compare, feed, has_open_batch, is_test_phase, run
 
-from amct.caffe.onnx_graph import float_onnx
+from amct.caffe.onnx.graph import float_onnx
 from amct.errors import ExportError
 
 CASES = [case for case in LAYER_CASES + NET_CASES if is_test_phase(case)]

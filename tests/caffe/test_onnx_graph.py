@@ -11,7 +11,7 @@ from amct.caffe.engine.layer import TRAIN, Layer
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.registry import register
-from amct.caffe.onnx_graph import export_onnx, float_onnx
+from amct.caffe.onnx.graph import export_onnx, float_onnx
 from amct.errors import ArgumentError, ExportError, FileError
 
 INPUT = 'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }\n'

@@ -14,8 +14,8 @@ from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.registry import layer_class, layer_types
 from amct.caffe.model import INSERTED_TYPES
-from amct.caffe.onnx_forms.registry import form_of
-from amct.caffe.onnx_graph import float_onnx
+from amct.caffe.onnx.forms.registry import form_of
+from amct.caffe.onnx.graph import float_onnx
 
 IMAGE = (2, 6, 8, 8)
 PICTURE = (2, 3, 64, 64)

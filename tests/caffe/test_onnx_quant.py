@@ -14,10 +14,10 @@ from onnx_running import feed, session
 
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx_observe import BlobRanges
-from amct.caffe.onnx_quant import quantized_onnx, tensors_to_observe
+from amct.caffe.onnx.observe import BlobRanges
+from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
 from amct.errors import ArgumentError, CalibrationError, RecordError
-from amct.export.inspect import count_integer_kernels
+from amct.export.onnx.inspect import count_integer_kernels
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NETS = [case for case in NET_CASES if case.name.startswith("mini_")]

@@ -12,9 +12,9 @@ from onnx_running import feed, run, session
 from PIL import Image
 
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx_graph import float_onnx
-from amct.caffe.onnx_quant import quantized_onnx, tensors_to_observe
-from amct.export.inspect import count_integer_kernels
+from amct.caffe.onnx.graph import float_onnx
+from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
+from amct.export.onnx.inspect import count_integer_kernels
 
 pytestmark = pytest.mark.assets
 

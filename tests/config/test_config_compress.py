@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.compress_pytorch import expand_config, make_plan
 from amct.config.full_config import explain
-from amct.config.retrain_settings import FilterPruneSettings, SelectivePruneSettings
+from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.config.qat.settings import FilterPruneSettings, SelectivePruneSettings
 from amct.errors import ConfigError, ParseError
 
 NETWORK = layers(

@@ -9,7 +9,11 @@ from config_models import ATTENTION, CAFFE_RESNET, MIX, SAMPLES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from amct.config import kv_cache, ptq_caffe, ptq_caffe_json, ptq_pytorch, ptq_pytorch_json
+from amct.config.ptq import caffe as ptq_caffe
+from amct.config.ptq import caffe_json as ptq_caffe_json
+from amct.config.ptq import kv_cache
+from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.errors import AmctError
 
 CFG_READERS = {

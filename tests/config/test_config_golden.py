@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from config_models import GOLDEN, network_of
 
-from amct.config import kv_cache, ptq_pytorch, ptq_pytorch_json
+from amct.config.ptq import kv_cache
+from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
 
 REFERENCE = GOLDEN / "amct"

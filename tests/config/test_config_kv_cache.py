@@ -6,7 +6,7 @@ import pytest
 from config_models import ATTENTION, layers, marked, places_of
 
 from amct.config.full_config import explain
-from amct.config.kv_cache import default_config, expand_config, make_plan, read_config
+from amct.config.ptq.kv_cache import default_config, expand_config, make_plan, read_config
 from amct.config.settings import HfmgSettings, IfmrSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ConfigTypeError, ParseError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from config_models import RETRAIN, layers, marked, places_of
 
-from amct.config.prune_search import PruneSearchParseError, PruneSearchSettings, read_search_config
-from amct.config.retrain_settings import FilterPruneSettings
+from amct.config.prune.search import PruneSearchParseError, PruneSearchSettings, read_search_config
+from amct.config.qat.settings import FilterPruneSettings
 from amct.errors import ConfigError, ParseError
 from amct.schema import format_text
 

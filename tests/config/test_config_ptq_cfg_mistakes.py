@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.ptq_pytorch import default_config, expand_config
+from amct.config.ptq.pytorch import default_config, expand_config
 from amct.errors import ConfigError, ModelError, ParseError
 
 NETWORK = layers(

@@ -8,8 +8,8 @@ import pytest
 from config_models import layers, marked, places_of
 
 from amct.config.full_config import explain
-from amct.config.qat_caffe import CAFFE_QAT, default_config, expand_config, make_plan, read_config
-from amct.config.retrain_settings import CaffeArqRetrainSettings, CaffeUlqSettings
+from amct.config.qat.caffe import CAFFE_QAT, default_config, expand_config, make_plan, read_config
+from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 
 NETWORK = layers(

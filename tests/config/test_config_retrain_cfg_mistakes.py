@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat_pytorch import default_config, expand_config
+from amct.config.qat.pytorch import default_config, expand_config
 from amct.errors import ConfigError, ModelError, ParseError
 
 NETWORK = layers(

@@ -9,8 +9,11 @@ from config_models import RETRAIN, SAMPLES, layers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from amct.config import compress_pytorch, prune_search, qat_caffe, qat_pytorch
 from amct.config.full_config import explain
+from amct.config.prune import compress_pytorch
+from amct.config.prune import search as prune_search
+from amct.config.qat import caffe as qat_caffe
+from amct.config.qat import pytorch as qat_pytorch
 from amct.errors import AmctError
 
 CAFFE = layers("data:Data", "conv1:Convolution", "relu1:ReLU", "fc:InnerProduct")

@@ -7,8 +7,9 @@ import re
 import pytest
 from config_models import GOLDEN, RETRAIN, network_of
 
-from amct.config import compress_pytorch, qat_pytorch
-from amct.config.retrain_settings import (
+from amct.config.prune import compress_pytorch
+from amct.config.qat import pytorch as qat_pytorch
+from amct.config.qat.settings import (
     ArqRetrainSettings,
     FilterPruneSettings,
     SelectivePruneSettings,

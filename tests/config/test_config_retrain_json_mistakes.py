@@ -7,7 +7,7 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.qat_pytorch import make_plan, read_config
+from amct.config.qat.pytorch import make_plan, read_config
 from amct.errors import ConfigError, ConfigTypeError, ParseError
 
 NETWORK = layers(

@@ -10,8 +10,10 @@ import json
 import pytest
 from config_models import SAMPLES, layers, places_of
 
-from amct.config import compress_pytorch, qat_caffe, qat_pytorch
-from amct.config.retrain_settings import CaffeArqRetrainSettings, CaffeUlqSettings
+from amct.config.prune import compress_pytorch
+from amct.config.qat import caffe as qat_caffe
+from amct.config.qat import pytorch as qat_pytorch
+from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.errors import ConfigError, ParseError
 
 NETWORK = layers(

@@ -10,7 +10,10 @@ import json
 import pytest
 from config_models import CAFFE_RESNET, CAFFE_TWO_CONVS, SAMPLES, layers
 
-from amct.config import ptq_caffe, ptq_caffe_json, ptq_pytorch, ptq_pytorch_json
+from amct.config.ptq import caffe as ptq_caffe
+from amct.config.ptq import caffe_json as ptq_caffe_json
+from amct.config.ptq import pytorch as ptq_pytorch
+from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.config.settings import SnqSettings
 from amct.errors import ConfigError, ParseError
 

@@ -14,9 +14,9 @@ from numpy_nets import AscendExecutor, attributes_of
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
+from amct.export.ascend import ascend_model, dequant_param, pack_int4, unpack_int4
 from amct.export.binding import LayerFactors
-from amct.export.onnx_ascend import ascend_model, dequant_param, pack_int4, unpack_int4
-from amct.export.onnx_fake_quant import fake_quant_model
+from amct.export.fake_quant import fake_quant_model
 
 INTEGER_NETS = {name: make for name, make in NETS.items() if not name.startswith(("lstm", "gru"))}
 

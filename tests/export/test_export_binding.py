@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 from amct.errors import ExportError, FileError, ParseError, RecordValueError
+from amct.export.ascend import ascend_model
 from amct.export.binding import LayerBinding, LayerFactors, LayerKind, TensorFactors, bindings_by_name
-from amct.export.finding import find_layers
-from amct.export.onnx_ascend import ascend_model
-from amct.export.tensor_factors import read_tensor_factors, tensor_factors_path, tensor_factors_text
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path, tensor_factors_text
 
 GOOD = {"scale_d": 0.1, "offset_d": 0, "scale_w": np.ones(1)}
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, numpy_helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors
-from amct.export.onnx_fake_quant import fake_quant_model
+from amct.export.fake_quant import fake_quant_model
 
 QUANTIZER_PARTS = ("scale", "offset", "min_val", "max_val", "mul", "round", "add", "clip", "sub")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from amct.export.ascend import ascend_model
 from amct.export.binding import LayerFactors, bindings_by_name
-from amct.export.onnx_ascend import ascend_model
-from amct.export.onnx_fake_quant import fake_quant_model
+from amct.export.fake_quant import fake_quant_model
 
 SMALL = [
     "small_mix_default",

@@ -9,8 +9,8 @@ from export_nets import Net, residual, run
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.graph import OnnxGraph
-from amct.export.messages import attribute_value, copy_fields
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.messages import attribute_value, copy_fields
 
 
 def names(model):

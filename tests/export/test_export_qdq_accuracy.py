@@ -12,8 +12,8 @@ from onnx import numpy_helper
 
 from amct.errors import RecordValueError
 from amct.export.binding import TensorFactors
-from amct.export.inspect import count_integer_kernels
-from amct.export.onnx_qdq import Placement, Target, qdq_model
+from amct.export.onnx.inspect import count_integer_kernels
+from amct.export.qdq.exporter import Placement, Target, qdq_model
 
 
 def initializers(model):

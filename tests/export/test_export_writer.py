@@ -13,10 +13,10 @@ from export_nets import calibrate, residual, run
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
-from amct.export.inspect import count_integer_kernels
-from amct.export.onnx_ascend import ascend_model
-from amct.export.onnx_fake_quant import fake_quant_model
-from amct.export.onnx_qdq import qdq_model
+from amct.export.ascend import ascend_model
+from amct.export.fake_quant import fake_quant_model
+from amct.export.onnx.inspect import count_integer_kernels
+from amct.export.qdq.exporter import qdq_model
 from amct.export.quant_json import quant_json
 from amct.export.result import Skip
 from amct.export.writer import (

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
-from amct.numerics.adaround import AdaRoundLayer, CachedData, adaround
-from amct.numerics.adaround_scale import initial_scale
+from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
+from amct.numerics.adaround.scale import initial_scale
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first
 from amct.numerics.integer import ConvolutionGeometry
-from amct.numerics.soft_rounding import AdaRoundSettings
 
 LAYERS = [
     pytest.param(None, (12, 20), (256, 20), id="linear"),
@@ -124,7 +124,7 @@ def test_the_fast_mode_steps_back_where_forwards_are_cheaper():
 
 
 def test_the_fast_mode_steps_back_from_a_huge_matrix(monkeypatch):
-    monkeypatch.setattr("amct.numerics.adaround._LARGEST_GRAM", 100)
+    monkeypatch.setattr("amct.numerics.adaround.learning._LARGEST_GRAM", 100)
     layer, data = problem(None, (12, 20), (256, 20))
     result = run(layer, data, quick(fast=True))
     assert result.notes == ("the fast mode was not used: its matrix would have 400 entries (at most 100)",)

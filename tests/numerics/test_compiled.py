@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from amct.numerics.compiled import compiled, compiled_sum
+from amct.numerics.counts.compiled import compiled, compiled_sum
 
 
 def total(values: np.ndarray) -> float:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import CalibrationError
-from amct.numerics.counting import (
+from amct.numerics.counts.histogram import ENOUGH, SHORT_TAIL, FloatHistogram
+from amct.numerics.counts.loops import (
     MOST_LEFT_OUT,
     RUN,
     TABLE_MANTISSA,
@@ -20,7 +21,6 @@ from amct.numerics.counting import (
     one_in,
     range_of,
 )
-from amct.numerics.histogram import ENOUGH, SHORT_TAIL, FloatHistogram
 from amct.numerics.ifmr import IfmrObserver
 
 ANY = hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(width=32))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from amct.errors import CalibrationError
 from amct.numerics.arq import WeightFactors, WeightKind
-from amct.numerics.even_rounding import quantize_weight_evenly, round_evenly
+from amct.numerics.error_cancelling import quantize_weight_evenly, round_evenly
 
 shapes = st.sampled_from([(3, 5), (1, 1), (4, 3, 3, 3), (6, 1, 5, 5), (2, 7, 4)])
 

@@ -15,8 +15,8 @@ from observer_storage import STORAGES, storage
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import fake_quantize
+from amct.numerics.counts.histogram import Bins
 from amct.numerics.hfmg import HfmgObserver, LinearHistogram, _losses, _losses_by_bin, _losses_by_cell, _ranges
-from amct.numerics.histogram import Bins
 
 if TYPE_CHECKING:
     from amct.numerics.observer import ActivationFactors

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from amct.numerics import histogram as module
-from amct.numerics.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, FloatHistogram
+from amct.numerics.counts import histogram as module
+from amct.numerics.counts.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, FloatHistogram
 
 
 def batches(channels, size):

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from amct.errors import CalibrationError
-from amct.numerics.adaround_scale import _divergences, _histogram, initial_scale
+from amct.numerics.adaround.scale import _divergences, _histogram, initial_scale
 from amct.numerics.affine import round_scale_to_fp16
 from amct.numerics.arq import WeightKind
 from amct.numerics.hfmg import HfmgObserver

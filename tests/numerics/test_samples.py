@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from amct.errors import ArgumentError
-from amct.numerics.histogram import SHORT_TAIL
+from amct.numerics.counts.histogram import SHORT_TAIL
+from amct.numerics.counts.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, Samples
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, Samples
 
 
 def batch(seed: int, count: int = 200_000) -> torch.Tensor:

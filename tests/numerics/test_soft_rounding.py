@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError
-from amct.numerics.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
 
 ROWS = hnp.arrays(np.float32, (3, 7), elements=st.floats(-4, 4, width=32))
 

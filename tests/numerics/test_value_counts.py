@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from amct.numerics.histogram import FloatHistogram
+from amct.numerics.counts.histogram import FloatHistogram
+from amct.numerics.counts.samples import EXACT_LIMIT, Samples
+from amct.numerics.counts.value_counts import MOST_VALUES, ValueCounts, _count_by_torch
 from amct.numerics.ifmr import IfmrObserver
-from amct.numerics.samples import EXACT_LIMIT, Samples
-from amct.numerics.value_counts import MOST_VALUES, ValueCounts, _count_by_torch
 
 FEW = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -2.5]), st.floats(width=32, allow_nan=False, allow_infinity=False))
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 60), elements=FEW)
@@ -94,7 +94,7 @@ def test_the_search_on_counts_is_the_search_on_the_values(bits, asymmetric):
     settings = {"bits": bits, "asymmetric": asymmetric}
     exact, counted = IfmrObserver(**settings), IfmrObserver(**settings)
     exact.observe(x)
-    with mock.patch("amct.numerics.samples.EXACT_LIMIT", 0):
+    with mock.patch("amct.numerics.counts.samples.EXACT_LIMIT", 0):
         counted.observe(x)
     assert exact.exact
     assert not counted.exact

@@ -28,7 +28,7 @@ import amct.onnx_model as amct
 import amct.pytorch as torch_door
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
-from amct.export.inspect import count_integer_kernels
+from amct.export.onnx.inspect import count_integer_kernels
 from amct.onnx_model import runtime
 from amct.record import read_record
 

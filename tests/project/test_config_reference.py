@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from amct.config import ptq_caffe, ptq_pytorch
 from amct.config.layers import LayerInfo
+from amct.config.ptq import caffe as ptq_caffe
+from amct.config.ptq import pytorch as ptq_pytorch
 from amct.errors import AmctError
 from amct.schema import file_protos
 

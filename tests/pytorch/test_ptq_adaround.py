@@ -14,11 +14,11 @@ from torch.nn import functional
 
 import amct.pytorch as amct
 from amct.errors import CalibrationError
-from amct.pytorch.activation_after import activation_after
-from amct.pytorch.adaround_layers import _collect, _FloatOutputs
-from amct.pytorch.finished_modules import FinishedModules
+from amct.pytorch.adaround.activation_after import activation_after
+from amct.pytorch.adaround.finished_modules import FinishedModules
+from amct.pytorch.adaround.layers import _collect, _FloatOutputs
+from amct.pytorch.capture.trace import trace
 from amct.pytorch.fuse import fuse
-from amct.pytorch.trace import trace
 
 LEARN = amct.AdaRoundSettings(num_bits=4, num_iteration=60)
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import amct.pytorch as amct
-from amct.calibration.quant_config import plan_of
+from amct.config.ptq.quant_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError, ModelError
 from amct.pytorch.batches import Batches
-from amct.pytorch.trace import trace
+from amct.pytorch.capture.trace import trace
 from amct.record import read_record
 
 

@@ -19,8 +19,8 @@ from torch import nn
 import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ModelError, RecordError
-from amct.export.tensor_factors import read_tensor_factors
-from amct.pytorch import looked
+from amct.export.qdq.tensor_factors import read_tensor_factors
+from amct.pytorch.capture import cached_trace as looked
 from amct.record import read_record
 
 

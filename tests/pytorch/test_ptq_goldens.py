@@ -10,11 +10,11 @@ import torch
 from ptq_goldens import AMCT, golden_net
 
 import amct_pytorch as amct
-from amct.config.ptq_pytorch_json import make_plan, read_config
+from amct.config.ptq.pytorch_json import make_plan, read_config
 from amct.errors import CalibrationError
-from amct.pytorch.calibrating import start_calibration
-from amct.pytorch.looked import look
+from amct.pytorch.capture.cached_trace import look
 from amct.pytorch.preparation import prepare
+from amct.pytorch.watch.calibrating import start_calibration
 from amct.record import read_record
 
 ONE_ROUNDING = 1e-5

@@ -13,7 +13,7 @@ from torch import nn
 import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ExportError
-from amct.export.tensor_factors import read_tensor_factors
+from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.record import read_record
 
 

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError, ExportError
 from amct.export.binding import bindings_by_name
-from amct.pytorch.float_onnx import FloatOnnx, float_onnx
+from amct.pytorch.capture.trace import Traced, trace
 from amct.pytorch.fuse import fuse
-from amct.pytorch.trace import Traced, trace
+from amct.pytorch.onnx.float_onnx import FloatOnnx, float_onnx
 
 
 def exported(model: nn.Module, data, *, opset: int = 18, do_fusion: bool = True, **names) -> tuple[Traced, FloatOnnx]:

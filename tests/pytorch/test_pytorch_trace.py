@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from amct.errors import ArgumentTypeError, ExportError, ModelError
-from amct.pytorch.operators import AMCT_OPERATORS
-from amct.pytorch.trace import trace
+from amct.pytorch.capture.operators import AMCT_OPERATORS
+from amct.pytorch.capture.trace import trace
 
 IMAGE = (2, 3, 6, 6)
 

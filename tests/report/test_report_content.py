@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import integer_range, quantize
-from amct.numerics.histogram import Bins
+from amct.numerics.counts.histogram import Bins
 from amct.report.activations import InputStatistics, bars
 from amct.report.content import LARGEST_BARS, Histogram, WeightRanges
 

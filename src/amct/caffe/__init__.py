@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from amct.caffe.equalization import equalize_model
-    from amct.caffe.onnx_graph import export_onnx
+    from amct.caffe.onnx.graph import export_onnx
+    from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.quantized_model import QuantizedCaffeModel, compare, quantize, report
 
 __all__ = ["QuantizedCaffeModel", "compare", "equalize_model", "export_onnx", "quantize", "report"]
@@ -15,11 +15,11 @@ __all__ = ["QuantizedCaffeModel", "compare", "equalize_model", "export_onnx", "q
 def __getattr__(name: str) -> object:
     """Load the quantizer and the exporter (and torch) only when someone asks for them."""
     if name == "export_onnx":
-        from amct.caffe import onnx_graph
+        from amct.caffe.onnx import graph as onnx_graph
 
         return onnx_graph.export_onnx
     if name == "equalize_model":
-        from amct.caffe import equalization
+        from amct.caffe.ptq import equalization
 
         return equalization.equalize_model
     if name in __all__:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.filter_rules import filter_net
+from amct.caffe.engine.build.filter_rules import filter_net
+from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.messages import new_message, read_message
-from amct.caffe.engine.upgrade import upgrade_net
 from amct.config.layers import LayerInfo, LayerList
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.filter_rules import filter_net
+from amct.caffe.engine.build.filter_rules import filter_net
+from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.messages import new_message, read_message
-from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.uninplace import remove_in_place
 from amct.errors import FileError, ModelError, ParseError
-from amct.topology import Graph, Node
+from amct.model import Graph, Node
 
 if TYPE_CHECKING:
     import os

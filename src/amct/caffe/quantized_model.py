@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from amct import log
 from amct.atomic import read_bytes
+from amct.caffe.amct_api import fold, quantize_folded, with_real_weights
 from amct.caffe.arguments import input_file, output_file
 from amct.caffe.comparing import ModelSide, both_sides, float_side, measure
-from amct.caffe.equalization import divide_channels, find_factors
-from amct.caffe.insertion import insert_ifmr
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model
-from amct.caffe.onnx_graph import DEFAULT_OPSET
-from amct.caffe.ptq import fold, quantize_folded, with_real_weights
-from amct.caffe.ptq_graph import QuantGraph, Stage
-from amct.caffe.ptq_qdq import QdqFile, QdqRanges, types_with_ready_integers
-from amct.caffe.ptq_save import check_save_type, results_of, save_results
+from amct.caffe.onnx.graph import DEFAULT_OPSET
+from amct.caffe.ptq.equalization import divide_channels, find_factors
+from amct.caffe.ptq.graph import QuantGraph, Stage
+from amct.caffe.ptq.insertion import insert_ifmr
+from amct.caffe.ptq.qdq import QdqFile, QdqRanges, types_with_ready_integers
+from amct.caffe.ptq.save import check_save_type, results_of, save_results
 from amct.caffe.reporting import Runs, files_report, model_report
 from amct.caffe.running import batches_of, build_net, feed, run_net
-from amct.config.ptq_caffe import default_config, expand_config
-from amct.config.ptq_caffe_json import make_plan, read_config
+from amct.config.ptq.caffe import default_config, expand_config
+from amct.config.ptq.caffe_json import make_plan, read_config
 from amct.errors import ArgumentTypeError, CalibrationError, ConfigError
-from amct.export.onnx_qdq import Placement
-from amct.export.qdq_nodes import Target
+from amct.export.qdq.exporter import Placement
+from amct.export.qdq.nodes import Target
 from amct.record import CaffeRecord, write_record
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.comparing import FilePair, Side
-    from amct.caffe.deploy import Results
     from amct.caffe.engine.net import Net
+    from amct.caffe.ptq.deploy import Results
     from amct.caffe.running import Batch, BatchInputs
     from amct.config.layers import LayerList
     from amct.config.plan import Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amct.caffe.comparing import both_sides, measure, watched_layers
 from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
-from amct.caffe.weight_layout import layout_of
+from amct.caffe.ptq.weight_layout import layout_of
 from amct.config.plan_text import config_text
 from amct.numerics.arq import channels_first
 from amct.report.beside import read_notes
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.comparing import QuantizedFiles, Side, WatchedLayer
-    from amct.caffe.deploy import Results
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.ptq_graph import QuantGraph
+    from amct.caffe.ptq.deploy import Results
+    from amct.caffe.ptq.graph import QuantGraph
     from amct.caffe.running import BatchInputs
     from amct.report.measuring import Measured, Metric
 

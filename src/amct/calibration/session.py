@@ -17,6 +17,7 @@ from weakref import finalize
 
 from amct import progress
 from amct.calibration.observers import make_observer
+from amct.config.plan import OPEN_ENDED
 from amct.errors import AmctError, ArgumentError, CalibrationError, did_you_mean
 from amct.numerics.affine import SymmetricScale, round_scale_to_fp16
 
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from amct.record import Progress
 
 logger = logging.getLogger(__name__)
-
-OPEN_ENDED = 2**31 - 1
-"""As ``batch_num``: the session ends when ``finish`` is called."""
 
 INPUT = "input"
 HIDDEN = "hidden state"

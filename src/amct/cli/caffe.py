@@ -167,7 +167,7 @@ def to_onnx(
     end: Annotated[list[str] | None, typer.Option("--end", help="A blob to end at; the net's outputs if none.")] = None,
 ) -> None:
     """Write a Caffe model as a float ONNX file."""
-    from amct.caffe.onnx_graph import export_onnx
+    from amct.caffe.onnx.graph import export_onnx
 
     for note in export_onnx(model, weights, output, opset=opset, outputs=end or None):
         typer.echo(f"note: {note}")

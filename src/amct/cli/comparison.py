@@ -174,7 +174,7 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
     from amct.cli.model_layers import load_reference
-    from amct.pytorch.reference_onnx import reference_onnx
+    from amct.pytorch.onnx.reference_onnx import reference_onnx
 
     (reference,) = pair.float_model
     first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)

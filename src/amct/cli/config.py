@@ -149,16 +149,14 @@ def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> 
 def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     """What reads the simple and the full form of a kind of config; some have no full form."""
     from amct.cli.model_layers import Dialect
-    from amct.config import (
-        compress_pytorch,
-        kv_cache,
-        ptq_caffe,
-        ptq_caffe_json,
-        ptq_pytorch,
-        ptq_pytorch_json,
-        qat_caffe,
-        qat_pytorch,
-    )
+    from amct.config.prune import compress_pytorch
+    from amct.config.ptq import caffe as ptq_caffe
+    from amct.config.ptq import caffe_json as ptq_caffe_json
+    from amct.config.ptq import kv_cache
+    from amct.config.ptq import pytorch as ptq_pytorch
+    from amct.config.ptq import pytorch_json as ptq_pytorch_json
+    from amct.config.qat import caffe as qat_caffe
+    from amct.config.qat import pytorch as qat_pytorch
 
     table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
         (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch_json.read_config),
@@ -175,7 +173,8 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
 
 def _default(dialect: Dialect, layers: LayerList) -> FullConfig:
     from amct.cli.model_layers import Dialect
-    from amct.config import ptq_caffe, ptq_pytorch
+    from amct.config.ptq import caffe as ptq_caffe
+    from amct.config.ptq import pytorch as ptq_pytorch
 
     if dialect is Dialect.caffe:
         return ptq_caffe.default_config(layers)

@@ -57,8 +57,8 @@ def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerLis
 
 
 def _listed(path: Path) -> tuple[Dialect, LayerList]:
-    from amct.config.caffe_types import CAFFE_TYPES
     from amct.config.layers import LayerInfo, LayerList
+    from amct.config.ptq.caffe_types import CAFFE_TYPES
 
     layers = []
     for number, line in enumerate(_text(path).splitlines(), 1):
@@ -86,7 +86,7 @@ def _text(path: Path) -> str:
 def _traced(reference: str, input_shape: str | None) -> LayerList:
     import torch
 
-    from amct.pytorch.trace import trace
+    from amct.pytorch.capture.trace import trace
 
     if input_shape is None:
         raise ArgumentError("--input-shape: a PyTorch model needs the shape of an example input, such as 1,3,224,224")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from amct.config.json_writer import format_json
+from amct.config.json.writer import format_json
 from amct.config.precedence import DEFAULT, Origin
 
 if TYPE_CHECKING:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FORCE_FP16 = "FORCE_FP16_QUANT"
 
+OPEN_ENDED = 2**31 - 1
+"""As ``batch_num``: calibration takes every batch there is and ends when it is told to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from amct.config.retrain_settings import (
+from amct.config.qat.settings import (
     ArqRetrainSettings,
     CaffeArqRetrainSettings,
     CaffeUlqSettings,

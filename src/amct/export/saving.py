@@ -10,11 +10,11 @@ import numpy as np
 
 from amct import atomic
 from amct.errors import ArgumentError, did_you_mean
+from amct.export.ascend import ascend_model
 from amct.export.binding import LayerFactors, bindings_by_name
-from amct.export.onnx_ascend import ascend_model
-from amct.export.onnx_fake_quant import fake_quant_model
-from amct.export.onnx_qdq import Placement, qdq_model
-from amct.export.qdq_nodes import Target
+from amct.export.fake_quant import fake_quant_model
+from amct.export.qdq.exporter import Placement, qdq_model
+from amct.export.qdq.nodes import Target
 from amct.export.quant_json import quant_json
 from amct.export.result import ExportedModel, Skip
 from amct.export.writer import OutputFile, SavePath, save_models

@@ -23,7 +23,7 @@ from onnx import ModelProto, TensorProto
 
 from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
-from amct.export.messages import copy_fields, tensor_array
+from amct.export.onnx.messages import copy_fields, tensor_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

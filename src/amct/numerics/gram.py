@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from amct.numerics.compiled import compiled
+from amct.numerics.counts.compiled import compiled
 
 if TYPE_CHECKING:
     import numpy as np

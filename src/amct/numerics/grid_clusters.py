@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from amct.numerics.compiled import compiled
+from amct.numerics.counts.compiled import compiled
 
 LIMIT = 127
 """Centres are -127..127: symmetric, so that they can be negated."""

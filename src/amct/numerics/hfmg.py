@@ -21,13 +21,13 @@ import torch
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range
-from amct.numerics.compiled import compiled, compiled_sum
-from amct.numerics.samples import SamplingObserver
+from amct.numerics.counts.compiled import compiled, compiled_sum
+from amct.numerics.counts.samples import SamplingObserver
 
 if TYPE_CHECKING:
-    from amct.numerics.counting import Counts, Values
-    from amct.numerics.histogram import Bins
-    from amct.numerics.samples import Floats
+    from amct.numerics.counts.histogram import Bins
+    from amct.numerics.counts.loops import Counts, Values
+    from amct.numerics.counts.samples import Floats
 
 _SMALLEST_BINS = 1024
 _LARGEST_BINS = 8192

@@ -15,13 +15,13 @@ import numpy as np
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
-from amct.numerics.compiled import compiled, compiled_sum
-from amct.numerics.histogram import Bins
-from amct.numerics.samples import Floats, SamplingObserver
-from amct.numerics.value_counts import MOST_VALUES
+from amct.numerics.counts.compiled import compiled, compiled_sum
+from amct.numerics.counts.histogram import Bins
+from amct.numerics.counts.samples import Floats, SamplingObserver
+from amct.numerics.counts.value_counts import MOST_VALUES
 
 if TYPE_CHECKING:
-    from amct.numerics.counting import Values
+    from amct.numerics.counts.loops import Values
 
 _EPSILON = float(np.finfo(np.float32).eps)
 _VALUES_PER_LEVEL = 64  # with more of them, finding where each integer begins is cheaper than rounding every value

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range
-from amct.numerics.counting import range_of
+from amct.numerics.counts.loops import range_of
 from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable, finite_range
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from amct.calibration.quant_config import LayerConfig, QuantConfig
+from amct.config.ptq.quant_config import LayerConfig, QuantConfig
 from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings
 from amct.onnx_model.comparing import compare, measure
 from amct.onnx_model.quantize import QuantizedModel, quantize

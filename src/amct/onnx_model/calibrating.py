@@ -14,7 +14,7 @@ from amct.calibration import BalanceSession, CalibrationSession
 from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
 from amct.errors import AmctError, CalibrationError
-from amct.export.finding import find_layers
+from amct.export.onnx.layer_lookup import find_layers
 from amct.numerics.dmq import balance_activation, dmq
 from amct.onnx_model.layers import find_all_layers, usual_factors
 from amct.onnx_model.runtime import Runner, as_tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import Plan
-    from amct.export.layer import Layer
+    from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.preparation import Preparation
 

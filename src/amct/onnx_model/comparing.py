@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from amct import progress
 from amct.errors import ModelError
-from amct.export.graph import OnnxGraph
+from amct.export.onnx.graph import OnnxGraph
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
     from torch import Tensor
 
-    from amct.export.layer import Layer
+    from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import BatchInputs, Feeds
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured

@@ -15,7 +15,7 @@ import torch
 
 from amct import progress
 from amct.errors import ModelError
-from amct.export.graph import OnnxGraph
+from amct.export.onnx.graph import OnnxGraph
 from amct.numerics.arq import channels_first
 from amct.numerics.dmq import balance_activation
 from amct.onnx_model.batches import Batches

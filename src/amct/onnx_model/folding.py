@@ -15,14 +15,14 @@ import torch
 
 from amct.errors import AmctError
 from amct.export.binding import LayerBinding, LayerKind
-from amct.export.finding import LayerMismatchError, find_layer
-from amct.export.graph import OnnxGraph
-from amct.export.messages import attribute_value
-from amct.export.weights import owned_name, replace_weight
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
+from amct.export.onnx.messages import attribute_value
+from amct.export.onnx.weights import owned_name, replace_weight
+from amct.model import FusionPattern, Node, Skip, find_fusions
 from amct.numerics.arq import WeightKind
 from amct.numerics.fold import fold_batch_norm
 from amct.onnx_model.layers import BATCH_NORM, topology, usual_factors
-from amct.topology import FusionPattern, Node, Skip, find_fusions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-    from amct.export.layer import Layer
+    from amct.export.onnx.layer import Layer
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
 from amct.export.binding import LayerBinding, LayerFactors, LayerKind
-from amct.export.finding import LayerMismatchError, find_layer
-from amct.export.graph import OnnxGraph
-from amct.export.messages import attribute_value, subgraphs
-from amct.topology import Graph, Node, Skip
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
+from amct.export.onnx.messages import attribute_value, subgraphs
+from amct.model import Graph, Node, Skip
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from onnx import ModelProto, NodeProto
 
-    from amct.export.layer import Layer
+    from amct.export.onnx.layer import Layer
 
 BATCH_NORM = "BatchNormalization"
 _SPATIAL_TYPES = MappingProxyType(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from onnx import ModelProto, helper
 
-from amct.export.messages import copy_fields
+from amct.export.onnx.messages import copy_fields
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

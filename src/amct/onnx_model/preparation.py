@@ -13,15 +13,15 @@ from amct.config.plan_text import config_text
 from amct.config.settings import AdaRoundSettings
 from amct.errors import CalibrationError, ConfigError
 from amct.export.binding import LayerKind
-from amct.export.finding import find_layers
-from amct.export.onnx_qdq import observed_tensors
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.qdq.exporter import observed_tensors
+from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.folding import Folded, fold
 from amct.onnx_model.layers import Layers, find_all_layers, usual_factors
 from amct.onnx_model.weights import LayerWeights, quantize_weights
 from amct.record import Record
-from amct.topology import Skip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

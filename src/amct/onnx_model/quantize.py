@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic, log
 from amct.calibration import RecordFiles
 from amct.calibration.layer_records import complete_record
-from amct.calibration.quant_config import AnyConfig, plan_of
-from amct.export.onnx_fake_quant import fake_quant_model
-from amct.export.onnx_qdq import Placement
-from amct.export.qdq_nodes import Target
+from amct.config.ptq.quant_config import AnyConfig, plan_of
+from amct.export.fake_quant import fake_quant_model
+from amct.export.qdq.exporter import Placement
+from amct.export.qdq.nodes import Target
+from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.export.saving import RECORD, SaveRequest, layer_factors, save_files
-from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.export.writer import model_opset
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.calibrating import balance_factors, calibrate
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.binding import TensorFactors
+    from amct.model import Skip
     from amct.onnx_model.batches import BatchInputs, Feeds
     from amct.onnx_model.reading import AnyModel
     from amct.record import Record
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Metric
-    from amct.topology import Skip
 
 
 def quantize(

@@ -19,8 +19,8 @@ from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 
 from amct.atomic import read_bytes
 from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
-from amct.export.messages import subgraphs
-from amct.export.pool_padding import with_pads_apart
+from amct.export.onnx.messages import subgraphs
+from amct.export.qdq.pool_padding import with_pads_apart
 from amct.onnx_model.light import light_copy
 from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
 

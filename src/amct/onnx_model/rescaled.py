@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.export.balance import RESCALED
+from amct.export.qdq.balance import RESCALED
 
 if TYPE_CHECKING:
-    from amct.export.graph import OnnxGraph
-    from amct.export.layer import Layer
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
 
 
 def rescaled_layers(graph: OnnxGraph) -> set[str]:

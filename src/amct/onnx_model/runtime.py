@@ -12,7 +12,7 @@ import torch
 from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
-from amct.export.messages import any_value, copy_fields, tensor_array
+from amct.export.onnx.messages import any_value, copy_fields, tensor_array
 from amct.export.writer import EXTERNAL_THRESHOLD, save_model
 from amct.onnx_model.opset import first_line
 

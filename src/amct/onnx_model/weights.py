@@ -13,7 +13,7 @@ from amct.calibration.layer_records import recorded_bits, weight_record
 from amct.config.settings import ArqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.export.binding import LayerKind
-from amct.export.weights import replace_weight
+from amct.export.onnx.weights import replace_weight
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, fake_quantize_weight
 from amct.numerics.dmq import balance_weight
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.config.plan import LayerPlan
-    from amct.export.graph import OnnxGraph
-    from amct.export.layer import Layer
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
     from amct.onnx_model.layers import FoundLayer
     from amct.record import LayerRecord
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from amct.calibration.quant_config import LayerConfig, QuantConfig
+from amct.config.ptq.quant_config import LayerConfig, QuantConfig
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
 from amct.pytorch.compare_models import compare
 from amct.pytorch.quantize import IoOptions, QuantizedModel, quantize

@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from amct.calibration.replay import Replay
 from amct.errors import ArgumentError, ArgumentTypeError
-from amct.pytorch.example_inputs import example_inputs
+from amct.pytorch.capture.example_inputs import example_inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.watch.layer_hooks import Arguments
 
 BatchInputs = Callable[[Any], Any]
 """Makes of a batch what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments."""

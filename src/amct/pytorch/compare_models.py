@@ -15,7 +15,7 @@ from amct.pytorch.quantize import QuantizedModel
 
 if TYPE_CHECKING:
     from amct.pytorch.batches import BatchInputs
-    from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.report.compare import LayerComparison
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.report.compare import LayerComparison
 
 

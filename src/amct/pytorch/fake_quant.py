@@ -14,9 +14,9 @@ from torch import nn
 from amct.errors import AmctError
 from amct.numerics.affine import dequantize, quantize_bias
 from amct.numerics.arq import factors_per_row
-from amct.pytorch.layer_hooks import Balance, FakeQuantize
+from amct.pytorch.capture.operators import MARK
 from amct.pytorch.layer_weights import channel_axis, put_weight
-from amct.pytorch.operators import MARK
+from amct.pytorch.watch.layer_hooks import Balance, FakeQuantize
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from amct.errors import ModelError
+from amct.model import Fusion, FusionPattern, Node, Skip, find_fusions
 from amct.numerics.arq import WeightKind
 from amct.numerics.fold import fold_batch_norm
-from amct.pytorch.layer_types import BATCH_NORMS, EXTRA_HEADS, LAYER_TYPES
+from amct.pytorch.capture.layer_types import BATCH_NORMS, EXTRA_HEADS, LAYER_TYPES
 from amct.pytorch.model_copy import copy_model
-from amct.topology import Fusion, FusionPattern, Node, Skip, find_fusions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from amct.pytorch.trace import Traced
+    from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)
 

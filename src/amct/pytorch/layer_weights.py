@@ -11,7 +11,7 @@ from torch import nn
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight, gates_to_onnx
 from amct.numerics.dmq import balance_weight
-from amct.pytorch.layer_types import quantizable_type
+from amct.pytorch.capture.layer_types import quantizable_type
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Literal
 
 from amct.config.settings import AdaRoundSettings
 from amct.errors import CalibrationError, ExportError
-from amct.pytorch.adaround_layers import learn_rounding
-from amct.pytorch.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
+from amct.model import Skip
+from amct.pytorch.adaround.layers import learn_rounding
 from amct.pytorch.fuse import Fused, fuse
 from amct.pytorch.layer_weights import put_weight, weight_parts
 from amct.pytorch.model_copy import copy_model
+from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.quantized_weights import LayerWeights, arq_weights, final_weight
 from amct.record import Record
-from amct.topology import Skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from amct.config.plan import LayerPlan, Plan
-    from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.trace import Traced
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 

@@ -13,25 +13,25 @@ from torch import nn
 from amct import atomic, log
 from amct.calibration import RecordFiles
 from amct.calibration.layer_records import complete_record
-from amct.calibration.quant_config import AnyConfig, plan_of
+from amct.config.ptq.quant_config import AnyConfig, plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
-from amct.export.onnx_qdq import Placement
-from amct.export.qdq_nodes import Target
+from amct.export.qdq.exporter import Placement
+from amct.export.qdq.nodes import Target
+from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.export.saving import RECORD, SaveRequest, save_files
-from amct.export.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.pytorch.balancing import balance_of
 from amct.pytorch.batches import Batches
-from amct.pytorch.calibrating import start_calibration
+from amct.pytorch.capture.cached_trace import look
 from amct.pytorch.comparing import compare_layers
 from amct.pytorch.fake_quant import fake_quant_copy
-from amct.pytorch.fast_placement import watch_between
-from amct.pytorch.float_onnx import DEFAULT_OPSET, FloatOnnx
-from amct.pytorch.looked import look
 from amct.pytorch.model_copy import unwrap
-from amct.pytorch.modified_onnx import file_notes
+from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx
+from amct.pytorch.onnx.modified_onnx import file_notes
 from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
 from amct.pytorch.reporting import report_content
+from amct.pytorch.watch.balancing import balance_of
+from amct.pytorch.watch.calibrating import start_calibration
+from amct.pytorch.watch.fast_placement import watch_between
 from amct.report.page import write_page
 from amct.report.summary import summary_text
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from amct.export.binding import TensorFactors
+    from amct.model import Skip
     from amct.pytorch.batches import BatchInputs
     from amct.pytorch.preparation import AdaRoundMode
     from amct.record import Record
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Metric
-    from amct.topology import Skip
 
 logger = logging.getLogger(__name__)
 

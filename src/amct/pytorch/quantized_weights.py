@@ -10,7 +10,7 @@ import torch
 from amct.calibration.layer_records import recorded_bits, weight_record
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError
-from amct.pytorch.layer_types import quantizable_type
+from amct.pytorch.capture.layer_types import quantizable_type
 from amct.pytorch.layer_weights import (
     GATES,
     WeightPart,

@@ -16,8 +16,8 @@ from amct.config.plan_text import config_text
 from amct.numerics.arq import channels_first
 from amct.numerics.dmq import balance_activation
 from amct.pytorch.comparing import side_by_side
-from amct.pytorch.layer_hooks import given_input
 from amct.pytorch.layer_weights import balanced_weight, channel_axis, weight_parts
+from amct.pytorch.watch.layer_hooks import given_input
 from amct.report.content import LayerNote, ReportContent
 from amct.report.filling import figures, file_sizes, measured_on, now, versions
 from amct.report.measuring import OUTPUT, Measuring, check_metric
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.config.plan import LayerPlan
-    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import Preparation
     from amct.pytorch.quantized_weights import LayerWeights
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import LayerRecord, Record
     from amct.report.activations import InputStatistics
     from amct.report.content import LayerContent

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from amct.numerics.affine import integer_range
-from amct.numerics.histogram import FloatHistogram
+from amct.numerics.counts.histogram import FloatHistogram
 from amct.report.content import LARGEST_BARS, ActivationContent, Histogram
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from amct.numerics.histogram import Bins
+    from amct.numerics.counts.histogram import Bins
 
 _MANTISSA_BITS = 7
 """A bin is then at most half a bar wide wherever bars are drawn, and a layer needs some 100 kB."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from amct.model import Skip
     from amct.record import Record
-    from amct.topology import Skip
 
 
 def summary_text(name: str, record: Record, folded: int, skipped: Sequence[Skip]) -> str:

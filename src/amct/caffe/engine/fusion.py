@@ -16,7 +16,7 @@ from amct.caffe.engine.layer import Folded
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from amct.caffe.engine.graph import Node
+    from amct.caffe.engine.build.graph import Node
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@
   ``setup`` or ``reshape``: building a net finds all mistakes and allocates nothing.
 * ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for
   layers whose top *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
-* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (``amct.caffe.onnx_forms.place`` says how); the
+* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (``amct.caffe.onnx.forms.place`` says how); the
   types of this project have theirs in ``onnx_forms/``, so that the engine needs no onnx. A layer without one runs.
 """
 
@@ -43,8 +43,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape
+from amct.caffe.engine.build.fillers import lazy_fill
 from amct.caffe.engine.device import current_device
-from amct.caffe.engine.fillers import lazy_fill
 from amct.errors import ModelError
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ import torch
 
 from amct.caffe.engine import weights
 from amct.caffe.engine.backward import record_forward, run_backward
-from amct.caffe.engine.filter_rules import filter_net
-from amct.caffe.engine.graph import GraphBuilder
-from amct.caffe.engine.insert_splits import insert_splits
+from amct.caffe.engine.build.filter_rules import filter_net
+from amct.caffe.engine.build.graph import GraphBuilder
+from amct.caffe.engine.build.insert_splits import insert_splits
+from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.plan import Plan, Step, build_plan
-from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.backward import Record
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.graph import Graph, LearnableParameter, Node
+    from amct.caffe.engine.build.graph import Graph, LearnableParameter, Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.graph import Graph, Node
+    from amct.caffe.engine.build.graph import Graph, Node
 
 
 @dataclass(eq=False)

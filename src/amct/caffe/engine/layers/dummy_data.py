@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.fillers import filler_function, lazy_fill
+from amct.caffe.engine.build.fillers import filler_function, lazy_fill
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.registry import register

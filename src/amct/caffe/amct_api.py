@@ -1,0 +1,255 @@
+"""Post-training quantization as AMCT's guide has it.
+
+create_quant_config → init → weights_quantize_model → (BatchNorm updates by the user's forwards) →
+activation_quantize_model → the user's own forwards of the modified model → save_model. The calibration is done by the
+IFMR layers of the modified model: whoever runs it calibrates.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from amct import log
+from amct.atomic import FileGroup, read_bytes, write_text
+from amct.caffe.arguments import check_types, input_file, output_file
+from amct.caffe.engine import device
+from amct.caffe.layer_list import layer_list
+from amct.caffe.model import read_model
+from amct.caffe.model_files import write_model
+from amct.caffe.ptq import update_bn as ptq_update_bn
+from amct.caffe.ptq.fold import accelerate, check_global_statistics, fuse
+from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph
+from amct.caffe.ptq.insertion import insert_ifmr
+from amct.caffe.ptq.quantized_weights import quantize_weights
+from amct.caffe.uninplace import restore_in_place
+from amct.calibration.record_files import progress_path
+from amct.config.ptq.caffe import default_config, expand_config
+from amct.config.ptq.caffe_json import make_plan, read_config
+from amct.record import CaffeRecord, write_record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from amct.caffe.model import CaffeModel
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+PATH = (str, os.PathLike)
+
+
+def set_gpu_mode() -> None:
+    """Quantize on the GPU from now on; where there is none, the CPU is used, with a warning."""
+    log.start("amct_caffe")
+    device.set_mode_gpu()
+
+
+def set_cpu_mode() -> None:
+    """Quantize on the CPU from now on, as is the default."""
+    device.set_mode_cpu()
+
+
+def create_quant_config(
+    config_file: AnyPath,
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    batch_num: int = 1,
+    activation_offset: bool = True,
+    config_defination: AnyPath | None = None,
+) -> None:
+    """Write the JSON config of a model: every quantizable layer with its settings.
+
+    Args:
+        config_file: Where it is written, over any file of that name.
+        model_file: The prototxt.
+        weights_file: The caffemodel.
+        batch_num: How many batches calibration takes; has no effect with ``config_defination``.
+        activation_offset: Whether data is quantized with an offset; has no effect with ``config_defination``.
+        config_defination: A simple config (``.cfg``).
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError, ConfigError: a file is not what it should be.
+    """
+    check_types(
+        "create_quant_config",
+        {
+            "config_file": (config_file, PATH),
+            "model_file": (model_file, PATH),
+            "weights_file": (weights_file, PATH),
+            "batch_num": (batch_num, (int,)),
+            "activation_offset": (activation_offset, (bool,)),
+            "config_defination": (config_defination, (*PATH, type(None))),
+        },
+    )
+    log.start("amct_caffe")
+    target = output_file(config_file, "config_file")
+    input_file(model_file, "model_file")
+    input_file(weights_file, "weights_file")
+    read_model(model_file, weights_file)
+    layers = layer_list(model_file)
+    if config_defination is not None:
+        source = input_file(config_defination, "config_defination")
+        config = expand_config(read_bytes(source), str(config_defination), layers)
+    else:
+        config = default_config(layers, batch_num=batch_num, activation_offset=activation_offset)
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    write_text(target, config.to_json())
+    logger.info("Create quant config %s success!", config_file)
+
+
+def init(
+    config_file: AnyPath, model_file: AnyPath, weights_file: AnyPath, scale_offset_record_file: AnyPath
+) -> QuantGraph:
+    """Read config and model, and begin a new record.
+
+    Args:
+        config_file: What ``create_quant_config`` wrote, edited or not.
+        model_file: The prototxt; its BatchNorm layers must use global statistics.
+        weights_file: The caffemodel.
+        scale_offset_record_file: The record file; emptied if it exists.
+
+    Returns:
+        The graph that the other functions take.
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError, ConfigError: a file is not what it should be, or does not belong to the model.
+    """
+    arguments = {
+        "config_file": (config_file, PATH),
+        "model_file": (model_file, PATH),
+        "weights_file": (weights_file, PATH),
+        "scale_offset_record_file": (scale_offset_record_file, PATH),
+    }
+    check_types("init", arguments)
+    log.start("amct_caffe")
+    for name, (value, _) in list(arguments.items())[:3]:
+        input_file(value, name)
+    record = output_file(scale_offset_record_file, "scale_offset_record_file")
+    layers = layer_list(model_file)
+    config = read_config(read_bytes(config_file), str(config_file), layers)
+    plan = make_plan(config, layers)
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    original = read_model(model_file, weights_file)
+    if plan.update_bn is None:
+        check_global_statistics(original.net)
+    record = record.resolve()
+    write_record(CaffeRecord(), record, form="text")
+    progress_path(record).unlink(missing_ok=True)
+    return QuantGraph(original=original, plan=plan, record_file=record, model=original.copy())
+
+
+def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
+    """Fuse, quantize the weights, write their factors into the record and the modified model to files.
+
+    With ``update_bn`` in the config nothing is fused yet: the BatchNorm layers of the modified model refresh their
+    statistics in the first forwards.
+
+    Args:
+        graph: What ``init`` returned.
+        modified_model_file: Where the new prototxt is written.
+        modified_weights_file: Where the new caffemodel is written.
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        FileError: a file cannot be written.
+        CalibrationError: weights are NaN or infinite.
+    """
+    graph = check_graph("weights_quantize_model", graph)
+    files = _output_files("weights_quantize_model", modified_model_file, modified_weights_file)
+    log.start("amct_caffe")
+    prepare_weights(graph)
+    modified = with_real_weights(graph)
+    if graph.plan.update_bn is not None:
+        ptq_update_bn.prepare(modified, graph.plan.update_bn)
+    write_record(CaffeRecord({name: weights.record() for name, weights in graph.weights.items()}), graph.record_file)
+    with FileGroup() as group:
+        write_model(group, modified, *files)
+    graph.stage = Stage.WEIGHTS_QUANTIZED
+    logger.info("Quantized the weights of %d layers.", len(graph.weights))
+
+
+def prepare_weights(graph: QuantGraph) -> None:
+    """Fuse the graph's model, unless BatchNorm updates come first, and quantize its weights."""
+    fold(graph)
+    quantize_folded(graph)
+
+
+def fold(graph: QuantGraph) -> None:
+    """Begin with the original and fuse it, unless BatchNorm updates come first."""
+    plan = graph.plan
+    graph.model = graph.original.copy()
+    graph.fusion = type(graph.fusion)()
+    if plan.update_bn is None and plan.do_fusion:
+        graph.fusion = fuse(graph.model, skip=plan.skip_fusion_layers)
+        enabled = {layer.name for layer in plan.enabled}
+        accelerate(graph.model, enabled, graph.fusion, skip=plan.skip_fusion_layers)
+        for head, folded in graph.fusion.folded.items():
+            logger.debug("fusion: %s <- %s", head, ", ".join(folded))
+
+
+def quantize_folded(graph: QuantGraph) -> None:
+    """Quantize the weights of the graph's model as it is now."""
+    graph.weights = {
+        name: quantize_weights(graph.model.layer(name), graph.model.weights[name], layer.weight)
+        for name, layer in graph.plans().items()
+        if graph.has_weights(name)
+    }
+
+
+def with_real_weights(graph: QuantGraph) -> CaffeModel:
+    """A copy of the graph's model with weights rounded to their grids."""
+    model = graph.model.copy()
+    for name, weights in graph.weights.items():
+        model.weights[name] = weights.real_blobs(model.weights[name])
+    return model
+
+
+def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
+    """Put IFMR layers before every quantized input and write the calibration model to files.
+
+    After ``batch_num`` forwards of it the record holds the factors of the data. With ``update_bn`` the refreshed
+    statistics are taken in and folded first; the record is then ``<record>_update.txt``.
+
+    Args:
+        graph: As ``weights_quantize_model`` left it.
+        modified_model_file: Where the new prototxt is written.
+        modified_weights_file: Where the new caffemodel is written.
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        FileError: a file cannot be written.
+        CalibrationError: called out of order, or the BatchNorm layers have not been refreshed.
+    """
+    graph = check_graph("activation_quantize_model", graph)
+    files = _output_files("activation_quantize_model", modified_model_file, modified_weights_file)
+    log.start("amct_caffe")
+    graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
+    record = graph.record_file
+    if graph.plan.update_bn is not None and graph.stage is Stage.WEIGHTS_QUANTIZED:
+        ptq_update_bn.take_in(graph)
+    if graph.plan.update_bn is not None:
+        record = record.with_name(f"{record.stem}_update{record.suffix}")
+    write_record(CaffeRecord({name: weights.record() for name, weights in graph.weights.items()}), record, form="text")
+    progress_path(record).unlink(missing_ok=True)
+    graph.calibration_record = record
+    model = with_real_weights(graph)
+    plans = graph.plans()
+    insert_ifmr(model, plans, str(record))
+    restore_in_place(model.net)
+    with FileGroup() as group:
+        write_model(group, model, *files)
+    graph.stage = Stage.CALIBRATING
+    logger.info("Inserted calibration layers for %d layers; run %d batches.", len(plans), graph.plan.batch_num)
+
+
+def _output_files(function: str, model: AnyPath, weights: AnyPath) -> tuple[Path, Path]:
+    check_types(function, {"modified_model_file": (model, PATH), "modified_weights_file": (weights, PATH)})
+    return output_file(model, "modified_model_file"), output_file(weights, "modified_weights_file")

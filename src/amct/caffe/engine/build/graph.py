@@ -1,0 +1,308 @@
+"""From a NetParameter to layers and blobs that know each other: the work Caffe does in ``Net::Init``.
+
+Names, order, automatic tops, shared parameters and who takes part in backward follow Caffe exactly; where Caffe
+aborts the process, this raises with the same information. Only shapes are computed here: no blob has memory yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.blob import Blob
+from amct.caffe.engine.layer import Layer, LayerContext
+from amct.caffe.engine.limits import size_check
+from amct.caffe.engine.messages import new_message
+from amct.caffe.engine.build.needs_backward import decide_backward
+from amct.caffe.engine.registry import implementation_of, layer_class
+from amct.caffe.engine.weights import copy_messages
+from amct.errors import AmctError, ModelError
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
+
+PERMISSIVE = 1
+AUTOMATIC_TOP = "(automatic)"
+
+
+@dataclass(eq=False)
+class Node:
+    """A layer in its place: which blobs it reads and writes (indices into ``Graph.blobs``)."""
+
+    index: int
+    layer: Layer
+    bottoms: list[int] = field(default_factory=list)
+    tops: list[int] = field(default_factory=list)
+    needs_backward: bool = False
+    bottom_needs_gradient: list[bool] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class LearnableParameter:
+    """A parameter blob the solver updates; parameters shared under one name appear once, by their owner."""
+
+    blob: Blob
+    layer: str
+    index: int
+    name: str
+    lr_mult: float | None = None
+    decay_mult: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """The learning-rate multiplier, 1 unless the prototxt says otherwise."""
+        return 1.0 if self.lr_mult is None else self.lr_mult
+
+    @property
+    def decay(self) -> float:
+        """The weight-decay multiplier, 1 unless the prototxt says otherwise."""
+        return 1.0 if self.decay_mult is None else self.decay_mult
+
+
+@dataclass(eq=False)
+class Graph:
+    """A built net."""
+
+    name: str
+    phase: int
+    force_backward: bool
+    nodes: list[Node] = field(default_factory=list)
+    blobs: list[Blob] = field(default_factory=list)
+    blob_names: list[str] = field(default_factory=list)
+    loss_weights: list[float] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    learnable: list[LearnableParameter] = field(default_factory=list)
+    owner_of: dict[tuple[int, int], LearnableParameter] = field(default_factory=dict)
+    """(layer index, parameter index) to the learnable parameter that stands for it."""
+
+
+class GraphBuilder:
+    """Builds a Graph layer by layer, out of a net that is its own to change."""
+
+    def __init__(self, net: ProtoMessage, *, allow_python: bool = False) -> None:
+        self.net = net
+        self.graph = Graph(name=net.name, phase=net.state.phase, force_backward=net.force_backward)
+        self.check_size = size_check()
+        self.context = LayerContext(
+            phase=net.state.phase, net_name=net.name, allow_python=allow_python, check_size=self.check_size
+        )
+        self.blob_index: dict[str, int] = {}
+        self.available: dict[str, int] = {}
+        self.named_parameters: dict[str, LearnableParameter] = {}
+        self.blob_needs_gradient: list[bool] = []
+
+    def build(self) -> Graph:
+        """Make all layers.
+
+        Raises:
+            ModelError: A layer, a name or a shape does not fit; the message says which.
+        """
+        for parameter in self.net.layer:
+            self._add_layer(parameter)
+        by_name = {node.layer.name: node.layer for node in self.graph.nodes}
+        for layer in by_name.values():
+            layer.connect(by_name)
+        decide_backward(self.graph)
+        self.graph.outputs = [index for _, index in sorted(self.available.items())]
+        return self.graph
+
+    def _add_layer(self, original: ProtoMessage) -> None:
+        parameter, stored = original, list(original.blobs)
+        if stored:
+            parameter = type(original)()
+            parameter.CopyFrom(original)
+            del parameter.blobs[:]
+        if not parameter.HasField("phase"):
+            parameter.phase = self.net.state.phase
+        if parameter.propagate_down and len(parameter.propagate_down) != len(parameter.bottom):
+            raise ModelError(
+                f'layer "{parameter.name}": propagate_down param must be specified either 0 or bottom_size times, '
+                f"got {len(parameter.propagate_down)} for {len(parameter.bottom)} bottom(s)"
+            )
+        layer = layer_class(implementation_of(parameter), parameter.name)(parameter, self.context)
+        node = Node(len(self.graph.nodes), layer)
+        for position, name in enumerate(parameter.bottom):
+            self._add_bottom(node, position, name)
+        for position, name in enumerate(parameter.top):
+            self._add_top(node, position, name)
+        _check_counts(node)
+        self._add_automatic_tops(node)
+        self._set_up(node)
+        if stored:
+            copy_messages(layer, stored, f'the net "{self.graph.name}"')
+        self._set_loss_weights(node)
+        self._add_parameters(node)
+        self.graph.nodes.append(node)
+        if node.needs_backward:
+            for top in node.tops:
+                self.blob_needs_gradient[top] = True
+
+    def _add_bottom(self, node: Node, position: int, name: str) -> None:
+        index = self.available.pop(name, None)
+        parameter = node.layer.parameter
+        if index is None:
+            raise ModelError(f"Unknown bottom blob '{name}' (layer '{parameter.name}', bottom index {position})")
+        node.bottoms.append(index)
+        needs = self.blob_needs_gradient[index]
+        if parameter.propagate_down:
+            needs = parameter.propagate_down[position]
+        node.bottom_needs_gradient.append(needs)
+        node.needs_backward |= needs
+
+    def _add_top(self, node: Node, position: int, name: str) -> None:
+        parameter = node.layer.parameter
+        in_place = position < len(parameter.bottom) and parameter.bottom[position] == name
+        if in_place:
+            if not node.layer.allows_in_place:
+                raise node.layer.error(
+                    f"{parameter.type} Layer does not allow in-place computation; give its top another name"
+                )
+            index = node.bottoms[position]
+        elif name in self.blob_index:
+            raise ModelError(
+                f"Top blob '{name}' produced by multiple sources: layer \"{parameter.name}\" is one of them"
+            )
+        else:
+            index = self._new_blob(name)
+            self.blob_index[name] = index
+            if parameter.type == "Input":
+                self.graph.inputs.append(index)
+        node.tops.append(index)
+        self.available[name] = index
+
+    def _new_blob(self, name: str) -> int:
+        graph = self.graph
+        graph.blobs.append(Blob())
+        graph.blob_names.append(name)
+        graph.loss_weights.append(0.0)
+        self.blob_needs_gradient.append(False)
+        return len(graph.blobs) - 1
+
+    def _add_automatic_tops(self, node: Node) -> None:
+        if node.layer.makes_missing_tops:
+            while len(node.tops) < node.layer.top_count[0]:
+                node.tops.append(self._new_blob(AUTOMATIC_TOP))
+        _check_top_count(node)
+
+    def _set_up(self, node: Node) -> None:
+        shapes = [self.graph.blobs[index].shape for index in node.bottoms]
+        layer = node.layer
+        layer.bottom_blobs = [self.graph.blobs[index] for index in node.bottoms]
+        layer.top_blobs = [self.graph.blobs[index] for index in node.tops]
+        try:
+            layer.setup(shapes)
+            tops = layer.reshape(shapes)
+        except AmctError:
+            raise
+        except (ValueError, IndexError, ArithmeticError) as error:
+            raise layer.error(f"does not fit its bottoms {shapes}: {error}") from error
+        for index, shape in zip(node.tops, tops, strict=True):
+            self.check_size(shape, f'blob "{self.graph.blob_names[index]}" of layer "{layer.name}"')
+            self.graph.blobs[index].set_shape(shape)
+
+    def _set_loss_weights(self, node: Node) -> None:
+        layer = node.layer
+        given = list(layer.parameter.loss_weight)
+        if given and len(given) != len(node.tops):
+            raise layer.error(
+                f"loss_weight must be unspecified or specified once per top blob: {len(given)} given, "
+                f"{len(node.tops)} top(s)"
+            )
+        if not given and layer.default_loss_weight:
+            given = [layer.default_loss_weight] + [0.0] * (len(node.tops) - 1)
+            layer.parameter.loss_weight.extend(given)  # Caffe writes it into saved models too
+        layer.loss_weights = given or [0.0] * len(node.tops)
+        for index, weight in zip(node.tops, layer.loss_weights, strict=True):
+            self.graph.loss_weights[index] = weight
+
+    def _add_parameters(self, node: Node) -> None:
+        layer = node.layer
+        specs = list(layer.parameter.param)
+        if len(specs) > len(layer.blobs):
+            raise ModelError(
+                f"Too many params specified for layer {layer.name}: {len(specs)} for {len(layer.blobs)} blob(s)"
+            )
+        default = new_message("ParamSpec")
+        layer.parameter_needs_gradient = []
+        for index in range(len(layer.blobs)):
+            spec = specs[index] if index < len(specs) else default
+            needs = spec.lr_mult != 0
+            node.needs_backward |= needs
+            layer.parameter_needs_gradient.append(needs)
+            self._add_parameter(node, index, spec)
+
+    def _add_parameter(self, node: Node, index: int, spec: ProtoMessage) -> None:
+        layer = node.layer
+        lr_mult = spec.lr_mult if spec.HasField("lr_mult") else None
+        decay_mult = spec.decay_mult if spec.HasField("decay_mult") else None
+        owner = self.named_parameters.get(spec.name) if spec.name else None
+        if owner is None:
+            owner = LearnableParameter(layer.blobs[index], layer.name, index, spec.name, lr_mult, decay_mult)
+            self.graph.learnable.append(owner)
+            if spec.name:
+                self.named_parameters[spec.name] = owner
+        else:
+            _check_shared_shape(layer, index, owner, permissive=spec.share_mode == PERMISSIVE)
+            layer.blobs[index].share_values(owner.blob)
+            layer.blobs[index].share_gradients(owner.blob)
+            owner.lr_mult = _agreed("lr_mult", owner.lr_mult, lr_mult, spec.name)
+            owner.decay_mult = _agreed("decay_mult", owner.decay_mult, decay_mult, spec.name)
+        self.graph.owner_of[node.index, index] = owner
+
+
+def _check_counts(node: Node) -> None:
+    layer, given = node.layer, len(node.bottoms)
+    least, most = layer.bottom_count
+    if given < least or (most is not None and given > most):
+        raise ModelError(
+            f"{layer.type} Layer takes {_range_text(least, most)} bottom blob(s) as input; "
+            f'layer "{layer.name}" has {given}'
+        )
+
+
+def _check_top_count(node: Node) -> None:
+    layer, given = node.layer, len(node.tops)
+    least, most = layer.top_count
+    if given < least or (most is not None and given > most):
+        raise ModelError(
+            f'{layer.type} Layer produces {_range_text(least, most)} top blob(s) as output; layer "{layer.name}" has '
+            f"{given}"
+        )
+    if layer.same_count and given != len(node.bottoms):
+        raise ModelError(
+            f'{layer.type} Layer produces one top blob as output for each bottom blob input; layer "{layer.name}" has '
+            f"{len(node.bottoms)} bottom(s) and {given} top(s)"
+        )
+
+
+def _range_text(least: int, most: int | None) -> str:
+    if most is None:
+        return f"at least {least}"
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _shape_text(shape: Shape) -> str:
+    total = 1
+    for size in shape:
+        total *= size
+    return f"{' '.join(map(str, shape))} ({total})"
+
+
+def _check_shared_shape(layer: Layer, index: int, owner: LearnableParameter, *, permissive: bool) -> None:
+    ours, theirs = layer.blobs[index], owner.blob
+    if ours.shape == theirs.shape or (permissive and ours.count == theirs.count):
+        return
+    what = "count" if permissive else "shape"
+    raise ModelError(
+        f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} "
+        "mismatch.  "
+        f"Owner layer param shape is {_shape_text(theirs.shape)}; sharing layer expects shape {_shape_text(ours.shape)}"
+    )
+
+
+def _agreed(what: str, first: float | None, second: float | None, name: str) -> float | None:
+    if first is not None and second is not None and first != second:
+        raise ModelError(f"Shared param '{name}' has mismatched {what}: {first} and {second}")
+    return first if second is None else second

@@ -1,0 +1,140 @@
+"""Older forms of a net, brought to today's: V0 layers, V1 layers, ``input:`` fields, old BatchNorm and data layers."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from amct.errors import ModelError
+
+if TYPE_CHECKING:
+    from amct.caffe.engine.messages import ProtoMessage
+
+logger = logging.getLogger(__name__)
+
+#: Today's type of each V1 enum name; those not listed are spelled by joining the words (``INNER_PRODUCT``).
+_V1_SPECIAL = {
+    "NONE": "",
+    "ABSVAL": "AbsVal",
+    "ARGMAX": "ArgMax",
+    "BNLL": "BNLL",
+    "HDF5_DATA": "HDF5Data",
+    "HDF5_OUTPUT": "HDF5Output",
+    "LRN": "LRN",
+    "MVN": "MVN",
+    "RELU": "ReLU",
+    "SOFTMAX_LOSS": "SoftmaxWithLoss",
+    "TANH": "TanH",
+}
+#: Fields of a V1 layer that are not copied as they are.
+_V1_OWN_FIELDS = {"type", "param", "blob_share_mode", "blobs_lr", "weight_decay", "layer"}
+_OLD_TRANSFORM = ("scale", "mean_file", "crop_size", "mirror")
+_BATCH_NORM_BLOBS = 3
+_INPUT_AXES = 4
+
+
+def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
+    """Bring a NetParameter to today's form, in place, and return it.
+
+    Raises:
+        ModelError: It mixes forms, or uses something that has no form today.
+    """
+    if net.layers:
+        from amct.caffe.engine.build.upgrade_v0 import upgrade_v0_layers
+
+        if net.layer:
+            raise ModelError(
+                f"{source}: Refusing to upgrade inconsistent NetParameter input; the definition includes both 'layer' "
+                "and 'layers' fields. Write them all as 'layer' (type: \"ReLU\", not type: RELU)."
+            )
+        upgrade_v0_layers(net, source)
+        for old in net.layers:
+            upgrade_v1_layer(old, net.layer.add(), source)
+        del net.layers[:]
+    for layer in net.layer:
+        _move_transform(layer)
+        if layer.type == "BatchNorm" and len(layer.param) == _BATCH_NORM_BLOBS:
+            for spec in layer.param:
+                spec.lr_mult = spec.decay_mult = 0.0
+    if net.input:
+        _input_layer(net, source)
+    return net
+
+
+def v1_type_name(layer: ProtoMessage) -> str:
+    """Today's type of a V1 layer: ``INNER_PRODUCT`` is ``InnerProduct``."""
+    name: str = layer.DESCRIPTOR.fields_by_name["type"].enum_type.values_by_number[layer.type].name
+    return _V1_SPECIAL.get(name, "".join(word.capitalize() for word in name.split("_")))
+
+
+def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage, source: str = "net") -> None:
+    """Fill ``new``, a LayerParameter, from a V1 layer (``layers { type: CONVOLUTION ... }``).
+
+    Raises:
+        ModelError: It still holds a V0 layer.
+    """
+    if old.HasField("layer"):
+        raise ModelError(f'{source}: layer "{old.name}" mixes the V0 and V1 forms; write it in one of them')
+    new.type = v1_type_name(old)
+    for field, value in old.ListFields():
+        if field.name in _V1_OWN_FIELDS:
+            continue
+        target: ProtoMessage = getattr(new, field.name, None)
+        if field.message_type is None and not hasattr(target, "extend"):
+            setattr(new, field.name, value)
+        elif hasattr(target, "extend"):
+            target.extend(value)
+        else:
+            getattr(new, field.name).CopyFrom(value)
+    columns = {
+        "name": old.param,
+        "share_mode": old.blob_share_mode,
+        "lr_mult": old.blobs_lr,
+        "decay_mult": old.weight_decay,
+    }
+    for name, values in columns.items():
+        for index, value in enumerate(values):
+            while len(new.param) <= index:
+                new.param.add()
+            setattr(new.param[index], name, value)
+
+
+def _move_transform(layer: ProtoMessage) -> None:
+    """Data layers once kept scale, mean, crop and mirror in their own parameters."""
+    name = {"Data": "data_param", "ImageData": "image_data_param", "WindowData": "window_data_param"}.get(layer.type)
+    if name is None or not layer.HasField(name):
+        return
+    options = getattr(layer, name)
+    for field in _OLD_TRANSFORM:
+        if options.HasField(field):
+            setattr(layer.transform_param, field, getattr(options, field))
+            options.ClearField(field)
+
+
+def _input_layer(net: ProtoMessage, source: str) -> None:
+    """``input:`` with ``input_shape`` or four ``input_dim`` each becomes one Input layer called "input"."""
+    names = list(net.input)
+    shapes = [list(shape.dim) for shape in net.input_shape]
+    if not shapes and net.input_dim:
+        dims = list(net.input_dim)
+        shapes = [dims[start : start + _INPUT_AXES] for start in range(0, len(dims), _INPUT_AXES)]
+        if len(dims) != _INPUT_AXES * len(names):
+            raise ModelError(
+                f"{source}: {len(names)} input field(s) need {_INPUT_AXES} input_dim each, {_INPUT_AXES * len(names)} "
+                "in all, "
+                f"got {len(dims)}"
+            )
+    if shapes:
+        if len(shapes) != len(names):
+            raise ModelError(f"{source}: {len(names)} input field(s) but {len(shapes)} input_shape: give one for each")
+        whole = type(net)()
+        layer = whole.layer.add(name="input", type="Input", top=names)
+        for dims in shapes:
+            layer.input_param.shape.add().dim.extend(dims)
+        whole.layer.extend(net.layer)
+        del net.layer[:]
+        net.layer.extend(whole.layer)
+    else:
+        logger.warning("%s: input fields without input_dim or input_shape are dropped", source)
+    for field in ("input", "input_shape", "input_dim"):
+        net.ClearField(field)

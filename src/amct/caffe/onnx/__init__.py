@@ -1,0 +1,1 @@
+"""Caffe nets as ONNX models: float, and quantized as QDQ."""

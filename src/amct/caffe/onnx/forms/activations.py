@@ -1,0 +1,133 @@
+"""Element-wise functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.layers import activations, arithmetic
+from amct.caffe.onnx.forms.registry import onnx_form
+
+if TYPE_CHECKING:
+    from amct.caffe.onnx.forms.place import Place
+
+
+@onnx_form(activations.ReLU)
+def relu(place: Place[activations.ReLU]) -> None:
+    """Relu, or LeakyRelu with a slope."""
+    if place.layer.slope:
+        place.top("LeakyRelu", place.bottom, alpha=place.layer.slope)
+    else:
+        place.top("Relu", place.bottom)
+
+
+@onnx_form(activations.Sigmoid)
+def sigmoid(place: Place[activations.Sigmoid]) -> None:
+    """The same operator."""
+    place.top("Sigmoid", place.bottom)
+
+
+@onnx_form(activations.TanH)
+def tanh(place: Place[activations.TanH]) -> None:
+    """The same operator."""
+    place.top("Tanh", place.bottom)
+
+
+@onnx_form(activations.ELU)
+def elu(place: Place[activations.ELU]) -> None:
+    """The same operator."""
+    place.top("Elu", place.bottom, alpha=float(place.layer.parameter.elu_param.alpha))
+
+
+@onnx_form(activations.AbsVal)
+def absolute(place: Place[activations.AbsVal]) -> None:
+    """The same operator."""
+    place.top("Abs", place.bottom)
+
+
+@onnx_form(activations.BNLL)
+def bnll(place: Place[activations.BNLL]) -> None:
+    """Another name for Softplus."""
+    place.top("Softplus", place.bottom)
+
+
+@onnx_form(activations.Swish)
+def swish(place: Place[activations.Swish]) -> None:
+    """A product with a sigmoid."""
+    beta = float(place.layer.parameter.swish_param.beta)
+    inner = place.bottom
+    if beta != 1.0:
+        inner = place.step("inner", "Mul", inner, place.value("beta", beta))
+    place.top("Mul", place.bottom, place.step("gate", "Sigmoid", inner))
+
+
+@onnx_form(activations.Clip)
+def clip(place: Place[activations.Clip]) -> None:
+    """The same operator; its limits are inputs."""
+    limits = place.value("minimum", float(place.layer.low)), place.value("maximum", float(place.layer.high))
+    place.top("Clip", place.bottom, *limits)
+
+
+@onnx_form(activations.Threshold)
+def threshold(place: Place[activations.Threshold]) -> None:
+    """A comparison, as a number."""
+    limit = float(place.layer.parameter.threshold_param.threshold)
+    place.top("Cast", place.step("above", "Greater", place.bottom, place.value("threshold", limit)), to=1)
+
+
+@onnx_form(activations.Dropout)
+def dropout(place: Place[activations.Dropout]) -> None:
+    """Nothing at inference."""
+    place.alias(place.bottom)
+
+
+@onnx_form(activations.PReLU)
+def prelu(place: Place[activations.PReLU]) -> None:
+    """The same operator; slopes per channel need axes of length 1 behind them."""
+    behind = len(place.bottom_dims[0]) - 2
+    shape = (1,) if place.layer.shared else (-1, *(1,) * behind)
+    size = place.layer.blobs[0].count
+    place.top("PRelu", place.bottom, place.parameter(0, "slope", tuple(size if one == -1 else one for one in shape)))
+
+
+@onnx_form(arithmetic.Power)
+def power(place: Place[arithmetic.Power]) -> None:
+    """A product, a sum and a power, as far as they do something."""
+    layer = place.layer
+    if layer.power == 0 or layer.scale == 0:
+        value = 1.0 if layer.power == 0 else float(layer.shift) ** float(layer.power)
+        place.arithmetic(place.bottom, [("zero", "Mul", 0.0), ("constant", "Add", value)])
+        return
+    steps = []
+    if layer.scale != 1:
+        steps.append(("scale", "Mul", float(layer.scale)))
+    if layer.shift != 0:
+        steps.append(("shift", "Add", float(layer.shift)))
+    if layer.power != 1:
+        steps.append(("power", "Pow", float(layer.power)))
+    place.arithmetic(place.bottom, steps)
+
+
+@onnx_form(arithmetic.Exp)
+def exponential(place: Place[arithmetic.Exp]) -> None:
+    """Exp between two products."""
+    layer, tensor = place.layer, place.bottom
+    if layer.inner != 1:
+        tensor = place.step("inner", "Mul", tensor, place.value("inner_factor", float(layer.inner)))
+    if layer.outer == 1:
+        place.top("Exp", tensor)
+    else:
+        place.top("Mul", place.step("exp", "Exp", tensor), place.value("outer_factor", float(layer.outer)))
+
+
+@onnx_form(arithmetic.Log)
+def logarithm(place: Place[arithmetic.Log]) -> None:
+    """Log behind a product and a sum."""
+    layer, tensor = place.layer, place.bottom
+    if layer.options.scale != 1:
+        tensor = place.step("scale", "Mul", tensor, place.value("scale_factor", float(layer.options.scale)))
+    if layer.options.shift != 0:
+        tensor = place.step("shift", "Add", tensor, place.value("shift_amount", float(layer.options.shift)))
+    if layer.factor == 1:
+        place.top("Log", tensor)
+    else:
+        place.top("Mul", place.step("log", "Log", tensor), place.value("base_factor", float(layer.factor)))

@@ -1,0 +1,117 @@
+"""BatchNorm, Scale, Bias, LRN, MVN and Softmax."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from amct.caffe.engine.layers.batch_norm import BatchNorm
+from amct.caffe.engine.layers.normalization import LRN, MVN, WITHIN_CHANNEL
+from amct.caffe.engine.layers.scale import Bias, Scale
+from amct.caffe.engine.layers.softmax import Softmax
+from amct.caffe.onnx.forms.place import Dims, Place, fixed
+from amct.caffe.onnx.forms.registry import onnx_form
+
+
+@onnx_form(BatchNorm)
+def batch_norm(place: Place[BatchNorm]) -> None:
+    """BatchNormalization without scale and shift; over the statistics of the batch where the prototxt says so."""
+    layer = place.layer
+    axes = len(place.bottom_dims[0])
+    if not layer.use_global:
+        centred, variance = _centred(place, place.bottom, [0, *range(2, axes)])
+        inner = place.step("shifted", "Add", variance, place.value("eps", float(layer.eps)))
+        place.top("Div", centred, place.step("deviation", "Sqrt", inner))
+        return
+    mean, variance_values = (tensor.numpy().astype(np.float32) for tensor in layer.statistics())
+    if axes == 1:
+        deviation = np.sqrt(variance_values.astype(np.float64) + layer.eps)
+        place.arithmetic(place.bottom, [("mean", "Sub", float(mean[0])), ("deviation", "Div", float(deviation[0]))])
+        return
+    ones, zeros = np.ones(layer.channels, np.float32), np.zeros(layer.channels, np.float32)
+    names = ("scale", "shift", "mean", "variance")
+    values = [place.value(name, array) for name, array in zip(names, (ones, zeros, mean, variance_values), strict=True)]
+    place.top("BatchNormalization", place.bottom, *values, epsilon=float(layer.eps))
+
+
+def _centred(place: Place[BatchNorm] | Place[MVN], tensor: str, axes: list[int]) -> tuple[str, str]:
+    """A tensor minus its mean over axes, and its variance."""
+    centred = place.step("centred", "Sub", tensor, place.reduced("mean", "ReduceMean", tensor, axes))
+    squares = place.step("squares", "Mul", centred, centred)
+    return centred, place.reduced("variance", "ReduceMean", squares, axes)
+
+
+def _broadcast(place: Place[Scale] | Place[Bias]) -> Dims:
+    """The shape under which a second bottom lines up with the first one."""
+    own, shape = place.bottom_dims[0], place.layer.broadcast
+    return tuple(None if known is None and size != 1 else size for known, size in zip(own, shape, strict=True))
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading axes of length 1: broadcasting adds them, and runtimes fold such operands more readily."""
+    start = next((index for index, size in enumerate(shape) if size != 1), len(shape))
+    return shape[start:]
+
+
+@onnx_form(Scale)
+def scale(place: Place[Scale]) -> None:
+    """A product, and a sum when there is a bias."""
+    layer = place.layer
+    shape = _trimmed(layer.broadcast)
+    if len(place.bottoms) > 1:
+        factor = place.reshaped(place.bottoms[1], _broadcast(place), "factor")
+    else:
+        factor = place.parameter(0, "scale", shape)
+    if not layer.options.bias_term:
+        place.top("Mul", place.bottom, factor)
+        return
+    product = place.step("product", "Mul", place.bottom, factor)
+    place.top("Add", product, place.parameter(len(layer.blobs) - 1, "shift", shape))
+
+
+@onnx_form(Bias)
+def bias(place: Place[Bias]) -> None:
+    """A sum."""
+    if len(place.bottoms) > 1:
+        place.top("Add", place.bottom, place.reshaped(place.bottoms[1], _broadcast(place), "addend"))
+    else:
+        place.top("Add", place.bottom, place.parameter(0, "shift", _trimmed(place.layer.broadcast)))
+
+
+@onnx_form(LRN)
+def lrn(place: Place[LRN]) -> None:
+    """The same operator across channels; within a channel an average of squares."""
+    options = place.layer.options
+    size, alpha, beta = int(options.local_size), float(options.alpha), float(options.beta)
+    if options.norm_region != WITHIN_CHANNEL:
+        place.top("LRN", place.bottom, size=size, alpha=alpha, beta=beta, bias=float(options.k))
+        return
+    squares = place.step("squares", "Mul", place.bottom, place.bottom)
+    window = {"kernel_shape": [size, size], "strides": [1, 1], "pads": [size // 2] * 4, "count_include_pad": 1}
+    mean = place.step("mean", "AveragePool", squares, **window)
+    weighted = place.step("weighted", "Mul", mean, place.value("alpha", alpha))
+    base = place.step("base", "Add", weighted, place.value("one", 1.0))
+    place.top("Mul", place.bottom, place.step("factor", "Pow", base, place.value("exponent", -beta)))
+
+
+@onnx_form(MVN)
+def mvn(place: Place[MVN]) -> None:
+    """Differences from the mean of each row, over their deviation."""
+    options, dims = place.layer.options, place.bottom_dims[0]
+    behind = dims[1:] if options.across_channels else dims[2:]
+    rows = place.reshaped(place.bottom, (None, math.prod(fixed(behind))), "rows")
+    if not options.normalize_variance:
+        mean = place.reduced("mean", "ReduceMean", rows, [1])
+        place.top_reshaped(place.step("centred", "Sub", rows, mean))
+        return
+    centred, variance = _centred(place, rows, [1])
+    deviation = place.step("deviation", "Sqrt", variance)
+    divisor = place.step("divisor", "Add", deviation, place.value("eps", float(options.eps)))
+    place.top_reshaped(place.step("normalized", "Div", centred, divisor))
+
+
+@onnx_form(Softmax)
+def softmax(place: Place[Softmax]) -> None:
+    """The same operator."""
+    place.top("Softmax", place.bottom, axis=place.layer.axis)

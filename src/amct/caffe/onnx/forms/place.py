@@ -1,0 +1,154 @@
+"""What a form sees of its layer's place in the graph, and how it writes nodes there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+
+from amct.caffe.engine.layer import Layer
+from amct.errors import ExportError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from amct.caffe.onnx.forms.writer import Attribute, OnnxWriter
+
+Dims: TypeAlias = tuple[int | None, ...]
+"""A shape; None stands for a length that follows the batch size."""
+LayerT = TypeVar("LayerT", bound=Layer, covariant=True)
+
+REDUCE_AXES_ARE_INPUTS = 18
+"""From this opset on; ReduceSum has always had them so (since 13)."""
+
+
+class FollowsBatchError(Exception):
+    """A form needs a length that changes with the batch size: the file gets a fixed batch size instead."""
+
+
+@dataclass(eq=False)
+class Place(Generic[LayerT]):
+    """One layer: the tensors it reads, the tensors it must make, their shapes.
+
+    Every top must be written by ``top`` (or ``node`` with its name among the outputs), or declared by ``alias`` to be
+    a tensor that exists.
+    """
+
+    layer: LayerT
+    bottoms: list[str]
+    tops: list[str]
+    bottom_dims: list[Dims]
+    top_dims: list[Dims]
+    writer: OnnxWriter
+
+    def __post_init__(self) -> None:
+        self.aliases: dict[int, str] = {}
+
+    @property
+    def bottom(self) -> str:
+        """The first bottom."""
+        return self.bottoms[0]
+
+    def top(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> None:
+        """Write a top by one node, which is called as the layer."""
+        name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
+        self.writer.node(operator, name, inputs, [self.tops[index]], **attributes)
+
+    def step(self, part: str, operator: str, *inputs: str, **attributes: Attribute) -> str:
+        """Add a node in between, called ``<layer>.<part>``; returns its output."""
+        return self.writer.node(operator, f"{self.layer.name}.{part}", inputs, **attributes)
+
+    def main(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> str:
+        """Add the node that is called as the layer where its result is not yet the top; returns its output."""
+        name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
+        return self.writer.node(operator, name, inputs, **attributes)
+
+    def node(
+        self, operator: str, part: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Attribute
+    ) -> None:
+        """Add a node with several outputs; an empty ``part`` calls it as the layer."""
+        name = f"{self.layer.name}.{part}" if part else self.layer.name
+        self.writer.node(operator, name, inputs, outputs, **attributes)
+
+    def alias(self, tensor: str, index: int = 0) -> None:
+        """Declare a top to be a tensor that exists."""
+        self.aliases[index] = tensor
+
+    def value(self, part: str, value: NDArray[Any] | Sequence[int] | float) -> str:
+        """A constant: a float becomes float32, a sequence of integers int64."""
+        array = np.asarray(value)
+        if array.dtype.kind == "f":
+            array = array.astype(np.float32)
+        return self.writer.constant(f"{self.layer.name}.{part}", array)
+
+    def parameter(self, index: int, part: str, shape: Sequence[int] | None = None, *, transposed: bool = False) -> str:
+        """A parameter of the layer as a constant, perhaps of another shape."""
+        blob = self.layer.blobs[index]
+        own = blob.shape[::-1] if transposed else blob.shape
+        wanted = tuple(own if shape is None else shape)
+        return self.writer.parameter(blob, f"{self.layer.name}.{part}", wanted, transposed=transposed)
+
+    def arithmetic(self, tensor: str, steps: Sequence[tuple[str, str, float]]) -> None:
+        """Apply operators with a constant second operand one after the other, ``(part, operator, operand)``."""
+        for part, operator, operand in steps[:-1]:
+            tensor = self.step(part, operator, tensor, self.value(f"{part}_operand", operand))
+        if not steps:
+            self.alias(tensor)
+            return
+        part, operator, operand = steps[-1]
+        self.top(operator, tensor, self.value(f"{part}_operand", operand))
+
+    def reshaped(self, tensor: str, dims: Dims, part: str) -> str:
+        """A tensor under another shape."""
+        return self.step(part, "Reshape", tensor, self.target(dims, f"{part}_shape"))
+
+    def top_reshaped(self, tensor: str, index: int = 0) -> None:
+        """Bring a tensor into the shape of a top and write it, by a node called ``<layer>.shaped``."""
+        target = self.target(self.top_dims[index], f"shape{index}")
+        suffix = "" if index == 0 else f".{index}"
+        self.writer.node("Reshape", f"{self.layer.name}.shaped{suffix}", [tensor, target], [self.tops[index]])
+
+    def target(self, dims: Dims, part: str) -> str:
+        """The shape input of a Reshape.
+
+        Raises:
+            FollowsBatchError: More than one length follows the batch size.
+        """
+        if dims.count(None) > 1:
+            raise FollowsBatchError(f'layer "{self.layer.name}" makes a shape of which two lengths follow it')
+        return self.value(part, np.array([-1 if size is None else size for size in dims], dtype=np.int64))
+
+    def reduced(self, part: str, operator: str, tensor: str, axes: Sequence[int], *, keep: bool = True) -> str:
+        """A reduction over axes."""
+        if operator == "ReduceSum" or self.writer.opset >= REDUCE_AXES_ARE_INPUTS:
+            return self.step(part, operator, tensor, self.value(f"{part}_axes", list(axes)), keepdims=int(keep))
+        return self.step(part, operator, tensor, axes=list(axes), keepdims=int(keep))
+
+    def error(self, message: str) -> ExportError:
+        """An error that names the layer."""
+        return ExportError(f'layer "{self.layer.name}" ({self.layer.type}): {message}')
+
+
+def fixed(dims: Sequence[int | None]) -> tuple[int, ...]:
+    """Lengths that a form must know as numbers.
+
+    Raises:
+        FollowsBatchError: One follows the batch size.
+    """
+    known = tuple(size for size in dims if size is not None)
+    if len(known) != len(dims):
+        raise FollowsBatchError("a layer must know a length that follows it")
+    return known
+
+
+def product(dims: Sequence[int | None]) -> int | None:
+    """The number of values; None when it follows the batch size."""
+    total = 1
+    for size in dims:
+        if size is None:
+            return None
+        total *= size
+    return total

@@ -1,0 +1,94 @@
+"""Layers that make a picture larger (or smaller): Upsample, Unpooling, Interp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.caffe.engine.layers.resample import AVERAGE, Interp, Unpooling, Upsample
+from amct.caffe.onnx.forms.place import fixed
+from amct.caffe.onnx.forms.registry import onnx_form
+
+if TYPE_CHECKING:
+    from amct.caffe.onnx.forms.place import Place
+    from amct.caffe.onnx.forms.writer import Attribute
+
+INT64 = 7
+RESIZE_AXES_OPSET = 18
+
+
+@onnx_form(Upsample)
+def upsample(place: Place[Upsample]) -> None:
+    """Resize to the nearest value, or values put at their places."""
+    layer = place.layer
+    if len(place.bottoms) > 1:
+        places = place.step("index", "Cast", place.bottoms[1], to=INT64)
+        result = _placed(place, places)
+    else:
+        scales = place.value("scales", np.array([1, 1, *layer.factor], np.float32))
+        mode: dict[str, Attribute] = {
+            "mode": "nearest",
+            "coordinate_transformation_mode": "asymmetric",
+            "nearest_mode": "floor",
+        }
+        if layer.times == 1:
+            place.top("Resize", place.bottom, "", scales, **mode)
+            return
+        result = place.main("Resize", place.bottom, "", scales, **mode)
+    if layer.times == 1:
+        place.alias(result)
+    else:
+        place.writer.node("Mul", f"{layer.name}.times", [result, place.value("factor", float(layer.times))], place.tops)
+
+
+def _placed(place: Place[Upsample] | Place[Unpooling], places: str) -> str:
+    """Zeros but for the values at their places, row * width + column."""
+    batch, channels, *_ = fixed(place.bottom_dims[0])
+    height, width = place.layer.size
+    plane = place.value("plane", np.zeros((batch, channels, height * width), np.float32))
+    flat = (batch, channels, -1)
+    shape = place.value("flat_shape", list(flat))
+    index = place.step("flat_index", "Reshape", places, shape)
+    values = place.step("flat", "Reshape", place.bottom, shape)
+    filled = place.main("ScatterElements", plane, index, values, axis=2)
+    return place.reshaped(filled, place.top_dims[0], "picture")
+
+
+@onnx_form(Unpooling)
+def unpooling(place: Place[Unpooling]) -> None:
+    """Values put at their places."""
+    layer = place.layer
+    if layer.options.unpool == AVERAGE:
+        raise place.error("there is no ONNX form of AVE unpooling; end the file before it (outputs=[...])")
+    if len(place.bottoms) > 1:
+        place.alias(_placed(place, place.step("index", "Cast", place.bottoms[1], to=INT64)))
+        return
+    dims = fixed(place.bottom_dims[0])
+    rows, columns = (
+        np.clip(np.arange(count) * stride - pad, 0, limit - 1)
+        for count, stride, pad, limit in zip(dims[2:], layer.stride, layer.pad, layer.size, strict=True)
+    )
+    starts = rows[:, None] * layer.size[1] + columns
+    place.alias(_placed(place, place.value("index", np.broadcast_to(starts, dims).astype(np.int64))))
+
+
+@onnx_form(Interp)
+def interp(place: Place[Interp]) -> None:
+    """Resize with the corners on each other, behind a Slice that crops."""
+    options, dims = place.layer.options, place.bottom_dims[0]
+    inner, sizes = place.bottom, fixed(dims[2:])
+    if options.pad_beg or options.pad_end:
+        start, ends = -options.pad_beg, [size + options.pad_end for size in sizes]
+        sizes = tuple(end - start for end in ends)
+        edges = {"starts": [start, start], "ends": ends, "axes": [2, 3]}
+        inner = place.step("cropped", "Slice", inner, *(place.value(name, edge) for name, edge in edges.items()))
+    wanted = fixed(place.top_dims[0][2:])
+    if sizes == wanted:
+        place.alias(inner)
+        return
+    mode: dict[str, Attribute] = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
+    if place.writer.opset >= RESIZE_AXES_OPSET:
+        place.top("Resize", inner, "", "", place.value("sizes", list(wanted)), axes=[2, 3], **mode)
+    else:
+        place.top("Resize", inner, "", "", place.value("sizes", [*fixed(dims[:2]), *wanted]), **mode)

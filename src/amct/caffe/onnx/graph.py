@@ -1,0 +1,365 @@
+"""A Caffe net as a float ONNX model, with Caffe's exact meaning.
+
+Nodes are called as their layers, tensors as their blobs. Where layers work in place, the last version has the blob's
+name and earlier ones are called ``<blob>.<layer>``. Layers that do nothing at inference (Split, Dropout) leave no node.
+The batch size stays open where all inputs share it and every layer can follow it.
+
+Losses and Accuracy are no part of a deployed model, and DetectionOutput has no ONNX operator: the file ends before
+them, their inputs are its outputs, and a note says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import onnx
+from onnx import ModelProto, TensorProto, helper
+
+from amct.caffe.engine.layer import TEST
+from amct.caffe.engine.layers.dummy_data import DummyData
+from amct.caffe.engine.layers.input import Input, Parameter
+from amct.caffe.engine.layers.loss_base import LossLayer
+from amct.caffe.engine.layers.selection import Silence
+from amct.caffe.engine.net import Net
+from amct.caffe.onnx.forms.place import FollowsBatchError, Place
+from amct.caffe.onnx.forms.registry import form_of
+from amct.caffe.onnx.forms.writer import OnnxWriter
+from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
+from amct.errors import ArgumentError, ExportError, did_you_mean
+from amct.export.writer import check_file_name, check_opset, save_model
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from amct.caffe.engine.build.graph import Node
+    from amct.caffe.engine.layer import Layer
+    from amct.caffe.onnx.forms.place import Dims
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OPSET = 18
+BATCH = "batch"
+_FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
+_ENDS = frozenset({"Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss"})
+"""Types before which the file ends, besides losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSource:
+    """Where a tensor of the ONNX model is found in the net: in ``blob``, right after ``layer`` ran."""
+
+    blob: str
+    layer: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FloatOnnx:
+    """A float ONNX model and how it belongs to its net.
+
+    Attributes:
+        model: The model.
+        nodes: The names of each layer's nodes; none for a layer that does nothing.
+        bottoms: The tensors that each layer reads, by bottom.
+        sources: Where each activation comes from; tensors inside a layer's form are not there.
+        notes: What a user should know: where the file ends, what a layer does differently.
+    """
+
+    model: ModelProto
+    nodes: Mapping[str, tuple[str, ...]]
+    bottoms: Mapping[str, tuple[str, ...]]
+    sources: Mapping[str, TensorSource]
+    notes: tuple[str, ...]
+
+
+def float_onnx(
+    net: Net, *, opset: int = DEFAULT_OPSET, outputs: Sequence[str] | None = None, dynamic_batch: bool = True
+) -> FloatOnnx:
+    """Write a net as ONNX, in memory.
+
+    Args:
+        net: A net of the TEST phase with its weights; shapes are those that its inputs have now.
+        opset: 16 to 21.
+        outputs: Blobs to end at; the net's outputs unless given.
+        dynamic_batch: Leave the batch size open where the net allows it.
+
+    Raises:
+        ArgumentError: The opset is outside 16..21, an output is no blob, or the net is of the TRAIN phase.
+        ExportError: A layer has no ONNX form; the message names it and what can be done.
+    """
+    check_opset(opset)
+    if net.phase != TEST:
+        raise ArgumentError(f'net "{net.name}" was built for the TRAIN phase; build it with phase=TEST to export it')
+    shapes = batch_shapes(net) if dynamic_batch else None
+    if shapes is not None:
+        try:
+            return _Export(net, opset, outputs, shapes).run()
+        except FollowsBatchError as reason:
+            logger.info("the batch size of the ONNX file is fixed: %s", reason)
+    return _Export(net, opset, outputs, fixed_shapes(net)).run()
+
+
+def export_onnx(
+    prototxt: str | os.PathLike[str],
+    caffemodel: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    opset: int = DEFAULT_OPSET,
+    outputs: Sequence[str] | None = None,
+) -> tuple[str, ...]:
+    """Write a Caffe model as a float ONNX file; returns the notes, if there are any.
+
+    Args:
+        prototxt: The net; its TEST phase is exported.
+        caffemodel: Its weights.
+        path: The file to write.
+        opset: 16 to 21.
+        outputs: Blobs to end at; the net's outputs unless given.
+
+    Raises:
+        FileError, ParseError, ModelError: The files cannot be read or are no net.
+        ArgumentError: The opset or the name of the file cannot be used, or an output is no blob.
+        ExportError: A layer has no ONNX form.
+    """
+    check_file_name(path, "path")
+    check_opset(opset)
+    net = Net.from_file(prototxt, phase=TEST, with_gradients=False)
+    net.load_weights(caffemodel)
+    exported = float_onnx(net, opset=opset, outputs=outputs)
+    save_model(Path(path), exported.model)
+    return exported.notes
+
+
+@dataclass(eq=False)
+class _Export:
+    """One run over a net."""
+
+    net: Net
+    opset: int
+    outputs: Sequence[str] | None
+    shapes: NetShapes
+    inputs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.writer = OnnxWriter(self.opset, taken=self.net.graph.blob_names)
+        self._current: dict[int, str] = {}
+        """The tensor that a blob (by index) holds at this point of the net."""
+        self._made: dict[str, tuple[int, str]] = {}
+        """Blob and layer of each tensor that stands for a blob."""
+        self._dims: dict[str, Dims] = {}
+        self._batched: set[str] = set()
+        """Tensors whose first length is the batch size."""
+        self._nodes: dict[str, tuple[str, ...]] = {}
+        self._bottoms: dict[str, tuple[str, ...]] = {}
+        self._ends: list[str] = []
+
+    def run(self) -> FloatOnnx:
+        """Write all layers and put the model together."""
+        for node in self._needed():
+            self._write(node)
+        names = self._final_names()
+        results = self._results(names)
+        _rename(self.writer, names)
+        model = self._model(names, results)
+        sources = {
+            names.get(tensor, tensor): TensorSource(blob=self.net.graph.blob_names[blob], layer=layer)
+            for tensor, (blob, layer) in self._made.items()
+        }
+        bottoms = {
+            layer: tuple(names.get(tensor, tensor) for tensor in tensors) for layer, tensors in self._bottoms.items()
+        }
+        return FloatOnnx(
+            model=model,
+            nodes=dict(self._nodes),
+            bottoms=bottoms,
+            sources=sources,
+            notes=(*self.notes, *self.writer.notes),
+        )
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def _needed(self) -> list[Node]:
+        """The layers that the outputs asked for depend on."""
+        graph = self.net.graph
+        if self.outputs is None:
+            return graph.nodes
+        wanted = set()
+        for name in self.outputs:
+            if name not in graph.blob_names:
+                raise ArgumentError(
+                    f'outputs: net "{self.net.name}" has no blob "{name}".{did_you_mean(name, graph.blob_names)}'
+                )
+            wanted.add(graph.blob_names.index(name))
+        kept = []
+        for node in reversed(graph.nodes):
+            if wanted.intersection(node.tops):
+                kept.append(node)
+                wanted.update(node.bottoms)
+        return kept[::-1]
+
+    def _write(self, node: Node) -> None:
+        layer = node.layer
+        if not node.bottoms and not isinstance(layer, Parameter | DummyData):
+            self._add_inputs(node)
+        elif isinstance(layer, Silence):
+            return
+        elif isinstance(layer, LossLayer) or layer.type in _ENDS:
+            self._end(node)
+        else:
+            self._write_form(node)
+
+    def _add_inputs(self, node: Node) -> None:
+        for position, index in enumerate(node.tops):
+            tensor = self.net.graph.blob_names[index]
+            self._make(node, position, tensor)
+            self.inputs.append(tensor)
+        if not isinstance(node.layer, Input):
+            tops = ", ".join(self.net.graph.blob_names[index] for index in node.tops)
+            self.notes.append(f'layer "{node.layer.name}" ({node.layer.type}) reads data: {tops} must be fed instead')
+
+    def _end(self, node: Node) -> None:
+        layer = node.layer
+        found = [self._current[index] for index in node.bottoms if index in self._current]
+        computed = [tensor for tensor in found if tensor not in self.inputs]
+        self._ends += computed
+        reason = "is for training" if isinstance(layer, LossLayer) else "ONNX has no operator for"
+        self.notes.append(
+            f'the file ends before layer "{layer.name}" ({layer.type}), which {reason}; its inputs are outputs'
+        )
+
+    def _write_form(self, node: Node) -> None:
+        layer = node.layer
+        missing = [index for index in node.bottoms if index not in self._current]
+        if missing:
+            raise ExportError(
+                f'layer "{layer.name}" ({layer.type}) reads blob "{self.net.graph.blob_names[missing[0]]}", which is '
+                "made by a layer that has no ONNX form; name the blobs to end at in outputs"
+            )
+        form = form_of(type(layer))
+        if form is None:
+            raise ExportError(_no_form(layer))
+        tops = [self.writer.tensor(f"{self.net.graph.blob_names[index]}.{layer.name}") for index in node.tops]
+        place = Place(
+            layer=layer,
+            bottoms=[self._current[index] for index in node.bottoms],
+            tops=tops,
+            bottom_dims=list(self.shapes.bottoms[node.index]),
+            top_dims=list(self.shapes.tops[node.index]),
+            writer=self.writer,
+        )
+        self._bottoms[layer.name] = tuple(place.bottoms)
+        before = len(self.writer.nodes)
+        form(place)
+        self._nodes[layer.name] = tuple(one.name for one in self.writer.nodes[before:])
+        for position, tensor in enumerate(tops):
+            source = place.aliases.get(position, tensor)
+            self._current[node.tops[position]] = source
+            if source not in self._made and source not in self.writer.initializers:
+                self._make(node, position, source)
+
+    def _make(self, node: Node, position: int, tensor: str) -> None:
+        blob = node.tops[position]
+        self._current[blob] = tensor
+        self._made[tensor] = (blob, node.layer.name)
+        dims = self.shapes.tops[node.index][position]
+        if (node.index, position) in self.shapes.per_sample:
+            self._batched.add(tensor)
+        self._dims[tensor] = dims
+
+    # -- names and results -----------------------------------------------------------------------------------------
+
+    def _final_names(self) -> dict[str, str]:
+        """The blob's name for the tensor that each blob holds in the end, if it was made for that blob."""
+        names: dict[str, str] = {}
+        for blob, tensor in self._current.items():
+            if tensor not in self.inputs and self._made.get(tensor, (None, ""))[0] == blob:
+                names[tensor] = self.net.graph.blob_names[blob]
+        # An input that a layer changes in place keeps its name; the result is called by blob and layer.
+        return {tensor: name for tensor, name in names.items() if name not in self.inputs}
+
+    def _results(self, names: Mapping[str, str]) -> dict[str, str]:
+        """The tensor of each output, by final name; an output that is another blob's tensor gets an Identity."""
+        graph = self.net.graph
+        wanted = (
+            list(graph.outputs) if self.outputs is None else [graph.blob_names.index(name) for name in self.outputs]
+        )
+        found = {graph.blob_names[blob]: self._current[blob] for blob in wanted if blob in self._current}
+        for tensor in self._ends:
+            if tensor not in found.values():
+                found.setdefault(names.get(tensor, tensor), tensor)
+        results = {}
+        for name, tensor in found.items():
+            final = name
+            if names.get(tensor, tensor) != name or tensor not in self._made or tensor in self.inputs:
+                final = self.writer.tensor(f"{name}.output") if name in (tensor, *self.inputs) else name
+                self.writer.node("Identity", f"{final}.identity", [tensor], [final])
+            results[final] = tensor
+        if not results:
+            raise ExportError(f'net "{self.net.name}" has no outputs that ONNX can compute; name some in outputs')
+        return results
+
+    def _model(self, names: Mapping[str, str], results: Mapping[str, str]) -> ModelProto:
+        writer = self.writer
+        read = {name for node in writer.nodes for name in node.input} | _captured(writer)
+        produced = {name for node in writer.nodes for name in node.output}
+        between = [
+            self._declared(names.get(tensor, tensor), tensor)
+            for tensor in self._dims
+            if names.get(tensor, tensor) in produced and names.get(tensor, tensor) not in results
+        ]
+        graph = helper.make_graph(
+            writer.nodes,
+            self.net.name or "net",
+            [self._declared(name, name) for name in self.inputs if name in read],
+            [self._declared(name, tensor) for name, tensor in results.items()],
+            [tensor for name, tensor in writer.initializers.items() if name in read],
+            value_info=between,
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)])
+        model.ir_version = _FILE_VERSIONS[self.opset]
+        model.producer_name = "amct"
+        try:
+            onnx.checker.check_model(model)
+        except onnx.checker.ValidationError as error:
+            raise ExportError(f'the ONNX model of net "{self.net.name}" is not valid: {error}') from error
+        return model
+
+    def _declared(self, name: str, tensor: str) -> onnx.ValueInfoProto:
+        """A float tensor; a first length that is the batch size is named, others that follow it stay open."""
+        if tensor not in self._dims:
+            return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(self.writer.initializers[tensor].dims))
+        shape: list[str | int | None] = list(self._dims[tensor])
+        if tensor in self._batched:
+            shape[0] = BATCH
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+def _no_form(layer: Layer) -> str:
+    return (
+        f'layer "{layer.name}" ({layer.type}): there is no ONNX form of this layer type. End the file before it '
+        f"(outputs=[...] names the blobs to end at), or give its class a method to_onnx(self, place)"
+    )
+
+
+def _captured(writer: OnnxWriter) -> set[str]:
+    """Tensors that the bodies of Scans read."""
+    return {
+        name
+        for node in writer.nodes
+        for attribute in node.attribute
+        for inner in attribute.g.node
+        for name in inner.input
+    }
+
+
+def _rename(writer: OnnxWriter, names: Mapping[str, str]) -> None:
+    for node in writer.nodes:
+        for values in (node.input, node.output):
+            for position, name in enumerate(values):
+                if name in names:
+                    values[position] = names[name]

@@ -1,0 +1,233 @@
+"""A quantized Caffe net as a QDQ file: the float ONNX form of the fused net, and the factors of its record.
+
+Placements and targets are those of every QDQ file (``amct.export.qdq``). Convolutions, inner products and local
+average poolings are layers there; the inputs of all other layers of the record ("data only") are tensors: placement
+``fast`` takes their factors before observed ones, placement ``exact`` quantizes each such input, as the record says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
+from amct.caffe.engine.layers.inner_product import InnerProduct
+from amct.caffe.engine.layers.pooling import Pooling
+from amct.caffe.onnx.graph import DEFAULT_OPSET, FloatOnnx, float_onnx
+from amct.errors import RecordError, did_you_mean
+from amct.export.binding import LayerBinding, LayerFactors, LayerKind, TensorFactors
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
+from amct.export.qdq.nodes import QdqNodes, Target
+from amct.export.result import ExportedModel, Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.net import Net
+    from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
+
+NARROW, WIDE = 8, 16
+_TABLE_BITS = 4
+_NO_WEIGHT = np.ones(1, dtype=np.float32)
+
+
+def quantized_onnx(
+    net: Net,
+    record: CaffeRecord,
+    tensors: Mapping[str, TensorFactors] | None = None,
+    *,
+    placement: Placement | str = Placement.FAST,
+    target: Target | str = Target.PORTABLE,
+    opset: int = DEFAULT_OPSET,
+) -> ExportedModel:
+    """Write a quantized net as a QDQ model, in memory.
+
+    Args:
+        net: The fused float net of the TEST phase. With non-uniform (SNQ) weights: the net that has them.
+        record: The factors of its layers.
+        tensors: Factors of the blobs of ``tensors_to_observe``; None (nothing was observed) means ``exact``.
+        placement: Which tensors are quantized: ``fast`` or ``exact``.
+        target: Which integer types: ``portable``, ``vnni`` or ``exact8``.
+        opset: 16 to 21; activations of more than 8 bits need 21.
+
+    Raises:
+        RecordError: The record is of another model, or a layer lacks the factors of its input.
+        ArgumentError: There is no such placement, target or opset.
+        ExportError: A layer has no ONNX form, or its factors do not fit it.
+    """
+    exported = float_onnx(net, opset=opset)
+    parts = _Parts(exported, net)
+    for name, factors in record.items():
+        parts.add(name, factors)
+    observed = None if tensors is None else {**tensors, **parts.tensors()}
+    result = qdq_model(
+        exported.model, parts.bindings, parts.factors, tensors=observed, placement=placement, target=target
+    )
+    if observed is None or Placement(placement) is Placement.EXACT:
+        result = _with_data_only(result, exported, parts, Target(target))
+    return replace(
+        result,
+        skipped=(*result.skipped, *parts.skipped),
+        notes=(*exported.notes, *result.notes, *parts.notes),
+    )
+
+
+def tensors_to_observe(
+    net: Net, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The blobs between layers whose range placement ``fast`` wants to know, besides the layers' own inputs.
+
+    Args:
+        net: The fused float net; blobs that a layer changes in place later are left out, so make it out-of-place.
+        layers: The layers that will be quantized; all with weights, and local average poolings, unless given.
+        other_bits: Those of them whose data does not have 8 bits.
+
+    Raises:
+        ExportError: A layer has no ONNX form.
+    """
+    exported = float_onnx(net)
+    bindings = []
+    for layer in net.layers:
+        if layers is None or layer.name in layers:
+            bindings += _bindings(exported, layer)
+    wide = [binding.layer for binding in bindings if binding.layer in other_bits]
+    wanted = observed_tensors(exported.model, bindings, other_bits=wide)
+    return tuple(name for name in wanted if name in exported.sources and exported.sources[name].blob == name)
+
+
+def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
+    """What a layer is for the exporter; None for one of which only the data is quantized."""
+    if isinstance(layer, Deconvolution):
+        return LayerKind.CONV_TRANSPOSE
+    if isinstance(layer, Convolution):
+        return LayerKind.CONV
+    if isinstance(layer, InnerProduct):
+        return LayerKind.LINEAR
+    operators = {node.name: node.op_type for node in exported.model.graph.node}
+    is_average = isinstance(layer, Pooling) and operators.get(layer.name) == "AveragePool"
+    return LayerKind.AVERAGE_POOL if is_average else None
+
+
+def _bindings(exported: FloatOnnx, layer: Layer) -> list[LayerBinding]:
+    """One for each bottom: a convolution of several bottoms is several nodes, ``<layer>``, ``<layer>.1`` and so on."""
+    kind = _kind(exported, layer)
+    if kind is None or layer.name not in exported.nodes:
+        return []
+    names = [_node_name(layer.name, index) for index in range(len(exported.bottoms[layer.name]))]
+    return [LayerBinding(layer=name, kind=kind, node=name) for name in names]
+
+
+def _node_name(layer: str, index: int) -> str:
+    return layer if index == 0 else f"{layer}.{index}"
+
+
+@dataclass(eq=False)
+class _Parts:
+    """What a record says, sorted into what the exporter wants to know."""
+
+    exported: FloatOnnx
+    net: Net
+    bindings: list[LayerBinding] = field(default_factory=list)
+    factors: dict[str, LayerFactors] = field(default_factory=dict)
+    data_only: dict[str, list[tuple[str, TensorFactors]]] = field(default_factory=dict)
+    """By layer: the tensors it reads quantized."""
+    skipped: list[Skip] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._layers = {layer.name: layer for layer in self.net.layers}
+
+    def tensors(self) -> dict[str, TensorFactors]:
+        """The factors of data-only layers by tensor; of several readers the first counts."""
+        found: dict[str, TensorFactors] = {}
+        for pairs in self.data_only.values():
+            for tensor, factors in pairs:
+                found.setdefault(tensor, factors)
+        return found
+
+    def add(self, name: str, record: CaffeLayerRecord) -> None:
+        """Take in one layer of the record."""
+        layer = self._layers.get(name)
+        if layer is None:
+            raise RecordError(
+                f'the record has a layer "{name}" that net "{self.net.name}" does not have.'
+                f"{did_you_mean(name, self._layers)} Use the record and the fused net of one quantization"
+            )
+        if name not in self.exported.nodes:
+            self.skipped.append(Skip(name, "the ONNX file ends before this layer"))
+            return
+        bindings = _bindings(self.exported, layer)
+        if bindings:
+            self._add_layer(layer, bindings, record)
+        elif record.scale_w:
+            self.skipped.append(Skip(name, f"{layer.type} layers stay float in QDQ files"))
+        else:
+            self._add_data_only(layer, record)
+
+    def _add_layer(self, layer: Layer, bindings: list[LayerBinding], record: CaffeLayerRecord) -> None:
+        for index, binding in enumerate(bindings):
+            data = record.input(index)
+            if data is None or data.scale is None:
+                raise RecordError(
+                    f"Cannot find scale_d of layer '{layer.name}' (input {index}) in record file; "
+                    "run the calibration to its end"
+                )
+            weights = record.scale_w
+            if not weights and binding.kind is not LayerKind.AVERAGE_POOL:
+                raise RecordError(f"Cannot find scale_w of layer '{layer.name}' in record file")
+            self.bindings.append(binding)
+            self.factors[binding.layer] = LayerFactors(
+                scale_d=data.scale,
+                offset_d=data.offset or 0,
+                act_bits=self._bits(layer.name, data),
+                scale_w=np.asarray(weights, dtype=np.float32) if weights else _NO_WEIGHT,
+                # The 16 values of non-uniform weights lie on the grid of 8 bits.
+                wts_bits=NARROW if record.weight_bits == _TABLE_BITS else record.weight_bits,
+            )
+
+    def _bits(self, layer: str, data: DataFactors) -> int:
+        if data.bits <= NARROW:
+            return NARROW
+        if data.bits < WIDE:
+            self.notes.append(
+                f'layer "{layer}": its data of {data.bits} bits is written as 16 bits of the same step, which cuts '
+                "off later"
+            )
+        return WIDE
+
+    def _add_data_only(self, layer: Layer, record: CaffeLayerRecord) -> None:
+        bottoms = self.exported.bottoms[layer.name]
+        for data in record.record_d:
+            if data.scale is None:
+                continue
+            if data.index >= len(bottoms):
+                raise RecordError(
+                    f'layer "{layer.name}": the record has factors of input {data.index}, the layer has {len(bottoms)}'
+                )
+            if data.bits != NARROW:
+                self.skipped.append(Skip(layer.name, f"its data of {data.bits} bits stays float in QDQ files"))
+                continue
+            factors = TensorFactors(scale=data.scale, zero_point=data.offset or 0)
+            self.data_only.setdefault(layer.name, []).append((bottoms[data.index], factors))
+
+
+def _with_data_only(result: ExportedModel, exported: FloatOnnx, parts: _Parts, target: Target) -> ExportedModel:
+    """Quantize the inputs of data-only layers, each as the record says."""
+    if not parts.data_only:
+        return result
+    graph = OnnxGraph(result.model)
+    nodes = QdqNodes(graph, target)
+    quantized = []
+    for layer, pairs in parts.data_only.items():
+        readers = [graph.node(name) for name in exported.nodes[layer]]
+        for tensor, factors in pairs:
+            for reader in readers:
+                for index, name in enumerate(reader.input):
+                    if name == tensor and not graph.is_constant(tensor):
+                        graph.set_input(reader, index, nodes.activation(tensor, factors)[1])
+                        quantized.append(tensor)
+    return replace(result, model=graph.build(), tensors=(*result.tensors, *dict.fromkeys(quantized)))

@@ -1,0 +1,115 @@
+"""convert_model: a quantized model from a float one and factors that the user has computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from amct import log
+from amct.caffe.arguments import check_types, input_file
+from amct.caffe.model import WEIGHTED_TYPES, CaffeModel, read_model
+from amct.caffe.ptq.deploy import Results
+from amct.caffe.ptq.fold import check_global_statistics, fuse
+from amct.caffe.ptq.graph import record_layers
+from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
+from amct.caffe.ptq.save import save_results
+from amct.errors import RecordError
+from amct.record import normalize_record, read_caffe_record, validate_record
+
+if TYPE_CHECKING:
+    from amct.record import CaffeRecord
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+
+DATA_TYPES = (
+    "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat", "Softmax",
+    "ROIAlign", "AbsVal", "BNLL", "CReLU", "ELU", "Exp", "Interp", "Log", "LRN", "Mvm", "Nms", "Normalize", "Power",
+    "PReLU", "Reduction", "ReLU", "Sigmoid", "Sort", "Threshold", "Scale", "BatchNorm", "Bias", "Reshape",
+    "ShuffleChannel", "Crop",
+)  # fmt: skip
+"""The layers without weights that the guide lists for this function."""
+
+
+def convert_model(
+    model_file: AnyPath, weights_file: AnyPath, scale_offset_record_file: AnyPath, save_path: AnyPath
+) -> None:
+    """Write the fake-quant and the deploy model of a float model and a record of its factors.
+
+    BatchNorm, Scale and Bias are fused unless the layer's entry says ``skip_fusion``; the factors must be those of the
+    fused layers.
+
+    Args:
+        model_file: The prototxt of the float model.
+        weights_file: Its caffemodel.
+        scale_offset_record_file: The record; also the older form with ``scale_d`` directly in ``value``.
+        save_path: Folder and prefix of the files, such as ``results/model``.
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError: a file is not what it should be, or the model is quantized already.
+        RecordError: the record does not fit the model.
+        CalibrationError: a bias does not fit int32 with these factors.
+    """
+    paths = (str, os.PathLike)
+    arguments = {
+        "model_file": (model_file, paths),
+        "weights_file": (weights_file, paths),
+        "scale_offset_record_file": (scale_offset_record_file, paths),
+    }
+    check_types("convert_model", {**arguments, "save_path": (save_path, paths)})
+    log.start("amct_caffe")
+    for name, (value, _) in arguments.items():
+        input_file(value, name)
+    record = read_caffe_record(scale_offset_record_file)
+    for warning in record.warnings:
+        logger.warning("%s", warning)
+    original = read_model(model_file, weights_file)
+    check_global_statistics(original.net)
+    model = original.copy()
+    fusion = fuse(model, skip=[name for name, entry in record.items() if entry.skip_fusion])
+    record = _checked(record, original, model)
+    weights = {
+        layer.name: given_weights(layer, model.weights[layer.name], record[layer.name].scale_w)
+        for layer in model.layers
+        if layer.type in WEIGHTED_TYPES and layer.name in record.layers
+    }
+    reason = "the record has no factors for it"
+    save_results(
+        Results(model, weights, record, may_raise_scale=False),
+        save_path,
+        save_type="Both",
+        original=original,
+        fusion=fusion,
+        not_quantized={layer.name: reason for layer in model.layers if layer.name not in record.layers},
+    )
+
+
+def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:
+    """The record, found to fit the fused model, without what does not concern it."""
+    standing = {layer.name for layer in model.layers}
+    folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in standing]
+    if folded:
+        raise RecordError(
+            f'layer "{folded[0]}" has factors in {record.source}, but it is fused into the layer before it; remove the '
+            "entry, or set skip_fusion in the entry of the layer that takes it in"
+        )
+    types = {*WEIGHTED_TYPES, *DATA_TYPES}
+    layers = record_layers(model, set(), types)
+    for note in validate_record(record, layers):
+        logger.info("%s", note)
+    record = normalize_record(record, layers)
+    by_name = {layer.name: layer for layer in model.layers}
+    for name, entry in record.items():
+        layer = by_name[name]
+        if layer.type not in WEIGHTED_TYPES:
+            continue
+        if entry.weight_bits != UNIFORM_BITS:
+            raise RecordError(
+                f'layer "{name}": num_bits_w {entry.weight_bits} cannot be converted: a record has no table of the 16 '
+                "values; use weights of 8 bits"
+            )
+    return record

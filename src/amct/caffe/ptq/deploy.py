@@ -1,0 +1,249 @@
+"""The two results of quantization: the fake-quant model (float arithmetic) and the deploy model (integers).
+
+Both come from the fused float model, the integer weights of its layers and the record with the data's factors.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.layers.integer import stays_integer
+from amct.caffe.engine.messages import new_message
+from amct.caffe.model import RECURRENT_TYPES
+from amct.caffe.ptq.insertion import insert_quant, taken_names
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, may_overflow, with_bias
+from amct.caffe.ptq.recurrent_deploy import deploy_recurrent, fake_recurrent, integer_recurrent
+from amct.caffe.uninplace import free_name
+from amct.record import CaffeLayerRecord, CaffeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import torch
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.quantized_weights import IntegerLayer
+    from amct.caffe.ptq.recurrent_deploy import IntegerRecurrent
+    from amct.record import DataFactors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class QuantizedNet:
+    """One result: the model, and the layers that were inserted for each layer."""
+
+    model: CaffeModel
+    inserted: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Results:
+    """Builds both results; the final factors are in ``record``.
+
+    Args:
+        model: the fused float model; it is not changed.
+        weights: the integer weights, by layer.
+        record: the factors of all quantized layers, complete and checked.
+        may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
+        config: the config used, as text for people; it goes into quant.json.
+        equalized: the layers whose output channels were divided by factors; they go there too.
+
+    Raises:
+        CalibrationError: a bias cannot be quantized.
+    """
+
+    def __init__(
+        self,
+        model: CaffeModel,
+        weights: Mapping[str, QuantizedWeights],
+        record: CaffeRecord,
+        *,
+        may_raise_scale: bool = True,
+        config: str = "",
+        equalized: Sequence[str] = (),
+    ) -> None:
+        self.config = config
+        self.equalized = tuple(equalized)
+        self._model = model
+        self._weights = dict(weights)
+        self._integer: dict[str, IntegerLayer] = {}
+        self._recurrent: dict[str, IntegerRecurrent] = {}
+        entries: dict[str, CaffeLayerRecord] = {}
+        for layer in model.layers:
+            if layer.name not in record.layers:
+                continue
+            entry = record[layer.name]
+            if layer.name in self._weights:
+                entry = self._finish(layer, entry, may_raise_scale)
+            entries[layer.name] = replace(entry, object_layer=layer.name, shift_bit=(), skip_fusion=False)
+        self.record = CaffeRecord(entries)
+
+    def _finish(self, layer: ProtoMessage, entry: CaffeLayerRecord, may_raise_scale: bool) -> CaffeLayerRecord:
+        weights, blobs = self._weights[layer.name], self._model.weights[layer.name]
+        if layer.type in RECURRENT_TYPES:
+            recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, entry)
+            weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
+        else:
+            inputs = [self.factors(entry, index) for index in range(len(layer.bottom))]
+            bias = blobs[1] if len(blobs) > 1 else None
+            scales = [known(data.scale) for data in inputs]
+            made = self._integer[layer.name] = with_bias(weights, bias, scales, may_raise_scale=may_raise_scale)
+            weights = made.weights
+            overflowing = next((data.bits for index, data in enumerate(inputs) if _overflows(made, index, data)), None)
+        self._weights[layer.name] = weights
+        if overflowing is not None:
+            logger.warning(
+                'layer "%s": with %d-bit data its sums could leave int32 on a chip; they are exact here',
+                layer.name,
+                overflowing,
+            )
+        own = weights.record()
+        return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
+
+    @staticmethod
+    def factors(entry: CaffeLayerRecord, index: int) -> DataFactors:
+        """The factors of one input; the record was checked to have them."""
+        found = entry.input(index)
+        assert found is not None
+        return found
+
+    # ------------------------------------------------------------------ fake-quant
+
+    def fake_quant(self) -> QuantizedNet:
+        """Data and weights rounded to their grids, everything in float."""
+        model = self._model.copy()
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+
+        inserted = insert_quant(model, self.record.layers, fill)
+        for name, recurrent in self._recurrent.items():
+            fake_recurrent(model.layer(name), self.record[name])
+            model.weights[name] = recurrent.real_blobs
+        for name, integer in self._integer.items():
+            blobs = integer.weights.real_blobs(model.weights[name])
+            if integer.real_bias is not None:
+                blobs[1] = integer.real_bias
+            model.weights[name] = blobs
+        return QuantizedNet(model, inserted)
+
+    # ------------------------------------------------------------------ float
+
+    @property
+    def folded_model(self) -> CaffeModel:
+        """The float model that the record belongs to: fused, and equalized if that was asked for."""
+        return self._model
+
+    def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
+        """The fused float model, with weights on their grids for layers of the ``rounded`` types.
+
+        Clustered weights always are: a scale alone cannot give them back.
+        """
+        model = self._model.copy()
+        for name, weights in self._weights.items():
+            clustered = any(matrix.clustered is not None for matrix in weights.matrices)
+            if clustered or model.layer(name).type in rounded:
+                model.weights[name] = weights.real_blobs(model.weights[name])
+        return model
+
+    # ------------------------------------------------------------------ deploy
+
+    def deploy(self) -> QuantizedNet:
+        """Integers: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
+        model = self._model.copy()
+        originals = {layer.name: list(layer.top) for layer in model.layers}
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+            quant.quant_param.integers = True
+
+        result = QuantizedNet(model, insert_quant(model, self.record.layers, fill))
+        taken = taken_names(model)
+        layers: list[ProtoMessage] = []
+        made: dict[str, list[torch.Tensor]] = {}
+        for layer in model.layers:
+            layers.append(layer)
+            if layer.name not in self.record.layers:
+                continue
+            entry = self.record[layer.name]
+            for each in sorted(entry.record_d, key=lambda data: data.index):
+                fill_quant(layer.integer_param.input.add(), layer.name, each)
+            if layer.name in self._recurrent:
+                made[layer.name] = deploy_recurrent(layer, self._recurrent[layer.name], entry)
+                continue
+            if layer.name in self._integer:
+                behind = self._weighted(layer, made, taken)
+            else:
+                behind = self._data_only(layer, taken)
+            for position, after in enumerate(behind):
+                after.top.append(originals[layer.name][position])
+                layer.top[position] = after.bottom[0]
+            result.inserted[layer.name] += [after.name for after in behind]
+            layers += behind
+        model.set_layers(layers)
+        model.weights.update(made)
+        return result
+
+    def _weighted(
+        self, layer: ProtoMessage, made: dict[str, list[torch.Tensor]], taken: set[str]
+    ) -> list[ProtoMessage]:
+        integer = self._integer[layer.name]
+        matrix = integer.weights.matrices[0]
+        blobs = [matrix.stored(), *integer.biases]
+        if matrix.clustered is not None:
+            layer.integer_param.num_bits_w = integer.weights.bits
+            layer.integer_param.channel_wise = matrix.clustered.table.shape[0] > 1
+            blobs.append(matrix.clustered.table)
+        made[layer.name] = blobs
+        behind = []
+        for index, scale in enumerate(integer.sum_scales):
+            suffix = f"_{index}" if len(layer.top) > 1 else ""
+            after = new_message(
+                "LayerParameter", name=free_name(f"{layer.name}_dequant{suffix}", taken), type="DeQuant"
+            )
+            after.bottom.append(free_name(f"{layer.name}_int32{suffix}", taken))
+            after.dequant_param.object_layer = layer.name
+            after.dequant_param.channel_wise = scale.numel() > 1
+            made[after.name] = [scale.reshape(-1)]
+            behind.append(after)
+        return behind
+
+    def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
+        first = self.factors(self.record[layer.name], 0)
+        behind = []
+        for index in range(len(layer.top)):
+            suffix = f"_{index}" if len(layer.top) > 1 else ""
+            after = new_message(
+                "LayerParameter", name=free_name(f"{layer.name}_antiquant{suffix}", taken), type="AntiQuant"
+            )
+            after.bottom.append(free_name(f"{layer.name}_quantized{suffix}", taken))
+            options = after.antiquant_param
+            options.object_layer, options.index = layer.name, index
+            if stays_integer(layer):
+                options.scale, options.offset, options.num_bits_d = first.scale, first.offset, first.bits
+            behind.append(after)
+        return behind
+
+
+def known(factor: float | int | None) -> float:
+    """A factor of a record that was checked to have it."""
+    assert factor is not None, "the record was checked"
+    return factor
+
+
+def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:
+    bias = layer.biases[index] if layer.biases else None
+    return may_overflow(layer.weights.matrices[0], bias, data.bits, int(known(data.offset)))
+
+
+def fill_quant(options: ProtoMessage, layer: str, data: DataFactors) -> None:
+    """Write the factors of one input into a QuantParameter."""
+    options.with_offset = bool(data.offset)
+    options.scale = data.scale
+    options.offset = data.offset
+    options.object_layer = layer
+    options.index = data.index
+    options.num_bits_d = data.bits

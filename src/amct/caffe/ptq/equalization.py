@@ -1,0 +1,248 @@
+"""A float model whose channels are of more equal size, so that 8 bits lose less, and whose results stay the same.
+
+A convolution's output channels can be divided by positive numbers when everything that reads them takes that back:
+convolutions and InnerProduct layers in their weights, with ReLU, PReLU, pooling, Dropout and Concat in between, which
+pass a factor on. What is gained is decided in ``amct.numerics.equalization``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct import log, progress
+from amct.atomic import FileGroup
+from amct.caffe.arguments import check_types, input_file, output_file
+from amct.caffe.model import blob_shapes, read_model
+from amct.caffe.model_files import write_model
+from amct.caffe.ptq.fold import check_global_statistics, fuse
+from amct.caffe.ptq.weight_layout import layout_of
+from amct.caffe.running import batches_of, build_net, run_net
+from amct.caffe.uninplace import restore_in_place
+from amct.errors import CalibrationError
+from amct.numerics.equalization import ChannelStatistics, Reader, choose_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.net import Net
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.running import Batch, BatchInputs
+    from amct.numerics.equalization import ChannelSizes
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+CONVOLUTIONS = ("Convolution", "DepthwiseConv")
+PASSING = ("ReLU", "PReLU", "Dropout", "Pooling", "Split")
+
+
+def equalize_model(
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    data: object,
+    equalized_model_file: AnyPath,
+    equalized_weights_file: AnyPath,
+    *,
+    inputs: BatchInputs | None = None,
+) -> list[str]:
+    """Write a float model with the same results whose channels are of more equal size, to be quantized instead.
+
+    BatchNorm, Scale and Bias layers are folded into the layers before them on the way. Blobs between the layers hold
+    other values than in the original; the outputs are the same but for float rounding.
+
+    Args:
+        model_file: The prototxt.
+        weights_file: The caffemodel.
+        data: An array, or batches as for ``quantize``: the pictures of the calibration.
+        equalized_model_file: Where the new prototxt is written.
+        equalized_weights_file: Where the new caffemodel is written.
+        inputs: Makes of a batch what the net takes, where its form does not tell.
+
+    Returns:
+        The layers whose output channels were changed.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: an argument has the wrong type, or the data does not fit the net.
+        FileError, ParseError, ModelError: a file cannot be read or written, or is not what it should be.
+        CalibrationError: there is no data.
+    """
+    paths = {
+        "model_file": model_file,
+        "weights_file": weights_file,
+        "equalized_model_file": equalized_model_file,
+        "equalized_weights_file": equalized_weights_file,
+    }
+    check_types("equalize_model", {name: (value, (str, os.PathLike)) for name, value in paths.items()})
+    log.start("amct_caffe")
+    input_file(model_file, "model_file")
+    input_file(weights_file, "weights_file")
+    files = [output_file(paths[name], name) for name in list(paths)[2:]]
+    model = read_model(model_file, weights_file)
+    check_global_statistics(model.net)
+    fuse(model, skip=())
+    found = find_factors(model, batches_of(data), inputs)
+    divide_channels(model, found)
+    restore_in_place(model.net)
+    with FileGroup() as group:
+        write_model(group, model, *files)
+    logger.info("Equalized the channels of %d layers.", len(found))
+    return list(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A layer that reads the channels of another one: in which blob, how many it has, and which is the first."""
+
+    layer: str
+    blob: str
+    channels: int
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A layer whose output channels are free, how many there are, and all that read them."""
+
+    layer: str
+    channels: int
+    uses: tuple[Use, ...]
+
+
+def find_factors(
+    model: CaffeModel,
+    batches: Iterable[Batch],
+    inputs: BatchInputs | None = None,
+    *,
+    one_scale: Collection[str] = (),
+) -> dict[str, torch.Tensor]:
+    """By what to divide the output channels of which layers, from what a model computes on data.
+
+    Args:
+        model: The fused float model.
+        batches: The data.
+        inputs: Makes of a batch what the net takes, where its form does not tell.
+        one_scale: Layers whose weights get one scale for all channels, so that dividing single ones is not free.
+            InnerProduct layers always do.
+
+    Raises:
+        CalibrationError: there is no data.
+        ArgumentError: the data does not fit the net.
+    """
+    routes = [route for route in free_routes(model) if route.layer not in one_scale]
+    watched = {use.blob for route in routes for use in route.uses}
+    sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
+    readers: dict[str, Reader] = {}
+    for use in (use for route in routes for use in route.uses):
+        shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
+        readers[use.layer] = Reader(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
+    found = {}
+    for route in routes:
+        factors = choose_factors([(readers[use.layer], use.first) for use in route.uses], route.channels)
+        if factors is not None:
+            found[route.layer] = factors
+    return found
+
+
+def divide_channels(model: CaffeModel, found: Mapping[str, torch.Tensor]) -> None:
+    """Divide output channels by factors and multiply them again where they are read, in place."""
+    for route in free_routes(model) if found else ():
+        factors = found.get(route.layer)
+        if factors is None:
+            continue
+        weight, *bias = model.weights[route.layer]
+        rows = factors.reshape(-1, *[1] * (weight.ndim - 1))
+        model.weights[route.layer] = [(weight / rows).float(), *((each / factors).float() for each in bias)]
+        for use in route.uses:
+            multiplier = torch.ones(use.channels, dtype=torch.float64)
+            multiplier[use.first : use.first + route.channels] = factors
+            columns = _columns(model, use)
+            _store(model, use, columns * multiplier.reshape(columns.shape[0], 1, -1, 1))
+
+
+# ------------------------------------------------------------------ which layers
+
+
+def free_routes(model: CaffeModel) -> Iterator[Route]:
+    """The layers whose output channels are free, in net order; raises ModelError where the net cannot be built."""
+    shapes = blob_shapes(model.net)
+    readers: dict[str, list[ProtoMessage]] = {}
+    for layer in model.layers:
+        for blob in layer.bottom:
+            readers.setdefault(blob, []).append(layer)
+    for layer in model.layers:
+        if layer.type in CONVOLUTIONS and len(layer.top) == 1 and layer.convolution_param.axis == 1:
+            uses = _uses(layer.top[0], 0, readers, shapes)
+            if uses:
+                yield Route(layer=layer.name, channels=shapes[layer.top[0]][1], uses=tuple(uses))
+
+
+def _uses(
+    blob: str, first: int, readers: Mapping[str, list[ProtoMessage]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[Use] | None:
+    """All layers that read channels of a blob with weights; None where something else does, or nobody."""
+    found: list[Use] = []
+    for layer in readers.get(blob, ()):
+        behind: list[Use] | None = None
+        if _takes_back(layer):
+            behind = [Use(layer=layer.name, blob=blob, channels=shapes[blob][1], first=first)]
+        elif layer.type in PASSING and len(layer.top) == 1:
+            behind = _uses(layer.top[0], first, readers, shapes)
+        elif layer.type == "Concat" and _concat_axis(layer) == 1 and list(layer.bottom).count(blob) == 1:
+            before = list(layer.bottom)[: list(layer.bottom).index(blob)]
+            behind = _uses(layer.top[0], first + sum(shapes[each][1] for each in before), readers, shapes)
+        if behind is None:
+            return None
+        found += behind
+    return found or None
+
+
+def _concat_axis(layer: ProtoMessage) -> int:
+    options = layer.concat_param
+    axis: int = options.concat_dim if options.HasField("concat_dim") else options.axis
+    return axis
+
+
+def _takes_back(layer: ProtoMessage) -> bool:
+    if len(layer.bottom) != 1:
+        return False
+    if layer.type == "InnerProduct":
+        return bool(layer.inner_product_param.axis == 1)
+    return layer.type in CONVOLUTIONS and bool(layer.convolution_param.axis == 1)
+
+
+def _columns(model: CaffeModel, use: Use) -> torch.Tensor:
+    """The weight of a reader as ``[groups, rows, channels of a group, taps]``."""
+    layout = layout_of(model.layer(use.layer), model.weights[use.layer][0])
+    weight = layout.rows_first().double()
+    return weight.reshape(layout.groups, weight.shape[0] // layout.groups, use.channels // layout.groups, -1)
+
+
+def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
+    weight, *rest = model.weights[use.layer]
+    layout = layout_of(model.layer(use.layer), weight)
+    rows = columns.float().reshape(layout.rows_first().shape)
+    model.weights[use.layer] = [layout.restored(rows), *rest]
+
+
+# ------------------------------------------------------------------ what they compute
+
+
+def _sizes(
+    net: Net, watched: Iterable[str], batches: Iterable[Batch], inputs: BatchInputs | None
+) -> dict[str, ChannelSizes]:
+    statistics = {name: ChannelStatistics() for name in watched}
+    seen = False
+    for batch in progress.track(batches, "Equalizing"):
+        seen = True
+        run_net(net, batch, inputs)
+        for name, each in statistics.items():
+            each.add(net.blob(name).tensor.cpu())  # the weights are there
+    if not seen:
+        raise CalibrationError("equalization: data has no batch")
+    return {name: each.result() for name, each in statistics.items()}

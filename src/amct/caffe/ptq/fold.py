@@ -1,0 +1,282 @@
+"""Fusion for good: BatchNorm, Scale and Bias become part of the weights of the layer before (or behind) them.
+
+Three passes, each exact to float rounding: what follows a weighted layer is folded into it; a BatchNorm (and Scale) in
+front of a convolution without padding is folded into that; and of what still stands, the layers that are to be
+quantized become a 1x1 DepthwiseConv in their place. What stays is told, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.messages import new_message
+from amct.caffe.model import WEIGHTED_TYPES, blob_shapes
+from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
+from amct.errors import AmctError, ModelError
+from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
+from amct.numerics.fold import ChannelAffine, fold_after, fold_before
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.model import CaffeModel
+    from amct.model import Fusion, Node
+
+logger = logging.getLogger(__name__)
+
+AFFINE_TYPES = ("BatchNorm", "Scale", "Bias")
+STAGES = tuple(frozenset({name}) for name in AFFINE_TYPES)
+AFTER = FusionPattern(heads=frozenset(WEIGHTED_TYPES), stages=STAGES)
+BEFORE = FusionPattern(heads=frozenset({"Convolution", "DepthwiseConv"}), stages=STAGES[:2])
+IMAGE_RANK = 4
+
+
+@dataclass
+class FusionReport:
+    """What was folded into which layer, in order, what became a DepthwiseConv, and what stays, with the reason."""
+
+    folded: dict[str, list[str]] = field(default_factory=dict)
+    accelerated: list[str] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+
+    def add(self, head: str, names: Collection[str]) -> None:
+        """Note what a layer took in."""
+        self.folded.setdefault(head, []).extend(names)
+
+
+def check_global_statistics(net: ProtoMessage) -> None:
+    """Refuse a BatchNorm that would use the statistics of each batch at inference.
+
+    Raises:
+        ModelError: there is one; it is named.
+    """
+    for layer in net.layer:
+        options = layer.batch_norm_param
+        if layer.type == "BatchNorm" and options.HasField("use_global_stats") and not options.use_global_stats:
+            raise ModelError(
+                f'layer "{layer.name}" (BatchNorm) has use_global_stats: false; for inference and quantization it must '
+                "be true. Set it to true in the prototxt."
+            )
+
+
+def fuse(model: CaffeModel, *, skip: Collection[str] = ()) -> FusionReport:
+    """Fold what can be folded, in place; ``skip`` names layers that are left alone."""
+    report = FusionReport()
+    fuse_after(model, report, skip=skip)
+    _fuse_before(model, report, skip=skip)
+    for each in report.skipped:
+        logger.debug("fusion: %s", each)
+    return report
+
+
+def fuse_after(model: CaffeModel, report: FusionReport, *, skip: Collection[str] = ()) -> None:
+    """Fold what follows weighted layers into them."""
+
+    def refuse(head: Node, candidate: Node) -> str | None:
+        return refusal(model, model.layer(head.name), model.layer(candidate.name))
+
+    fusions, skips = find_fusions(model.topology(), AFTER, skip=skip, refuse=refuse)
+    for fusion in fusions:
+        _fold_after(model, fusion)
+        report.add(fusion.head.name, [node.name for node in fusion.folded])
+    report.skipped += skips
+
+
+def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[str]) -> None:
+    def refuse(head: Node, candidate: Node) -> str | None:
+        layer = model.layer(head.name)
+        if any(_padding(layer)):
+            return "the convolution pads with zeros, which the folded layer would have shifted"
+        return refusal(model, layer, model.layer(candidate.name))
+
+    fusions, skips = find_leading_fusions(model.topology(), BEFORE, skip=skip, refuse=refuse)
+    for fusion in fusions:
+        if not any(node.op == "BatchNorm" for node in fusion.folded):
+            continue
+        _fold_before(model, fusion)
+        names = [node.name for node in fusion.folded]
+        report.add(fusion.head.name, names)
+        report.skipped = [each for each in report.skipped if each.layer not in names]
+    report.skipped += skips
+
+
+def _padding(layer: ProtoMessage) -> list[int]:
+    options = layer.convolution_param
+    return [*options.pad, options.pad_h, options.pad_w]
+
+
+def refusal(model: CaffeModel, head: ProtoMessage, candidate: ProtoMessage) -> str | None:
+    """Why a layer cannot be folded into another one; None when it can."""
+    if len(head.bottom) != 1 or len(head.top) != 1:
+        return f'"{head.name}" has {len(head.bottom)} bottoms and {len(head.top)} tops'
+    axis = head.inner_product_param.axis if head.type == "InnerProduct" else head.convolution_param.axis
+    if axis != 1:
+        return f'"{head.name}" works along axis {axis}, not along the channels'
+    return _not_per_channel(model, candidate)
+
+
+def _not_per_channel(model: CaffeModel, layer: ProtoMessage) -> str | None:
+    if layer.type == "BatchNorm":
+        options = layer.batch_norm_param
+        if options.HasField("use_global_stats") and not options.use_global_stats:
+            return f'"{layer.name}" uses the statistics of each batch'
+        return None
+    options = layer.scale_param if layer.type == "Scale" else layer.bias_param
+    if len(layer.bottom) != 1:
+        return f'the factors of "{layer.name}" are a second bottom'
+    if options.axis not in (1, -3) or options.num_axes != 1 or model.weights[layer.name][0].ndim != 1:
+        return f'"{layer.name}" does not work along the channels (axis {options.axis}, num_axes {options.num_axes})'
+    return None
+
+
+def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
+    """What a BatchNorm, Scale or Bias layer computes per channel."""
+    if layer.type == "BatchNorm":
+        mean, variance, weight = (blob.double() for blob in blobs)
+        total = float(weight)
+        factor = 0.0 if total == 0 else 1.0 / total
+        return ChannelAffine.batch_norm(mean * factor, variance * factor, layer.batch_norm_param.eps)
+    if layer.type == "Scale":
+        return ChannelAffine.scale(blobs[0], blobs[1] if layer.scale_param.bias_term else None)
+    return ChannelAffine.bias(blobs[0])
+
+
+def chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
+    """Several layers, one after the other, as one."""
+    parts = [affine_of(model.layer(name), model.weights[name]) for name in names]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.then(part)
+    return whole
+
+
+def _fold_after(model: CaffeModel, fusion: Fusion) -> None:
+    head = model.layer(fusion.head.name)
+    layout = layout_of(head, model.weights[head.name][0])
+    with _named(head):
+        affine = chain_affine(model, [node.name for node in fusion.folded])
+        folded = fold_after(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
+    _store(model, head, layout, folded)
+    take_over_top(model, head.name, [node.name for node in fusion.folded])
+
+
+def _fold_before(model: CaffeModel, fusion: Fusion) -> None:
+    head = model.layer(fusion.head.name)
+    layout = layout_of(head, model.weights[head.name][0])
+    names = [node.name for node in fusion.folded]
+    with _named(head):
+        affine = chain_affine(model, names)
+        folded = fold_before(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
+    _store(model, head, layout, folded)
+    head.bottom[0] = model.layer(names[0]).bottom[0]
+    model.set_layers(layer for layer in model.layers if layer.name not in names)
+
+
+def take_over_top(model: CaffeModel, head: str, names: Collection[str]) -> None:
+    """Remove layers that became part of the one before them; it writes what the last of them wrote."""
+    layer = model.layer(head)
+    layer.top[0] = model.layer(list(names)[-1]).top[0]
+    model.set_layers(each for each in model.layers if each.name not in names)
+
+
+def _bias(model: CaffeModel, layer: ProtoMessage) -> torch.Tensor | None:
+    blobs = model.weights[layer.name]
+    return blobs[1] if len(blobs) > 1 else None
+
+
+def _store(
+    model: CaffeModel, layer: ProtoMessage, layout: WeightLayout, folded: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    model.weights[layer.name] = [layout.restored(folded[0]), folded[1]]
+    give_bias(layer)
+
+
+def give_bias(layer: ProtoMessage) -> None:
+    """Tell a weighted layer that it has a bias now."""
+    options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
+    if not options.bias_term:
+        options.ClearField("bias_term")
+
+
+class _named:  # noqa: N801 - used like a function
+    """Adds the layer's name to the errors of numerics."""
+
+    def __init__(self, layer: ProtoMessage) -> None:
+        self._layer = layer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, AmctError):
+            raise ModelError(f'layer "{self._layer.name}" ({self._layer.type}): fusion: {error}') from error
+
+
+# ------------------------------------------------------------------ acceleration
+
+
+def accelerate(model: CaffeModel, enabled: Collection[str], report: FusionReport, *, skip: Collection[str]) -> None:
+    """Make 1x1 DepthwiseConv layers of the standing BatchNorm, Scale and Bias layers that are to be quantized.
+
+    The new layer has the name of the first one it replaces, so config and record speak of the same layer.
+    """
+    wanted = [layer.name for layer in model.layers if layer.type in AFFINE_TYPES and layer.name in enabled]
+    wanted = [name for name in wanted if name not in skip and _not_per_channel(model, model.layer(name)) is None]
+    if not wanted:
+        return
+    shapes = _shapes_or_reason(model, report, wanted)
+    for name in wanted:
+        layer = next((each for each in model.layers if each.name == name), None)
+        if layer is None or layer.type not in AFFINE_TYPES or layer.bottom[0] not in shapes:
+            continue
+        if len(shapes[layer.bottom[0]]) != IMAGE_RANK:
+            report.skipped.append(Skip(name, "no DepthwiseConv in its place: its bottom is no image (4 axes)"))
+            continue
+        _accelerate_one(model, name, report, skip)
+
+
+def _shapes_or_reason(model: CaffeModel, report: FusionReport, wanted: list[str]) -> dict[str, tuple[int, ...]]:
+    try:
+        return blob_shapes(model.net)
+    except AmctError as error:
+        for name in wanted:
+            report.skipped.append(Skip(name, f"no DepthwiseConv in its place: shapes are unknown ({error})"))
+        return {}
+
+
+def _accelerate_one(model: CaffeModel, name: str, report: FusionReport, skip: Collection[str]) -> None:
+    chain = _standing_chain(model, name, skip)
+    affine = chain_affine(model, chain)
+    channels = affine.multiplier.numel()
+    first = model.layer(name)
+    depthwise = new_message("LayerParameter", name=name, type="DepthwiseConv")
+    depthwise.bottom.append(first.bottom[0])
+    depthwise.top.append(model.layer(chain[-1]).top[0])
+    depthwise.convolution_param.num_output = channels
+    depthwise.convolution_param.group = channels
+    depthwise.convolution_param.kernel_size.append(1)
+    layers = [depthwise if layer.name == name else layer for layer in model.layers if layer.name not in chain[1:]]
+    model.set_layers(layers)
+    model.weights[name] = [affine.multiplier.float().reshape(channels, 1, 1, 1), affine.addend.float()]
+    report.add(name, chain)
+    report.accelerated.append(name)
+    report.skipped = [each for each in report.skipped if each.layer not in chain]
+
+
+def _standing_chain(model: CaffeModel, name: str, skip: Collection[str]) -> list[str]:
+    graph = model.topology()
+    chain = [name]
+    stage = AFFINE_TYPES.index(model.layer(name).type)
+    while (following := graph.sole_consumer(graph[chain[-1]])) is not None:
+        if following.op not in AFFINE_TYPES[stage + 1 :] or following.name in skip:
+            break
+        if _not_per_channel(model, model.layer(following.name)) is not None:
+            break
+        stage = AFFINE_TYPES.index(following.op)
+        chain.append(following.name)
+    return chain

@@ -1,0 +1,123 @@
+"""What ``init`` returns and the following functions work on: the model, the plan and how far the flow has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
+from amct.caffe.ptq.fold import FusionReport
+from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.errors import ArgumentTypeError, CalibrationError
+from amct.record import RecordLayer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.quantized_weights import QuantizedWeights
+    from amct.config.plan import LayerPlan, Plan
+
+IMAGE_AXES = 4
+
+
+class Stage(IntEnum):
+    """How far the flow has come."""
+
+    INITIALIZED = 0
+    WEIGHTS_QUANTIZED = 1
+    CALIBRATING = 2
+
+
+_DONE_BY = {Stage.WEIGHTS_QUANTIZED: "weights_quantize_model", Stage.CALIBRATING: "activation_quantize_model"}
+
+
+@dataclass
+class QuantGraph:
+    """A user's model on its way to a quantized one.
+
+    Attributes:
+        original: The float model as read, without in-place layers.
+        plan: What the config says.
+        record_file: The record that ``init`` was given.
+        model: The float model as it is now: fused, once weights are quantized.
+        weights: The integer weights, by layer.
+        fusion: What was folded.
+        equalized: The layers whose output channels were divided by factors.
+        calibration_record: Where calibration writes: the record, or its ``_update`` form after BatchNorm updates.
+    """
+
+    original: CaffeModel
+    plan: Plan
+    record_file: Path
+    model: CaffeModel
+    weights: dict[str, QuantizedWeights] = field(default_factory=dict)
+    fusion: FusionReport = field(default_factory=FusionReport)
+    equalized: tuple[str, ...] = ()
+    calibration_record: Path | None = None
+    stage: Stage = Stage.INITIALIZED
+
+    def plans(self) -> dict[str, LayerPlan]:
+        """The layers that will be quantized and still stand, by name, in model order."""
+        enabled = {plan.name: plan for plan in self.plan.enabled}
+        return {layer.name: enabled[layer.name] for layer in self.model.layers if layer.name in enabled}
+
+    def need(self, stage: Stage, function: str) -> None:
+        """Refuse a call out of order.
+
+        Raises:
+            CalibrationError: the flow has not come so far.
+        """
+        if self.stage < stage:
+            raise CalibrationError(f"{function}: call {_DONE_BY[stage]} with this graph first")
+
+    def has_weights(self, name: str) -> bool:
+        """Whether a layer's weights are quantized."""
+        return self.model.layer(name).type in (*WEIGHTED_TYPES, *RECURRENT_TYPES)
+
+    @property
+    def not_quantized(self) -> dict[str, str]:
+        """Why each layer that still stands stays float."""
+        quantized = self.plans()
+        reasons = dict(self.plan.not_quantized)
+        return {
+            layer.name: reasons.get(layer.name, f"type {layer.type} cannot be quantized")
+            for layer in self.model.layers
+            if layer.name not in quantized
+        }
+
+
+def check_graph(function: str, graph: object) -> QuantGraph:
+    """The graph, if it is one.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    if not isinstance(graph, QuantGraph):
+        raise ArgumentTypeError(f"{function}: graph must be what init returned, got {type(graph).__name__}")
+    return graph
+
+
+def record_layers(model: CaffeModel, expected: set[str], types: set[str] | None = None) -> list[RecordLayer]:
+    """The layers of a model as a record is checked against them; ``types`` are those that can be quantized."""
+    allowed = set(CAFFE_TYPES) if types is None else types
+    result = []
+    for layer in model.layers:
+        blobs = model.weights.get(layer.name, [])
+        outputs = layer.convolution_param.num_output or layer.inner_product_param.num_output or None
+        if layer.type == "DepthwiseConv":
+            outputs = blobs[0].shape[0]
+        result.append(
+            RecordLayer(
+                name=layer.name,
+                type=layer.type,
+                quantizable=layer.type in allowed,
+                reason="" if layer.type in allowed else "its type is not among those that can be quantized",
+                expected=layer.name in expected,
+                cout=outputs,
+                inputs=max(1, len(layer.bottom)),
+                weight_blobs=sum(blob.ndim == 2 for blob in blobs) if layer.type in RECURRENT_TYPES else 1,
+            )
+        )
+    return result

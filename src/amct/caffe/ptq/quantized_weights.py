@@ -1,0 +1,301 @@
+"""The weights of one layer as integers: uniform (ARQ, or factors given by the user) or clustered to 16 values (SNQ)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.model import RECURRENT_TYPES
+from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
+from amct.config.settings import ArqSettings, SnqSettings
+from amct.errors import AmctError, CalibrationError
+from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
+from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
+from amct.numerics.error_cancelling import quantize_weight_evenly
+from amct.numerics.integer import worst_case_accumulator
+from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
+from amct.numerics.snq import SnqSettings as Clustering
+from amct.record import CaffeLayerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.config.settings import WeightSettings
+
+logger = logging.getLogger(__name__)
+
+UNIFORM_BITS, TABLE_BITS = 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedMatrix:
+    """One weight blob as integers.
+
+    Attributes:
+        blob: Its place among the layer's blobs.
+        layout: How it lies.
+        factors: Scale and offset, one or one for each output channel.
+        integers: int8, in the layout of its kind.
+        clustered: Indices and table of a clustered weight; its factors and values are those above.
+    """
+
+    blob: int
+    layout: WeightLayout
+    factors: WeightFactors
+    integers: torch.Tensor
+    clustered: ClusteredWeight | None = None
+
+    def real(self) -> torch.Tensor:
+        """The float32 weight that the integers stand for, as the file has it."""
+        rows = channels_first(self.integers, self.layout.kind, self.layout.groups).float()
+        real = from_channels_first(
+            rows * self.factors.scale.reshape(-1, 1), self.integers.shape, self.layout.kind, self.layout.groups
+        )
+        return self.layout.restored(real)
+
+    def stored(self) -> torch.Tensor:
+        """What a deploy model stores: int8 weights in the layer's own layout, or packed indices."""
+        if self.clustered is None:
+            return self.layout.restored(self.integers)
+        rows = channels_first(self.clustered.indices, self.layout.kind, self.layout.groups)
+        return pack_nibbles(rows.contiguous())
+
+    def with_scale(self, scale: torch.Tensor) -> QuantizedMatrix:
+        """The same weight on a coarser grid."""
+        factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+        ratio = (self.factors.scale.double() / scale.double()).reshape(-1, 1)
+        if self.clustered is not None:
+            table = torch.round(self.clustered.table.double() * ratio).to(torch.int8)
+            return self._with_clusters(ClusteredWeight(factors, table, self.clustered.indices))
+        rows = channels_first(self.integers, self.layout.kind, self.layout.groups)
+        coarser = torch.round(rows.double() * ratio).to(torch.int8)
+        integers = from_channels_first(coarser, self.integers.shape, self.layout.kind, self.layout.groups)
+        return replace(self, factors=factors, integers=integers)
+
+    def times(self, multiplier: torch.Tensor) -> QuantizedMatrix:
+        """Each output channel multiplied: the scale takes the size, the integers the sign, and nothing is rounded."""
+        if self.clustered is not None:
+            return self._with_clusters(absorb_multiplier(self.clustered, multiplier))
+        scale = self.factors.scale.double() * multiplier.double().abs()
+        vanished = scale < SMALLEST_SCALE
+        sign = torch.where(vanished, torch.zeros_like(multiplier), torch.sign(multiplier)).to(torch.int8)
+        rows = channels_first(self.integers, self.layout.kind, self.layout.groups) * sign.reshape(-1, 1)
+        scale = torch.where(vanished, torch.ones_like(scale), scale).float()
+        return replace(
+            self,
+            factors=WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32)),
+            integers=from_channels_first(rows, self.integers.shape, self.layout.kind, self.layout.groups),
+        )
+
+    def _with_clusters(self, clustered: ClusteredWeight) -> QuantizedMatrix:
+        integers = decode(clustered.indices, clustered.table, self.layout.kind, self.layout.groups)
+        return replace(self, factors=clustered.factors, integers=integers, clustered=clustered)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeights:
+    """All weights of one layer; a recurrent layer has several matrices with a scale each."""
+
+    layer: str
+    matrices: tuple[QuantizedMatrix, ...]
+
+    @property
+    def bits(self) -> int:
+        """4 for clustered weights, else 8."""
+        return TABLE_BITS if self.matrices[0].clustered is not None else UNIFORM_BITS
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The scales as the record lists them."""
+        return torch.cat([matrix.factors.scale.reshape(-1) for matrix in self.matrices])
+
+    def record(self) -> CaffeLayerRecord:
+        """The weights' part of the layer's entry."""
+        scales = self.scale.tolist()
+        return CaffeLayerRecord(
+            scale_w=tuple(scales), offset_w=(0,) * len(scales), num_bits_w=self.bits, object_layer=self.layer
+        )
+
+    def real_blobs(self, blobs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The layer's blobs with the weights rounded to their grid."""
+        result = list(blobs)
+        for matrix in self.matrices:
+            result[matrix.blob] = matrix.real()
+        return result
+
+
+def quantize_weights(
+    layer: ProtoMessage, blobs: Sequence[torch.Tensor], settings: WeightSettings | None
+) -> QuantizedWeights:
+    """Quantize the weights of a layer as the plan says; without settings uniformly, channel by channel.
+
+    Raises:
+        CalibrationError: a weight is NaN or infinite, or too large; names the layer.
+    """
+    chosen = settings or ArqSettings()
+    try:
+        if layer.type in RECURRENT_TYPES:
+            return QuantizedWeights(layer=layer.name, matrices=tuple(_recurrent(blobs)))
+        layout = layout_of(layer, blobs[0])
+        channel_wise = chosen.channel_wise and layout.kind is not WeightKind.LINEAR
+        if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
+            channel_wise = False  # DeQuant has one scale for each channel of axis 1
+        if isinstance(chosen, SnqSettings):
+            matrix = _clustered(layout, chosen, channel_wise)
+        else:
+            matrix = _uniform(layout, channel_wise)
+        return QuantizedWeights(layer=layer.name, matrices=(matrix,))
+    except AmctError as error:
+        raise CalibrationError(
+            f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
+        ) from error
+
+
+def _uniform(layout: WeightLayout, channel_wise: bool) -> QuantizedMatrix:
+    return _on_grid(layout, _uniform_factors(layout, channel_wise))
+
+
+def _uniform_factors(layout: WeightLayout, channel_wise: bool) -> WeightFactors:
+    return arq(
+        layout.rows_first(),
+        kind=layout.kind,
+        channel_wise=channel_wise,
+        groups=layout.groups,
+        symmetric_scale=SymmetricScale.FULL_RANGE,
+    )
+
+
+def _on_grid(layout: WeightLayout, factors: WeightFactors) -> QuantizedMatrix:
+    """The weight rounded so that the errors of each output cancel."""
+    integers = quantize_weight_evenly(layout.rows_first(), factors, layout.kind, groups=layout.groups)
+    return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
+
+
+def _clustered(layout: WeightLayout, settings: SnqSettings, channel_wise: bool) -> QuantizedMatrix:
+    clustering = Clustering(
+        init_algo=SnqInit(settings.init_algo),
+        max_iteration=settings.max_iteration,
+        min_distance=settings.min_distance,
+    )
+    clustered = snq(
+        layout.rows_first(), kind=layout.kind, channel_wise=channel_wise, groups=layout.groups, settings=clustering
+    )
+    integers = decode(clustered.indices, clustered.table, layout.kind, layout.groups)
+    return QuantizedMatrix(blob=0, layout=layout, factors=clustered.factors, integers=integers, clustered=clustered)
+
+
+def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
+    """Which blobs of a recurrent layer are matrices; the others are biases."""
+    return [index for index, blob in enumerate(blobs) if blob.ndim == 2]
+
+
+def _recurrent(blobs: Sequence[torch.Tensor]) -> list[QuantizedMatrix]:
+    """Each matrix rounded to the nearest: states have both signs, so that errors need not cancel."""
+    found = []
+    for index in matrix_places(blobs):
+        layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
+        factors = _uniform_factors(layout, channel_wise=False)
+        integers = quantize_weight(layout.weight, factors, layout.kind)
+        found.append(QuantizedMatrix(blob=index, layout=layout, factors=factors, integers=integers))
+    return found
+
+
+def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Sequence[float]) -> QuantizedWeights:
+    """Weights on the grid of a user's scales.
+
+    Raises:
+        CalibrationError: a weight is NaN; names the layer.
+    """
+    scale = torch.tensor(scales, dtype=torch.float32)
+    factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+    try:
+        return QuantizedWeights(layer=layer.name, matrices=(_on_grid(layout_of(layer, blobs[0]), factors),))
+    except AmctError as error:
+        raise CalibrationError(
+            f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerLayer:
+    """A weighted layer with everything decided: weights, and for each bottom the int32 bias and the scale of its sums.
+
+    Bottoms have factors of their own, so the same bias is another integer for each.
+    """
+
+    weights: QuantizedWeights
+    biases: tuple[torch.Tensor, ...]
+    sum_scales: tuple[torch.Tensor, ...]
+
+    @property
+    def real_bias(self) -> torch.Tensor | None:
+        """The float32 bias that the integers stand for; of several bottoms the first counts."""
+        return real_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
+
+
+def real_bias(bias: torch.Tensor, sum_scale: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers that integers of a bias stand for."""
+    return (bias.double() * sum_scale.double()).float()
+
+
+def sum_scale(matrix: QuantizedMatrix, scale_data: float) -> torch.Tensor:
+    """The step of the sums of products of a matrix and data, one or one for each output channel."""
+    data = torch.tensor(scale_data, dtype=torch.float32)
+    return (matrix.factors.scale.double() * data.double()).float()
+
+
+def with_bias(
+    weights: QuantizedWeights, bias: torch.Tensor | None, scales_data: Sequence[float], *, may_raise_scale: bool
+) -> IntegerLayer:
+    """Quantize the bias for each bottom; where it does not fit int32, raise that channel's weight scale until it does.
+
+    Raises:
+        CalibrationError: it does not fit and the scale is the user's.
+    """
+    matrix = weights.matrices[0]
+    biases: tuple[torch.Tensor, ...] = ()
+    if bias is not None:
+        matrix, biases = fitted_bias(weights.layer, matrix, bias, scales_data, may_raise_scale=may_raise_scale)
+    return IntegerLayer(
+        weights=replace(weights, matrices=(matrix,)),
+        biases=biases,
+        sum_scales=tuple(sum_scale(matrix, scale) for scale in scales_data),
+    )
+
+
+def fitted_bias(
+    layer: str, matrix: QuantizedMatrix, bias: torch.Tensor, scales_data: Sequence[float], *, may_raise_scale: bool
+) -> tuple[QuantizedMatrix, tuple[torch.Tensor, ...]]:
+    """The integers of a bias for each of the data's scales, and the matrix, on a coarser grid where they need it.
+
+    Raises:
+        CalibrationError: the bias does not fit int32 and the scale is the user's; names the layer.
+    """
+    scales = [torch.tensor(scale, dtype=torch.float32) for scale in scales_data]
+    try:
+        if may_raise_scale:
+            fit = fit_bias(bias, matrix.factors.scale, min(scales))  # the finest grid makes the largest integers
+            if fit.raised:
+                channels = ", ".join(map(str, fit.raised[:5])) + (" ..." if len(fit.raised) > 5 else "")
+                logger.warning(
+                    'layer "%s": the bias does not fit int32; the weight scale of %d channel(s) is raised: %s',
+                    layer,
+                    len(fit.raised),
+                    channels,
+                )
+                matrix = matrix.with_scale(fit.scale_weight)
+        return matrix, tuple(quantize_bias(bias, matrix.factors.scale, scale) for scale in scales)
+    except AmctError as error:
+        raise CalibrationError(f'layer "{layer}": {error}') from error
+
+
+def may_overflow(matrix: QuantizedMatrix, bias: torch.Tensor | None, bits: int, offset: int) -> bool:
+    """Whether the worst data could make sums that leave a chip's int32."""
+    worst = worst_case_accumulator(
+        matrix.integers, bias, kind=matrix.layout.kind, groups=matrix.layout.groups, bits=bits, offset=offset
+    )
+    return bool(worst.overflowing)

@@ -1,0 +1,115 @@
+"""LSTM, RNN and GRU in the results of quantization: the same layer with quantized hidden states (``LSTMQuant``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, may_overflow, real_bias, sum_scale
+from amct.record import DataFactors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.ptq.quantized_weights import QuantizedMatrix
+    from amct.record import CaffeLayerRecord
+
+STATIC = 2
+"""The place of a static input among the bottoms, behind data and continuation marks."""
+STATES = {"LSTM": 2, "RNN": 1, "GRU": 1}
+"""How many first states are the last bottoms of a layer with ``expose_hidden``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerRecurrent:
+    """A recurrent layer with everything decided.
+
+    Attributes:
+        weights: The matrices.
+        inputs: The factors of what each matrix is multiplied with, by the matrix's place among the blobs.
+        biases: int32, by their places among the blobs.
+    """
+
+    weights: QuantizedWeights
+    inputs: dict[int, DataFactors]
+    biases: dict[int, torch.Tensor]
+
+    @property
+    def blobs(self) -> list[torch.Tensor]:
+        """What a deploy model stores: int8 matrices and int32 biases."""
+        found = {matrix.blob: matrix.integers for matrix in self.weights.matrices} | self.biases
+        return [found[place] for place in sorted(found)]
+
+    @property
+    def real_blobs(self) -> list[torch.Tensor]:
+        """The float32 numbers that they stand for."""
+        matrices = {matrix.blob: matrix for matrix in self.weights.matrices}
+        found = {place: matrix.real() for place, matrix in matrices.items()}
+        for place, bias in self.biases.items():
+            scale = self.inputs[place - 1].scale
+            assert scale is not None
+            found[place] = real_bias(bias, sum_scale(matrices[place - 1], scale))
+        return [found[place] for place in sorted(found)]
+
+    def overflowing(self) -> Iterator[int]:
+        """The bits of the data of each matrix whose sums could leave a chip's int32."""
+        for matrix in self.weights.matrices:
+            data = self.inputs[matrix.blob]
+            assert data.offset is not None
+            if may_overflow(matrix, self.biases.get(matrix.blob + 1), data.bits, data.offset):
+                yield data.bits
+
+
+def integer_recurrent(
+    layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], entry: CaffeLayerRecord
+) -> IntegerRecurrent:
+    """Quantize the biases; a bias stands right behind the matrix whose products it is added to.
+
+    Raises:
+        CalibrationError: a bias cannot be quantized; names the layer.
+    """
+    inputs = _inputs(layer, weights, entry)
+    matrices: list[QuantizedMatrix] = []
+    biases: dict[int, torch.Tensor] = {}
+    for given in weights.matrices:
+        matrix, place = given, given.blob + 1
+        if place < len(blobs) and blobs[place].ndim == 1:
+            scale = inputs[given.blob].scale
+            assert scale is not None
+            matrix, (biases[place],) = fitted_bias(weights.layer, given, blobs[place], [scale], may_raise_scale=True)
+        matrices.append(matrix)
+    return IntegerRecurrent(weights=replace(weights, matrices=tuple(matrices)), inputs=inputs, biases=biases)
+
+
+def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
+    """The first matrix meets the data, the next the static input if there is one, all others hidden states."""
+    first = entry.input(0)
+    assert first is not None
+    hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)
+    places = [matrix.blob for matrix in weights.matrices]
+    found = dict.fromkeys(places, hidden) | {places[0]: first}
+    states = STATES[layer.type] if layer.recurrent_param.expose_hidden else 0
+    if len(layer.bottom) - states > STATIC:
+        static = entry.input(STATIC)
+        assert static is not None
+        found[places[1]] = static
+    return found
+
+
+def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
+    """Make a recurrent layer quantize its hidden states, too."""
+    data = entry.input(0)
+    assert data is not None
+    layer.lstm_quant_param.object_layer = layer.name
+    layer.lstm_quant_param.num_bits_d = data.bits
+    layer.type = f"{layer.type}Quant"
+
+
+def deploy_recurrent(layer: ProtoMessage, made: IntegerRecurrent, entry: CaffeLayerRecord) -> list[torch.Tensor]:
+    """Make a recurrent layer one on integers, and return its blobs."""
+    fake_recurrent(layer, entry)
+    layer.lstm_quant_param.scale_w.extend(float(matrix.factors.scale) for matrix in made.weights.matrices)
+    return made.blobs

@@ -1,0 +1,109 @@
+"""Refreshing BatchNorm statistics after weights were clustered, and folding them without touching the clusters."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from amct.caffe.engine.layers.batch_norm_update import dump_path
+from amct.caffe.engine.weights import read_file
+from amct.caffe.engine.wire import read_weights
+from amct.caffe.ptq.fold import AFTER, FusionReport, chain_affine, give_bias, refusal, take_over_top
+from amct.caffe.ptq.weight_layout import layout_of
+from amct.errors import CalibrationError, FileError
+from amct.model import find_fusions
+from amct.numerics.fold import fold_after
+
+if TYPE_CHECKING:
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.graph import QuantGraph
+    from amct.config.settings import BatchNormUpdate
+    from amct.model import Node
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
+    """Tell every BatchNorm of the modified model to refresh its statistics, and remove what an earlier run left."""
+    folder = str(Path(settings.bn_dump_dir).resolve())
+    for layer in model.net.layer:
+        if layer.type != "BatchNorm":
+            continue
+        options = layer.batch_norm_param
+        options.use_global_stats = False
+        if not options.HasField("moving_average_fraction"):
+            options.moving_average_fraction = settings.bn_moving_average_fraction
+        options.update_iterations = settings.bn_update_iterations
+        options.dump_dir = folder
+        dump_path(folder, layer.name).unlink(missing_ok=True)
+
+
+def take_in(graph: QuantGraph) -> None:
+    """Put the refreshed statistics back into the graph's model and fold them.
+
+    Raises:
+        CalibrationError: some BatchNorm has not been refreshed; says how many forwards are needed.
+    """
+    settings = graph.plan.update_bn
+    assert settings is not None
+    model = graph.model
+    for layer in model.net.layer:
+        if layer.type == "BatchNorm":
+            model.weights[layer.name] = _read_dump(layer.name, settings)
+            layer.batch_norm_param.use_global_stats = True
+    if graph.plan.do_fusion:
+        _fold(graph)
+
+
+def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
+    path = dump_path(settings.bn_dump_dir, name)
+    try:
+        layers = read_weights(read_file(path), str(path))
+    except FileError as error:
+        raise CalibrationError(
+            f'layer "{name}" (BatchNorm): no refreshed statistics in "{settings.bn_dump_dir}"; run the modified model '
+            f"of weights_quantize_model for {settings.bn_update_iterations} batches (bn_update_iterations) before "
+            "activation_quantize_model"
+        ) from error
+    if len(layers) != 1 or layers[0].name != name:
+        raise CalibrationError(f'{path}: not the statistics of layer "{name}"')
+    return [torch.from_numpy(np.array(blob.values, np.float32)).reshape(blob.shape) for blob in layers[0].blobs]
+
+
+def _fold(graph: QuantGraph) -> None:
+    model = graph.model
+    report = FusionReport()
+
+    def refuse(head: Node, candidate: Node) -> str | None:
+        layer = model.layer(head.name)
+        if layer.type == "InnerProduct" and head.name in graph.weights:
+            return f'the weights of "{head.name}" have one scale for all outputs, which cannot take a factor for each'
+        return refusal(model, layer, model.layer(candidate.name))
+
+    fusions, skips = find_fusions(model.topology(), AFTER, skip=graph.plan.skip_fusion_layers, refuse=refuse)
+    for fusion in fusions:
+        _fold_one(graph, fusion.head.name, [node.name for node in fusion.folded])
+        report.add(fusion.head.name, [node.name for node in fusion.folded])
+    report.skipped += skips
+    graph.fusion = report
+
+
+def _fold_one(graph: QuantGraph, head: str, names: list[str]) -> None:
+    model = graph.model
+    layer, blobs = model.layer(head), model.weights[head]
+    affine = chain_affine(model, names)
+    layout = layout_of(layer, blobs[0])
+    bias = blobs[1] if len(blobs) > 1 else None
+    weight, new_bias = fold_after(layout.rows_first(), bias, layout.kind, layout.groups, affine)
+    model.weights[head] = [layout.restored(weight), new_bias]
+    give_bias(layer)
+    if head in graph.weights:
+        quantized = graph.weights[head]
+        matrix = quantized.matrices[0].times(affine.multiplier)
+        graph.weights[head] = replace(quantized, matrices=(matrix,))
+    take_over_top(model, head, names)

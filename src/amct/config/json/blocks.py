@@ -1,0 +1,164 @@
+"""The blocks of a full JSON config: objects with known keys, and the algorithm inside a block."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from amct.config.checks import check_settings, show
+from amct.config.json.reader import JsonNode, read_json
+from amct.config.precedence import Level, Origin
+from amct.config.registry import find_algorithm
+from amct.config.text.algorithm_blocks import AlgorithmBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from amct.config.checks import Settings
+    from amct.config.problems import ProblemList
+    from amct.config.registry import Algorithm
+    from amct.errors import Position
+
+
+def read_json_object(data: str | bytes, source: str, problems: ProblemList) -> JsonNode:
+    """Read a JSON file whose top is an object; repeated keys are reported.
+
+    Raises:
+        ParseError: The file is not JSON.
+        ConfigTypeError: Its top is not an object.
+    """
+    document = read_json(data, source)
+    problems.extend(document.problems)
+    if not is_object(document.root, "the config", problems):
+        problems.raise_all()
+    return document.root
+
+
+def is_object(node: JsonNode, what: str, problems: ProblemList) -> bool:
+    """Whether a node is an object; if not, that is reported."""
+    if not node.is_object:
+        problems.add_wrong_type(f"{what} must be an object in braces, got {show(node.plain())}", node.position)
+    return node.is_object
+
+
+def known_members(node: JsonNode, known: Collection[str], what: str, problems: ProblemList) -> Mapping[str, JsonNode]:
+    """The members of an object whose keys are known; the others are reported with the nearest known key."""
+    members = {}
+    for key, member in node.value.items():
+        if key in known:
+            members[key] = member
+        else:
+            problems.add_unknown(f"{what}: the key", key, known, member.key_position)
+    return members
+
+
+def read_bool(members: Mapping[str, JsonNode], key: str, default: bool, what: str, problems: ProblemList) -> bool:
+    """A member that is true or false; anything else is reported."""
+    if key not in members:
+        return default
+    value = members[key].value
+    if isinstance(value, bool):
+        return value
+    problems.add_wrong_type(
+        f"{what}.{key} must be true or false, got {show(members[key].plain())}", members[key].position
+    )
+    return default
+
+
+def check_members(
+    settings: Callable[..., Settings],
+    members: Mapping[str, JsonNode],
+    problems: ProblemList,
+    *,
+    block: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> Settings | None:
+    """Turn members of an object, by the names of settings fields, into settings; see ``check_settings``."""
+
+    def locate(path: tuple[str | int, ...]) -> Position | None:
+        first = members.get(str(path[0])) if path else None
+        return first.at(path[1:]).position if first is not None else None
+
+    values = {key: node.plain() for key, node in members.items()}
+    return check_settings(settings, values, locate, problems, block=block, names=names)
+
+
+def read_algorithm_block(
+    node: JsonNode,
+    algorithms: tuple[Algorithm, ...],
+    name_key: str | None,
+    what: str,
+    problems: ProblemList,
+) -> AlgorithmBlock | None:
+    """The algorithm of a JSON block with the values the block sets; None when it cannot be told.
+
+    Args:
+        node: The block.
+        algorithms: The algorithms it may name; the first one when it names none.
+        name_key: The key that names the algorithm, or None when there is only one.
+        what: What the block is called in messages, such as ``conv1.weight_quant_params``.
+        problems: Takes every mistake of the block.
+    """
+    if not is_object(node, what, problems):
+        return None
+    algorithm = _chosen(node, algorithms, name_key, what, problems)
+    if algorithm is None:
+        return None
+    given: dict[str, Any] = {}
+    nodes: dict[str, JsonNode] = {}
+    for key, member in node.value.items():
+        if key == name_key:
+            continue
+        if key in algorithm.keys:
+            given[key], nodes[key] = member.plain(), member
+        else:
+            _report_foreign(key, member, algorithm, algorithms, what, problems)
+    fields = {algorithm.field_of(key): node for key, node in nodes.items()}
+    names = {algorithm.field_of(key): key for key in nodes}
+    if check_members(algorithm.settings, fields, problems, block=what, names=names) is None:
+        # The caller goes on checking what the layer can do: leave it the values that are of the right type.
+        given = {key: value for key, value in given.items() if type(value) is type(algorithm.default_of(key))}
+    return AlgorithmBlock(
+        algorithm=algorithm,
+        given=given,
+        positions={key: member.position for key, member in nodes.items()},
+        origin=Origin(Level.FILE, node.key_position),
+        position=node.key_position,
+    )
+
+
+def _chosen(
+    node: JsonNode, algorithms: tuple[Algorithm, ...], name_key: str | None, what: str, problems: ProblemList
+) -> Algorithm | None:
+    named = node.value.get(name_key)
+    if named is None:
+        return algorithms[0]
+    algorithm = find_algorithm(algorithms, named.value)
+    if algorithm is None:
+        names = [item.name for item in algorithms]
+        message = f"{what}.{name_key} must be {' or '.join(names)}, got {show(named.plain())}."
+        if isinstance(named.value, str):
+            problems.add(message + problems.nearest(named.value, names), named.position)
+        else:
+            problems.add_wrong_type(message, named.position)
+    return algorithm
+
+
+def _report_foreign(
+    key: str,
+    member: JsonNode,
+    algorithm: Algorithm,
+    algorithms: tuple[Algorithm, ...],
+    what: str,
+    problems: ProblemList,
+) -> None:
+    """Report a key the algorithm does not have; say so when it belongs to another algorithm."""
+    owner = next((other for other in algorithms if key in other.keys), None)
+    if owner is None:
+        known = {name for item in algorithms for name in item.keys}
+        problems.add_unknown(f"{what}: the key", key, known, member.key_position)
+    else:
+        problems.add(
+            f'{what}: the key "{key}" belongs to {owner.name}, but the block is of {algorithm.name}. Remove it.',
+            member.key_position,
+        )

@@ -1,0 +1,1 @@
+"""Channel pruning and 2:4 sparsity: from a simple config to a plan."""

@@ -1,0 +1,1 @@
+"""Post-training quantization: from a simple or full config of either dialect, or from Python, to a plan."""

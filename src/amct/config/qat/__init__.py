@@ -1,0 +1,1 @@
+"""Quantization-aware training: from a simple or full config of either dialect to a plan."""

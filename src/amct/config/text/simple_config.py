@@ -1,0 +1,150 @@
+"""The parts of a simple config (``.cfg``) of post-training quantization that PyTorch and Caffe have in common."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from amct.config.precedence import DEFAULT, Blocks, Level, Origin, read_common, read_overrides
+from amct.config.text.names import (
+    Named,
+    SkipList,
+    check_layer_names,
+    check_type_names,
+    read_names,
+    without_repeats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from amct.config.layers import LayerInfo, LayerList
+    from amct.config.problems import ProblemList
+    from amct.errors import Position
+    from amct.schema import TextMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimpleConfig:
+    """Global fields, lists of names and blocks of a simple config, or of the arguments that stand for one."""
+
+    source: str
+    batch_num: int = 1
+    activation_offset: bool = True
+    do_fusion: bool = True
+    skip_layers: tuple[Named, ...] = ()
+    skip_layer_types: tuple[Named, ...] = ()
+    skip_fusion_layers: tuple[Named, ...] = ()
+    blocks: Blocks = field(default_factory=Blocks)
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    @cached_property
+    def _skips(self) -> SkipList:
+        return SkipList(self.skip_layers, self.skip_layer_types)
+
+    def skipped(self, layer: LayerInfo) -> Origin | None:
+        """Where a layer, or its type, is switched off; None when it is not."""
+        return self._skips.find(layer)
+
+
+def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
+    """Take the common parts out of a parsed ``.cfg``; repeated names are reported."""
+    for warning in message.warnings:
+        problems.warn(warning.message, warning.position)
+    scalars: dict[str, Any] = {
+        name: message.get(name) for name in ("batch_num", "activation_offset", "do_fusion") if message.has(name)
+    }
+    lists: dict[str, Any] = {
+        name: without_repeats(read_names(message, name), name, problems)
+        for name in ("skip_layers", "skip_layer_types", "skip_fusion_layers")
+    }
+    origins = {name: Origin(Level.GLOBAL, message.where(name)) for name in scalars}
+    if lists["skip_fusion_layers"]:
+        origins["skip_fusion_layers"] = Origin(Level.GLOBAL, message.where("skip_fusion_layers", 0))
+    return SimpleConfig(source=source, blocks=_read_blocks(message, problems), origins=origins, **scalars, **lists)
+
+
+def _read_blocks(message: TextMessage, problems: ProblemList) -> Blocks:
+    def block_of(entry: TextMessage) -> TextMessage:
+        block: TextMessage = entry.get("calibration_config")
+        return block
+
+    return Blocks(
+        common=read_common(message, "common_config"),
+        by_type=read_overrides(message.all("override_layer_types"), "layer_type", block_of, problems),
+        by_layer=read_overrides(message.all("override_layer_configs"), "layer_name", block_of, problems),
+    )
+
+
+def check_simple_config(
+    config: SimpleConfig,
+    layers: LayerList,
+    types: Collection[str],
+    fusible_types: Collection[str],
+    problems: ProblemList,
+) -> None:
+    """Report what does not fit the model: unknown names, types that cannot be quantized, nothing left to do."""
+    if config.batch_num < 1:
+        position = config.origins.get("batch_num", DEFAULT).position
+        problems.add(f"batch_num must be at least 1, got {config.batch_num}", position)
+    check_layer_names(config.skip_layers, "skip_layers", layers, types, problems)
+    check_type_names(config.skip_layer_types, "skip_layer_types", types, problems)
+    check_layer_names(
+        config.skip_fusion_layers, "skip_fusion_layers", layers, fusible_types, problems, verb="fused with BatchNorm"
+    )
+    check_layer_names(_names(config.blocks.by_layer), "override_layer_configs", layers, types, problems)
+    check_type_names(_names(config.blocks.by_type), "override_layer_types", types, problems)
+    _check_something_left(config, layers, types, problems)
+
+
+def _names(choices: Mapping[str, Any]) -> tuple[Named, ...]:
+    return tuple(Named(name, choice.origin.position) for name, choice in choices.items())
+
+
+def _check_something_left(
+    config: SimpleConfig, layers: LayerList, types: Collection[str], problems: ProblemList
+) -> None:
+    quantizable = quantizable_layers(layers, types)
+    if not quantizable:
+        problems.add(f"the model has no layer that can be quantized. Types that can: {', '.join(types)}.")
+    elif all(config.skipped(layer) for layer in quantizable):
+        first = config.skipped(quantizable[0])
+        problems.add(
+            f"skip_layers and skip_layer_types switch off every layer that can be quantized ({len(quantizable)})."
+            " Leave at least one.",
+            first.position if first else None,
+        )
+
+
+def quantizable_layers(layers: LayerList, types: Collection[str]) -> tuple[LayerInfo, ...]:
+    """The layers a config can speak of, in model order: of a type in the table, and not refused."""
+    return tuple(layer for layer in layers if layer.type in types and layer.refusal is None)
+
+
+def warn_of_refused(config: SimpleConfig, layers: LayerList, problems: ProblemList) -> None:
+    """Warn of overrides that cannot act because the layer cannot be quantized."""
+    for name, choice in config.blocks.by_layer.items():
+        layer = layers.find(name)
+        if layer is not None and layer.refusal is not None:
+            problems.warn(
+                f'the override of "{name}" has no effect: the layer cannot be quantized ({layer.refusal})',
+                choice.origin.position,
+            )
+
+
+class Adjustments:
+    """Settings that a layer could not take as they came from a common block: one warning for all layers alike."""
+
+    def __init__(self) -> None:
+        self._layers: dict[tuple[str, Position | None], list[str]] = defaultdict(list)
+
+    def note(self, layer: str, what: str, position: Position | None) -> None:
+        """Note that ``what`` happened to a layer because of the setting at ``position``."""
+        self._layers[what, position].append(layer)
+
+    def report(self, problems: ProblemList) -> None:
+        """Turn the notes into warnings."""
+        for (what, position), names in self._layers.items():
+            problems.warn(f"{what}: {', '.join(names)}", position)

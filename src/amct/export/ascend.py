@@ -1,0 +1,239 @@
+"""The deploy file: integer weights and Ascend's own operators, for ATC.
+
+``x → AscendQuant → layer (int8 weight, int32 bias) → AscendDequant``. The operators stand in ONNX's default domain, as
+AMCT writes them, so neither onnxruntime nor ONNX's checker accepts the file.
+
+========================  ==============================================================================================
+``<L>.quant``             AscendQuant: ``scale`` = 1/scale_d, ``offset``, ``dst_type``; one for all layers that read the
+                          same tensor with the same factors
+``<L>.dequant``           AscendDequant: input 1 is ``<L>.dequant.param``, uint64, one or Cout values; the low 32
+                          bits are the float32 scale_w · scale_d; ``dtype`` 0: float32, 1: float16
+INT4 weights              two values per byte along Cin, the even one in the low half
+LSTM, GRU                 BasicLSTMInplaceFillWindowCache, BasicGRUInplaceFillWindowCache
+========================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from onnx import TensorProto
+
+from amct.errors import ExportError
+from amct.export.binding import LayerKind
+from amct.export.onnx.layer import layer_report
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.messages import attribute_value
+from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
+from amct.export.qdq.balance import insert_balance
+from amct.export.result import ExportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+    from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+_RECURRENT_OPERATOR = {
+    LayerKind.LSTM: "BasicLSTMInplaceFillWindowCache",
+    LayerKind.GRU: "BasicGRUInplaceFillWindowCache",
+}
+_QUANT_DTYPE = {8: 2, 16: 6}
+_DEFAULT_ACTIVATIONS: dict[LayerKind, tuple[list[str], ...]] = {
+    LayerKind.LSTM: (["Sigmoid", "Tanh", "Tanh"], []),
+    LayerKind.GRU: (["Sigmoid", "Tanh"], []),
+}
+_CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LINEAR: 0}
+
+
+def ascend_model(
+    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+) -> ExportedModel:
+    """Turn a float ONNX model into its deploy form.
+
+    Args:
+        model: float model, BatchNorm folded; it is not changed.
+        bindings: which node is which layer.
+        factors: by layer name; a bound layer without factors stays float.
+
+    Raises:
+        ExportError: the graph does not look as bound, a bias does not fit int32, an INT4 weight cannot be packed, or a
+            recurrent layer has a form that Ascend's operators lack.
+    """
+    graph, layers, skipped = find_layers(model, bindings, factors)
+    quantizers: dict[tuple[str, float, int, int], str] = {}
+    reports = []
+    for layer in layers:
+        before = len(graph.nodes)
+        if layer.kind.is_recurrent:
+            _replace_recurrent(graph, layer)
+        else:
+            _quantize_layer(graph, layer, quantizers)
+        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]]))
+    return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
+
+
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
+    straighten_gemm(graph, layer)
+    _insert_quant(graph, layer, quantizers)
+    if layer.weight is not None:
+        name = replace_weight(graph, layer, layer.integer_weight())
+        if layer.factors.wts_bits == 4:
+            graph.set_initializer(name, _packed(layer))
+        if layer.adds_integers:
+            _replace_bias(graph, layer)
+    _insert_dequant(graph, layer)
+
+
+def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
+    factors = layer.factors
+    tensor = insert_balance(graph, layer, layer.reader.input[0], _numpy_float(layer))
+    key = (tensor, factors.scale_d, factors.offset_d, factors.act_bits)
+    if key not in quantizers:
+        quantizers[key] = graph.add_node(
+            "AscendQuant",
+            f"{layer.name}.quant",
+            [tensor],
+            scale=_reciprocal(factors.scale_d),
+            offset=float(factors.offset_d),
+            dst_type=f"INT{factors.act_bits}",
+        )
+    graph.set_input(layer.reader, 0, quantizers[key])
+    if layer.pad is not None:
+        # The pad reads integers: zero is the offset there.
+        zero = np.asarray(factors.offset_d, dtype=np.int16 if factors.act_bits == 16 else np.int8)
+        graph.set_input(layer.pad, 2, graph.set_initializer(graph.fresh_name(f"{layer.pad.name}.value"), zero))
+        graph.forget_type(layer.pad.output[0])
+
+
+def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
+    name = f"{layer.name}.dequant"
+    param = graph.set_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
+    read, write = graph.tap(layer.output, f"{name}.output0")
+    for tensor in (layer.node.output[0], read):
+        graph.forget_type(tensor)
+    graph.add_node("AscendDequant", name, [read, param], [write], dtype=_dequant_dtype(layer))
+
+
+def _replace_bias(graph: OnnxGraph, layer: Layer) -> None:
+    name = replace_bias(graph, layer, layer.integer_bias())
+    if layer.factors.act_bits != 4:
+        return
+    # Ascend's 4-bit kernels add the bias in float.
+    as_float = graph.add_node("Cast", f"{layer.name}.bias_quant", [name], to=TensorProto.FLOAT)
+    graph.set_input(*layer.bias_place, as_float)
+
+
+def dequant_param(scale: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Ascend's dequantization parameter: float32 bits in the low 32 bits; the byte of the weight offset above is 0."""
+    return np.ascontiguousarray(scale, dtype=np.float32).view(np.uint32).astype(np.uint64)
+
+
+def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+    """Two 4-bit values per byte along ``axis``, which is halved; the value of even index is in the low half.
+
+    Raises:
+        ExportError: the axis has an odd length.
+    """
+    if weight.shape[axis] % 2:
+        raise ExportError(f"INT4 packs pairs of input channels, got {weight.shape[axis]}; use 8-bit weights here")
+    ahead = np.moveaxis(weight, axis, 0)
+    packed = ((ahead[1::2].astype(np.uint8) << 4) | (ahead[::2].astype(np.uint8) & 0x0F)).view(np.int8)
+    return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
+
+
+def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
+    """The inverse of ``pack_int4``."""
+    ahead = np.moveaxis(packed, axis, 0)
+    both = np.stack([np.left_shift(ahead, 4) >> 4, ahead >> 4], axis=1)
+    return np.ascontiguousarray(np.moveaxis(both.reshape(-1, *ahead.shape[1:]), 0, axis))
+
+
+def _packed(layer: Layer) -> NDArray[np.int8]:
+    if layer.groups > 1:
+        raise ExportError(
+            f'layer "{layer.name}": INT4 weights of a convolution with {layer.groups} groups cannot be packed; '
+            "use 8-bit weights here"
+        )
+    try:
+        return pack_int4(stored_weight(layer, layer.integer_weight()), _CHANNEL_IN_AXIS[layer.kind])
+    except ExportError as error:
+        raise ExportError(f'layer "{layer.name}": {error}') from error
+
+
+# -- recurrent layers -------------------------------------------------------------------------------------------------
+
+
+def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
+    _check_recurrent(layer)
+    node, factors = layer.node, layer.factors
+    x = insert_balance(graph, layer, node.input[0], _numpy_float(layer))
+    inputs = [*node.input, *[""] * (8 - len(node.input))]
+    _, _, _, bias, lengths, state, cell, _ = inputs
+    weight = owned_name(graph, node, 1, f"{layer.name}.weight")
+    recurrent = owned_name(graph, node, 2, f"{layer.name}.recurrent_weight")
+    graph.set_initializer(weight, layer.integer_weight()[np.newaxis])
+    graph.set_initializer(recurrent, layer.integer_recurrent_weight()[np.newaxis])
+    if layer.bias is not None:
+        bias = owned_name(graph, node, 3, f"{layer.name}.bias")
+        graph.set_initializer(bias, layer.integer_bias()[np.newaxis])
+    param = graph.set_initializer(f"{layer.name}.dequant.param", dequant_param(layer.dequant_scale()))
+    states = [state, cell] if layer.kind is LayerKind.LSTM else [state]
+    graph.set_inputs(node, [x, weight, recurrent, *states, bias, lengths, "", param])
+    node.op_type = _RECURRENT_OPERATOR[layer.kind]
+    assert factors.scale_h is not None
+    assert factors.offset_h is not None
+    settings: dict[str, object] = {
+        "activations": [],
+        "activation_alpha": [],
+        "activation_beta": [],
+        "clip": float(attribute_value(node, "clip", -1.0)),
+        "direction": "forward",
+        "quant_sqrt_mode_x": 0,
+        "quant_sqrt_mode_h": 0,
+        "quant_scale_x": _reciprocal(factors.scale_d),
+        "quant_offset_x": float(factors.offset_d),
+        "quant_scale_h": _reciprocal(factors.scale_h),
+        "quant_offset_h": float(factors.offset_h),
+        "quant_dtype": _QUANT_DTYPE[factors.act_bits],
+    }
+    if layer.kind is LayerKind.LSTM:
+        settings["input_forget"] = int(attribute_value(node, "input_forget", 0))
+    for name, value in settings.items():
+        graph.set_attribute(node, name, value)
+    graph.drop_attribute(node, "layout")
+
+
+def _check_recurrent(layer: Layer) -> None:
+    node = layer.node
+    activations = [name.decode() for name in attribute_value(node, "activations", [])]
+    problems = {
+        "its activation has 4 bits; Ascend has 8 and 16": layer.factors.act_bits not in _QUANT_DTYPE,
+        "layout=1 (batch first inside the operator)": attribute_value(node, "layout", 0) != 0,
+        "peephole weights": layer.kind is LayerKind.LSTM and len(node.input) > 7 and bool(node.input[7]),
+        f"activations {activations}": activations not in _DEFAULT_ACTIVATIONS[layer.kind],
+        "linear_before_reset=0": layer.kind is LayerKind.GRU and not attribute_value(node, "linear_before_reset", 0),
+    }
+    found = [problem for problem, present in problems.items() if present]
+    if found:
+        raise ExportError(
+            f'layer "{layer.name}": Ascend\'s {_RECURRENT_OPERATOR[layer.kind]} cannot express {"; ".join(found)}; '
+            "leave this layer in float (skip_layers)"
+        )
+
+
+def _reciprocal(scale: float) -> float:
+    return float(np.float32(1) / np.float32(scale))
+
+
+def _numpy_float(layer: Layer) -> type[np.floating]:
+    return np.float16 if layer.element_type == TensorProto.FLOAT16 else np.float32
+
+
+def _dequant_dtype(layer: Layer) -> int:
+    return 1 if layer.element_type == TensorProto.FLOAT16 else 0

@@ -1,0 +1,139 @@
+"""The fake-quant file: quantization simulated with standard operators, for onnxruntime on any machine.
+
+``x → Mul(1/scale_d) → Round → Add(offset) → Clip → Sub(offset) → layer → Mul(scale_w · scale_d)``; weights and bias of
+the layer are floats that hold integers, so the layer computes what the chip computes. LSTM and GRU have no integer form
+in ONNX: their weights are dequantized in place, x and the first hidden state pass through a quantizer and back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from amct.export.onnx.layer import layer_report
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.weights import replace_bias, replace_weight, straighten_gemm
+from amct.export.qdq.balance import along_channels, insert_balance
+from amct.export.result import ExportedModel
+from amct.numerics.affine import integer_range
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from onnx import ModelProto
+
+    from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+
+def fake_quant_model(
+    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+) -> ExportedModel:
+    """Turn a float ONNX model into its fake-quant form.
+
+    Args:
+        model: float model, BatchNorm folded; it is not changed.
+        bindings: which node is which layer.
+        factors: by layer name; a bound layer without factors stays float.
+
+    Raises:
+        ExportError: the graph does not look as bound, or a bias does not fit int32.
+    """
+    graph, layers, skipped = find_layers(model, bindings, factors)
+    quantizers: dict[tuple[str, float, int, int], str] = {}
+    reports = []
+    for layer in layers:
+        before = len(graph.nodes)
+        if layer.kind.is_recurrent:
+            _recurrent(graph, layer)
+        else:
+            _quantize_layer(graph, layer, quantizers)
+        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]]))
+    return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
+
+
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
+    tensor = layer.reader.input[0]
+    if not layer.is_wide_float:
+        tensor = graph.add_node("Cast", f"{layer.name}.quant.fakequant.cast", [tensor], to=TensorProto.FLOAT)
+    tensor = insert_balance(graph, layer, tensor)
+    key = (tensor, layer.factors.scale_d, layer.factors.offset_d, layer.factors.act_bits)
+    if key not in quantizers:
+        quantizers[key] = insert_quantizer(
+            graph, f"{layer.name}.quant", tensor, layer.factors.scale_d, layer.factors.offset_d, layer.factors.act_bits
+        )
+    graph.set_input(layer.reader, 0, quantizers[key])
+    if layer.weight is not None:
+        straighten_gemm(graph, layer)
+        replace_weight(graph, layer, layer.integer_weight().astype(np.float32))
+        if layer.adds_integers:
+            replace_bias(graph, layer, layer.integer_bias().astype(np.float32))
+    _insert_dequantizer(graph, layer)
+
+
+def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, offset: int, bits: int) -> str:
+    """``<name>.fakequant.*``: the integers of a tensor, less the offset, as floats."""
+    prefix = f"{name}.fakequant"
+    lowest, highest = integer_range(bits)
+
+    def scalar(suffix: str, value: float) -> str:
+        return graph.add_constant(f"{prefix}.{suffix}", np.asarray(value, dtype=np.float32))
+
+    step, shift = scalar("scale", float(np.float32(1) / np.float32(scale))), scalar("offset", offset)
+    low, high = scalar("min_val", lowest), scalar("max_val", highest)
+    scaled = graph.add_node("Mul", f"{prefix}.mul", [tensor, step])
+    rounded = graph.add_node("Round", f"{prefix}.round", [scaled])
+    shifted = graph.add_node("Add", f"{prefix}.add", [rounded, shift])
+    clipped = graph.add_node("Clip", f"{prefix}.clip", [shifted, low, high])
+    return graph.add_node("Sub", f"{prefix}.sub", [clipped, shift])
+
+
+def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> None:
+    scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", along_channels(layer, layer.dequant_scale()))
+    name = f"{layer.name}.fakedequant.mul"
+    last = name if layer.is_wide_float else f"{layer.name}.fakedequant.cast"
+    read, write = graph.tap(layer.output, f"{last}.output0")
+    if layer.is_wide_float:
+        graph.add_node("Mul", name, [read, scale], [write])
+        return
+    for tensor in (layer.node.output[0], read):
+        graph.forget_type(tensor)
+    wide = graph.add_node("Mul", name, [read, scale])
+    graph.add_node("Cast", last, [wide], [write], to=layer.element_type)
+
+
+def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
+    factors, node = layer.factors, layer.node
+    dtype = helper.tensor_dtype_to_np_dtype(layer.element_type)
+    graph.set_input(node, 0, _there_and_back(graph, layer, "", node.input[0], factors.scale_d, factors.offset_d))
+    if len(node.input) > 5 and node.input[5]:
+        assert factors.scale_h is not None
+        assert factors.offset_h is not None
+        state = _there_and_back(graph, layer, "1", node.input[5], factors.scale_h, factors.offset_h)
+        graph.set_input(node, 5, state)
+    weight = layer.integer_weight() * layer.row_scales().reshape(-1, 1)
+    recurrent = layer.integer_recurrent_weight() * layer.recurrent_row_scales().reshape(-1, 1)
+    replace_weight(graph, layer, weight[np.newaxis].astype(dtype))
+    replace_weight(graph, layer, recurrent[np.newaxis].astype(dtype), index=2)
+    if layer.bias is not None:
+        bias = layer.integer_bias().astype(np.float64) * layer.dequant_scale()
+        replace_weight(graph, layer, bias[np.newaxis].astype(dtype), index=3)
+
+
+def _there_and_back(graph: OnnxGraph, layer: Layer, number: str, tensor: str, scale: float, offset: int) -> str:
+    """Quantize and dequantize x (number "") or the hidden state (number "1") of a recurrent layer."""
+    name = f"{layer.name}.quant{number}"
+    if not layer.is_wide_float:
+        tensor = graph.add_node("Cast", f"{name}.fakequant.cast", [tensor], to=TensorProto.FLOAT)
+    if not number:
+        tensor = insert_balance(graph, layer, tensor)
+    integers = insert_quantizer(graph, name, tensor, scale, offset, layer.factors.act_bits)
+    prefix = f"{layer.name}.anti_quant{number}.fake_antiquant"
+    step = graph.add_constant(f"{prefix}.scale", np.asarray(scale, dtype=np.float32))
+    result = graph.add_node("Mul", f"{prefix}.mul", [integers, step])
+    if layer.is_wide_float:
+        return result
+    return graph.add_node("Cast", f"{prefix}.cast", [result], to=layer.element_type)

@@ -1,0 +1,418 @@
+"""An ONNX graph that can be edited: find nodes and constants, insert before and after, write a sorted model.
+
+The model given is never changed. Initializers are kept apart from the rest, one message each, so that a model above the
+2 GB limit of protobuf can be edited: only parts of it are ever serialized.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from amct.errors import ExportError, did_you_mean
+from amct.export.onnx.messages import (
+    any_value,
+    attribute_value,
+    captures,
+    constant_node_value,
+    copied_node,
+    copy_fields,
+    make_attribute,
+    reads,
+    tensor_array,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+_DETERMINISTIC_FOLDS = frozenset(
+    {
+        "Cast",
+        "Concat",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
+"""Operators through which a weight may reach its layer; exporters leave them in the graph when the weight is large."""
+
+_LONGEST_FOLD = 64
+"""Operators in a row between a stored value and what is still seen as a constant."""
+_LARGEST_FOLD = 2**26
+"""Bytes that a constant computed from stored values may always have."""
+_NEVER = 2**31
+
+
+class OnnxGraph:
+    """The main graph of a model, open for editing."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._source = model
+        self.nodes: list[NodeProto] = [copied_node(node) for node in model.graph.node]
+        self._initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.inputs: list[ValueInfoProto] = [
+            value for value in model.graph.input if value.name not in self._initializers
+        ]
+        self._outputs = {value.name for value in model.graph.output}
+        self._value_info = {value.name: value for value in model.graph.value_info}
+        self._producers: dict[str, NodeProto] = {}
+        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
+        self._captured: set[str] = set()
+        self._by_name: dict[str, NodeProto] = {}
+        self._folded: dict[str, NDArray[Any]] = {}
+        self._constant_depths: dict[str, int] = {}
+        for node in self.nodes:
+            self._index(node)
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard operators."""
+        return next((entry.version for entry in self._source.opset_import if entry.domain in ("", "ai.onnx")), 1)
+
+    def node(self, name: str) -> NodeProto:
+        """The node of that name.
+
+        Raises:
+            ExportError: there is none.
+        """
+        found = self._by_name.get(name)
+        if found is None:
+            raise ExportError(
+                f'the ONNX graph has no node "{name}".{did_you_mean(name, self._by_name)} '
+                "Bind the layer to a node of the model that is exported"
+            )
+        return found
+
+    def producer(self, tensor: str) -> NodeProto | None:
+        """The node that computes a tensor; None for graph inputs, initializers and absent inputs."""
+        return self._producers.get(tensor)
+
+    def consumers(self, tensor: str) -> list[NodeProto]:
+        """Nodes that take a tensor as an explicit input, each once."""
+        found: list[NodeProto] = []
+        for node in self._consumers.get(tensor, ()):
+            if not any(node is other for other in found):
+                found.append(node)
+        return found
+
+    def is_output(self, tensor: str) -> bool:
+        """Whether the tensor is an output of the graph."""
+        return tensor in self._outputs
+
+    def is_captured(self, tensor: str) -> bool:
+        """Whether the body of an If, Loop or Scan uses the tensor."""
+        return tensor in self._captured
+
+    def only_consumer(self, tensor: str) -> NodeProto | None:
+        """The one node that uses the tensor, if nothing else sees it."""
+        users = self.consumers(tensor)
+        if len(users) != 1 or self.is_output(tensor) or self.is_captured(tensor):
+            return None
+        return users[0]
+
+    def element_type(self, tensor: str) -> int:
+        """ONNX's element type of a tensor as the model declares it; FLOAT where it does not say."""
+        if tensor in self._initializers:
+            return self._initializers[tensor].data_type
+        declared = self._value_info.get(tensor)
+        for value in (declared, *self.inputs, *self._source.graph.output):
+            if value is not None and value.name == tensor and value.type.tensor_type.elem_type:
+                return value.type.tensor_type.elem_type
+        return TensorProto.FLOAT
+
+    def rank(self, tensor: str) -> int | None:
+        """How many dimensions a tensor has, where the model says it."""
+        if tensor in self._initializers:
+            return len(self._initializers[tensor].dims)
+        for value in (self._value_info.get(tensor), *self.inputs, *self._source.graph.output):
+            if value is not None and value.name == tensor and value.type.tensor_type.HasField("shape"):
+                return len(value.type.tensor_type.shape.dim)
+        return None
+
+    def constant(self, tensor: str) -> NDArray[Any] | None:
+        """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
+        if not tensor:
+            return None
+        if tensor in self._initializers:
+            return tensor_array(self._initializers[tensor])
+        if tensor not in self._folded:
+            value = self._fold(tensor)
+            if value is None:
+                return None
+            self._folded[tensor] = value
+        return self._folded[tensor]
+
+    def is_constant(self, tensor: str) -> bool:
+        """Whether ``constant`` would find a value; cheaper."""
+        depth = self._constant_depths.get(tensor)
+        return (self._find_constant_depth(tensor) if depth is None else depth) <= _LONGEST_FOLD
+
+    def _find_constant_depth(self, tensor: str) -> int:
+        """Through how many operators a tensor comes from stored values; more than can be if it does not.
+
+        Without recursion and each tensor once: a file may have chains of any length.
+        """
+        depths = self._constant_depths
+        waiting, entered = [tensor], set()
+        while waiting:
+            name = waiting[-1]
+            own = self._stored_depth(name)
+            sources = [] if own is not None else [each for each in self._producers[name].input if each]
+            missing = [each for each in sources if each not in depths and each not in entered]
+            if missing and name not in entered:
+                entered.add(name)
+                waiting += missing
+                continue
+            depths[waiting.pop()] = own if own is not None else 1 + max(depths.get(each, _NEVER) for each in sources)
+        return depths[tensor]
+
+    def _stored_depth(self, tensor: str) -> int | None:
+        """0 of a stored value, beyond all of what is computed; None of what depends on the inputs of its operator."""
+        if tensor in self._initializers:
+            return 0
+        node = self.producer(tensor)
+        if node is not None and node.op_type == "Constant":
+            return 0
+        foldable = node is not None and node.op_type in _DETERMINISTIC_FOLDS and any(node.input)
+        return None if foldable else _NEVER
+
+    def is_initializer(self, tensor: str) -> bool:
+        """Whether the tensor is stored in the model."""
+        return tensor in self._initializers
+
+    def _fold(self, tensor: str) -> NDArray[Any] | None:
+        node = self.producer(tensor)
+        if node is None:
+            return None
+        if node.op_type == "Constant":
+            return constant_node_value(node)
+        if not self.is_constant(tensor):
+            return None
+        inputs = {name: self.constant(name) for name in node.input if name}
+        if any(value is None for value in inputs.values()) or self._is_too_large(node, inputs):
+            return None
+        alone = copied_node(node)
+        opsets = [helper.make_opsetid("", self.opset)]
+        model = helper.make_model(
+            helper.make_graph([alone], "constant", [any_value(name) for name in inputs], [any_value(tensor)]),
+            opset_imports=opsets,
+        )
+        try:
+            results = ReferenceEvaluator(model).run([tensor], inputs)
+        except Exception as error:
+            raise ExportError(f'constant "{tensor}" cannot be computed by its {node.op_type}: {error}') from error
+        assert isinstance(results, list)  # a dictionary only when no feed is given
+        return np.asarray(results[0])
+
+    def _is_too_large(self, node: NodeProto, inputs: Mapping[str, NDArray[Any] | None]) -> bool:
+        """Whether a result is far larger than all that is stored: a file can double a value again and again."""
+        sizes = {name: value.nbytes for name, value in inputs.items() if value is not None}
+        result = sum(sizes[name] for name in node.input if name)
+        if node.op_type == "Gather":
+            data, indices = (inputs[name] for name in node.input)
+            assert data is not None
+            assert indices is not None
+            axis = attribute_value(node, "axis", 0)
+            result = data.nbytes // max(data.shape[axis] if data.ndim else 1, 1) * indices.size
+        stored = sum(len(tensor.raw_data) for tensor in self._initializers.values())
+        return result > max(2 * stored, _LARGEST_FOLD)
+
+    # -- editing ---------------------------------------------------------------------------------------------------
+
+    def set_initializer(self, name: str, value: NDArray[Any]) -> str:
+        """Store an array under a name, replacing what was there; returns the name."""
+        self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
+        self._constant_depths.clear()
+        self._value_info.pop(name, None)
+        return name
+
+    def add_constant(self, name: str, value: NDArray[Any]) -> str:
+        """A Constant node; returns the name of its output, ``<name>.output0``."""
+        return self.add_node("Constant", name, [], value=numpy_helper.from_array(np.asarray(value, order="C"), name))
+
+    def add_node(
+        self, op_type: str, name: str, inputs: Sequence[str], outputs: Sequence[str] | None = None, **attributes: object
+    ) -> str:
+        """Add a node; ``build`` sorts. Returns its first output, ``<name>.output0`` unless given.
+
+        Raises:
+            ExportError: the name is taken.
+        """
+        if name in self._by_name:
+            raise ExportError(
+                f'cannot add {op_type} "{name}": the ONNX graph already has a node of this name; '
+                "was the model exported before? Start from the float model"
+            )
+        node = helper.make_node(op_type, list(inputs), list(outputs or [f"{name}.output0"]), name=name)
+        for key, value in attributes.items():
+            node.attribute.append(make_attribute(key, value))
+        self.nodes.append(node)
+        self._index(node)
+        self._constant_depths.clear()
+        return node.output[0]
+
+    def rename_node(self, node: NodeProto, name: str) -> None:
+        """Give a node a new name; another node that has it makes room."""
+        if node.name == name:
+            return
+        holder = self._by_name.get(name)
+        if holder is not None:
+            self.rename_node(holder, self.fresh_name(f"{name}_other"))
+        self._by_name.pop(node.name, None)
+        node.name = name
+        self._by_name[name] = node
+
+    def fresh_name(self, name: str) -> str:
+        """``name``, or with a number behind it when a node or tensor is already called so."""
+        candidate, number = name, 1
+        while candidate in self._by_name or candidate in self._producers or candidate in self._initializers:
+            candidate, number = f"{name}_{number}", number + 1
+        return candidate
+
+    def set_input(self, node: NodeProto, index: int, tensor: str) -> None:
+        """Let one input of a node come from another tensor."""
+        self._constant_depths.clear()
+        while len(node.input) <= index:
+            node.input.append("")
+        old = node.input[index]
+        node.input[index] = tensor
+        if old and old not in node.input:
+            self._consumers[old] = [user for user in self._consumers[old] if user is not node]
+        if tensor and not any(user is node for user in self._consumers[tensor]):
+            self._consumers[tensor].append(node)
+
+    def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
+        """Replace all inputs of a node."""
+        for name in node.input:
+            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+        del node.input[:]
+        for index, tensor in enumerate(tensors):
+            self.set_input(node, index, tensor)
+
+    def set_attribute(self, node: NodeProto, name: str, value: object) -> None:
+        """Set one attribute of a node."""
+        self.drop_attribute(node, name)
+        node.attribute.append(make_attribute(name, value))
+
+    def drop_attribute(self, node: NodeProto, name: str) -> None:
+        """Remove one attribute of a node, if it has it."""
+        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        if len(kept) != len(node.attribute):
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+    def tap(self, tensor: str, fallback: str) -> tuple[str, str]:
+        """Prepare to insert something behind a tensor; returns what to read and what to write.
+
+        The users of ``tensor`` will read the second name. A tensor that is a graph output (or is used inside an If,
+        Loop or Scan) keeps its name at the far end: then its producer writes ``<node>_output0`` instead.
+        """
+        producer = self.producer(tensor)
+        assert producer is not None  # layers are bound to nodes
+        if self.is_output(tensor) or self.is_captured(tensor):
+            hidden = self.fresh_name(f"{producer.name}_output0")
+            producer.output[list(producer.output).index(tensor)] = hidden
+            self._producers[hidden] = self._producers.pop(tensor)
+            self._constant_depths.clear()
+            return hidden, tensor
+        for user in self.consumers(tensor):
+            for index, name in enumerate(user.input):
+                if name == tensor:
+                    self.set_input(user, index, fallback)
+        return tensor, fallback
+
+    def forget_type(self, tensor: str) -> None:
+        """Drop what the model declares about a tensor, because an edit changed it."""
+        self._value_info.pop(tensor, None)
+
+    def remove_node(self, node: NodeProto) -> None:
+        """Take a node out; its outputs no longer have a producer."""
+        self._constant_depths.clear()
+        self.nodes = [other for other in self.nodes if other is not node]
+        self._by_name.pop(node.name, None)
+        for name in node.input:
+            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+        for name in node.output:
+            if self._producers.get(name) is node:
+                del self._producers[name]
+
+    def take_output(self, node: NodeProto, successor: NodeProto) -> None:
+        """Let a node make what its successor made, under that name; the successor goes."""
+        old, new = node.output[0], successor.output[0]
+        self._constant_depths.clear()
+        self.remove_node(successor)
+        node.output[0] = new
+        self._producers.pop(old, None)
+        self._producers[new] = node
+        self._value_info.pop(old, None)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def build(self) -> ModelProto:
+        """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
+        model = ModelProto()
+        graph = model.graph
+        copy_fields(self._source, model, skip={"graph"})
+        copy_fields(self._source.graph, graph, skip={"node", "initializer", "input", "value_info"})
+        graph.input.extend(self.inputs)
+        nodes = self.live_nodes()
+        graph.node.extend(nodes)
+        used = {name for node in nodes for name in reads(node)} | self._outputs
+        graph.initializer.extend(tensor for name, tensor in self._initializers.items() if name in used)
+        written = {name for node in nodes for name in node.output}
+        graph.value_info.extend(value for name, value in self._value_info.items() if name in written)
+        return model
+
+    def live_nodes(self) -> list[NodeProto]:
+        """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
+        alive: set[int] = set()
+        pending = [self._producers[name] for name in self._outputs if name in self._producers]
+        while pending:
+            node = pending.pop()
+            if id(node) in alive:
+                continue
+            alive.add(id(node))
+            pending.extend(self._producers[name] for name in reads(node) if name in self._producers)
+        return [node for node in self._sorted_nodes() if id(node) in alive]
+
+    def _sorted_nodes(self) -> Iterator[NodeProto]:
+        done: set[int] = set()
+        for root in self.nodes:
+            stack = [(root, False)]
+            while stack:
+                node, expanded = stack.pop()
+                if id(node) in done:
+                    continue
+                if expanded:
+                    done.add(id(node))
+                    yield node
+                    continue
+                stack.append((node, True))
+                needed = (self._producers[name] for name in reversed(reads(node)) if name in self._producers)
+                stack.extend((producer, False) for producer in needed if id(producer) not in done)
+
+    def _index(self, node: NodeProto) -> None:
+        if not node.name:
+            node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
+        self._by_name.setdefault(node.name, node)
+        for name in node.output:
+            if name:
+                self._producers[name] = node
+        for name in dict.fromkeys(node.input):
+            if name:
+                self._consumers[name].append(node)
+        self._captured.update(captures(node))

@@ -1,0 +1,290 @@
+"""Find the bound layers in a graph.
+
+This is the one place that knows how a layer looks in ONNX. Whatever does not look as bound is an ``ExportError`` that
+names layer, node and what was expected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from onnx import TensorProto
+
+from amct.errors import ExportError, did_you_mean
+from amct.export.binding import LayerBinding, LayerFactors, LayerKind
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer import Layer
+from amct.export.onnx.messages import attribute_value
+from amct.export.result import Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto, NodeProto
+
+_GATES = {LayerKind.LSTM: 4, LayerKind.GRU: 3}
+
+
+class LayerMismatchError(ExportError):
+    """A node does not look as its kind of layer must; ``reason`` says why without naming the node."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def find_layers(
+    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+) -> tuple[OnnxGraph, list[Layer], list[Skip]]:
+    """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
+
+    Raises:
+        ExportError: the graph does not look as bound, a layer is bound twice, or factors belong to no binding.
+    """
+    _check_names(bindings, factors)
+    graph = OnnxGraph(model)
+    for node in graph.nodes:
+        graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; no runtime knows it
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    bound = [binding for binding in bindings if binding.layer in factors]
+    layers = [find_layer(graph, binding, factors[binding.layer]) for binding in bound]
+    layers.sort(key=lambda layer: position[layer.node.name])
+    for layer in layers:
+        graph.rename_node(layer.node, layer.name)
+        if layer.pad is not None:
+            graph.rename_node(layer.pad, f"{layer.name}_pad")
+    skipped = [Skip(b.layer, "it has no quantization factors") for b in bindings if b.layer not in factors]
+    return graph, layers, skipped
+
+
+def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]) -> None:
+    names = [binding.layer for binding in bindings]
+    nodes = [binding.node for binding in bindings]
+    repeated = sorted({name for seen in (names, nodes) for name in seen if seen.count(name) > 1})
+    if repeated:
+        raise ExportError(f"layers and nodes can be bound once only; bound more than once: {', '.join(repeated)}")
+    unknown = sorted(set(factors) - set(names))
+    if unknown:
+        raise ExportError(
+            f'there are factors for layer "{unknown[0]}", which is not bound to an ONNX node.'
+            f"{did_you_mean(unknown[0], names)} Bind it, or leave its factors out"
+        )
+
+
+def find_layer(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors) -> Layer:
+    """Find what belongs to a bound layer and check that it looks as bound.
+
+    Raises:
+        ExportError: node, weight, bias or number of factors are not what the kind of layer needs.
+    """
+    node = graph.node(binding.node)
+    if node.op_type not in binding.kind.operators:
+        _refuse(binding, node, f"expected {' or '.join(binding.kind.operators)}")
+    if binding.kind is LayerKind.AVERAGE_POOL:
+        return _find_pool(graph, binding, factors, node)
+    if binding.kind.is_recurrent:
+        return _find_recurrent(graph, binding, factors, node)
+    if binding.kind is LayerKind.LINEAR:
+        return _find_linear(graph, binding, factors, node)
+    return _find_convolution(graph, binding, factors, node)
+
+
+def _find_pool(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+    if factors.balance is not None:
+        _refuse(binding, node, "average pooling has no weight to balance: remove tensor_balance_factor")
+    if factors.scale_w.size != 1:
+        _refuse(binding, node, f"expected 1 scale_w, got {factors.scale_w.size}")
+    return Layer(
+        name=binding.layer,
+        kind=binding.kind,
+        node=node,
+        factors=factors,
+        pad=_zero_pad(graph, node.input[0]),
+        element_type=graph.element_type(node.input[0]),
+    )
+
+
+def _zero_pad(graph: OnnxGraph, tensor: str) -> NodeProto | None:
+    """The Pad with zeros that makes a tensor, if only one node uses it."""
+    pad = graph.producer(tensor)
+    if pad is None or pad.op_type != "Pad" or graph.only_consumer(tensor) is None:
+        return None
+    return pad if is_zero_pad(graph, pad) else None
+
+
+def is_zero_pad(graph: OnnxGraph, pad: NodeProto) -> bool:
+    """Whether a Pad node fills with zeros."""
+    if attribute_value(pad, "mode", "constant") != "constant":
+        return False
+    if len(pad.input) < 3 or not pad.input[2]:
+        return True
+    value = graph.constant(pad.input[2])
+    return value is not None and not np.any(value)
+
+
+def _find_convolution(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+    weight = _weight(graph, binding, node, 1)
+    if weight.ndim < 3:
+        _refuse(binding, node, f"expected a weight of at least 3 dimensions, got shape {list(weight.shape)}")
+    groups = int(attribute_value(node, "group", 1))
+    bias = _optional_constant(graph, binding, node, 2, "bias")
+    transposed = binding.kind is LayerKind.CONV_TRANSPOSE
+    channels_in = weight.shape[0] if transposed else weight.shape[1] * groups
+    channels_out = weight.shape[1] * groups if transposed else weight.shape[0]
+    _check_factors(binding, node, factors, channels_in=channels_in, counts=(1, channels_out), weight=weight)
+    return Layer(
+        name=binding.layer,
+        kind=binding.kind,
+        node=node,
+        factors=factors,
+        weight=_balanced(weight, factors, binding.kind, groups),
+        bias=bias,
+        groups=groups,
+        element_type=_float_type(weight),
+    )
+
+
+def _find_linear(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+    stored = _weight(graph, binding, node, 1)
+    if stored.ndim != 2:
+        _refuse(binding, node, f"expected a weight of 2 dimensions, got shape {list(stored.shape)}")
+    bias: NDArray[Any] | None
+    if node.op_type == "Gemm":
+        settings = {name: attribute_value(node, name, default) for name, default in _GEMM_DEFAULTS.items()}
+        if settings != _GEMM_DEFAULTS:
+            _refuse(binding, node, f"expected transA=0, alpha=1, beta=1, got {settings}")
+        weight = stored if attribute_value(node, "transB", 0) else stored.T
+        bias, bias_node = _gemm_bias(graph, binding, node, weight.shape[0]), None
+    else:
+        weight = stored.T
+        bias, bias_node = _added_bias(graph, node, weight.shape[0])
+    _check_factors(binding, node, factors, channels_in=weight.shape[1], counts=(1, weight.shape[0]), weight=weight)
+    return Layer(
+        name=binding.layer,
+        kind=binding.kind,
+        node=node,
+        factors=factors,
+        weight=_balanced(weight, factors, binding.kind, 1),
+        bias=bias,
+        bias_node=bias_node,
+        element_type=_float_type(stored),
+    )
+
+
+_GEMM_DEFAULTS = {"transA": 0, "alpha": 1.0, "beta": 1.0}
+
+
+def _gemm_bias(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, channels: int) -> NDArray[Any] | None:
+    bias = _optional_constant(graph, binding, node, 2, "bias")
+    if bias is None:
+        return None
+    if bias.size not in (1, channels) or (bias.ndim > 0 and bias.shape[-1] != bias.size):
+        _refuse(binding, node, f"expected a bias of {channels} values, got shape {list(bias.shape)}")
+    return np.broadcast_to(bias.reshape(-1), channels)
+
+
+def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArray[Any] | None, NodeProto | None]:
+    """The constant that an Add behind a MatMul adds, one value per output channel, and the Add."""
+    add = graph.only_consumer(node.output[0])
+    if add is None or add.op_type != "Add":
+        return None, None
+    other = add.input[1] if add.input[0] == node.output[0] else add.input[0]
+    bias = graph.constant(other) if graph.is_constant(other) else None
+    if bias is None or bias.shape != (channels,):
+        return None, None
+    return bias, add
+
+
+def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, node: NodeProto) -> Layer:
+    weight, recurrent = _weight(graph, binding, node, 1), _weight(graph, binding, node, 2)
+    if weight.ndim != 3 or weight.shape[0] != 1 or attribute_value(node, "direction", "forward") != "forward":
+        _refuse(binding, node, f"expected one forward direction, got a weight of shape {list(weight.shape)}")
+    if factors.scale_h is None or factors.offset_h is None or factors.scale_r is None:
+        _refuse(binding, node, "expected scale_h, offset_h and scale_r among its factors; calibrate the layer again")
+    gates, rows = _GATES[binding.kind], weight.shape[1]
+    counts = (1, gates, rows)
+    _check_factors(binding, node, factors, channels_in=weight.shape[2], counts=counts, weight=None)
+    if factors.scale_r.size not in counts:
+        _refuse(binding, node, f"expected {_either(counts)} scale_r, got {factors.scale_r.size}")
+    bias = _optional_constant(graph, binding, node, 3, "bias")
+    return Layer(
+        name=binding.layer,
+        kind=binding.kind,
+        node=node,
+        factors=factors,
+        weight=_balanced(weight[0], factors, binding.kind, 1),
+        recurrent_weight=recurrent[0],
+        bias=None if bias is None else bias.reshape(-1),
+        element_type=_float_type(weight),
+    )
+
+
+def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, groups: int) -> NDArray[Any]:
+    """The weight times its DMQ factors, which run along the input channels."""
+    if factors.balance is None or factors.weight_is_balanced:
+        return weight
+    along = np.ones(weight.ndim, dtype=int)
+    if kind is LayerKind.CONV_TRANSPOSE:
+        along[0] = -1
+        return np.asarray(weight * factors.balance.reshape(along))
+    if kind is LayerKind.CONV and groups > 1:
+        per_group = factors.balance.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
+        grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
+        return np.asarray((grouped * per_group).reshape(weight.shape))
+    along[1] = -1
+    return np.asarray(weight * factors.balance.reshape(along))
+
+
+def _weight(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int) -> NDArray[Any]:
+    value = _optional_constant(graph, binding, node, index, "weight")
+    if value is None:
+        _refuse(binding, node, "it has no weight input")
+    if value.dtype.kind != "f":
+        _refuse(binding, node, f"expected a floating-point weight, got {value.dtype}; start from the float model")
+    return value
+
+
+def _optional_constant(
+    graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int, what: str
+) -> NDArray[Any] | None:
+    if len(node.input) <= index or not node.input[index]:
+        return None
+    if not graph.is_constant(node.input[index]):
+        _refuse(binding, node, f'its {what} "{node.input[index]}" is computed; expected a constant')
+    return graph.constant(node.input[index])
+
+
+def _check_factors(
+    binding: LayerBinding,
+    node: NodeProto,
+    factors: LayerFactors,
+    *,
+    channels_in: int,
+    counts: tuple[int, ...],
+    weight: NDArray[Any] | None,
+) -> None:
+    if factors.scale_w.size not in counts:
+        _refuse(binding, node, f"expected {_either(counts)} scale_w, got {factors.scale_w.size}")
+    if factors.balance is not None and factors.balance.size != channels_in:
+        _refuse(binding, node, f"expected {channels_in} tensor_balance_factor, got {factors.balance.size}")
+    ready = factors.integer_weight
+    if ready is not None and (weight is None or ready.shape != weight.shape):
+        expected = "none" if weight is None else str(list(weight.shape))
+        _refuse(binding, node, f"integer_weight: expected shape {expected}, got {list(ready.shape)}")
+
+
+def _either(counts: tuple[int, ...]) -> str:
+    return " or ".join(map(str, dict.fromkeys(counts)))
+
+
+def _float_type(weight: NDArray[Any]) -> int:
+    if weight.dtype == np.float16:
+        return TensorProto.FLOAT16
+    return TensorProto.DOUBLE if weight.dtype == np.float64 else TensorProto.FLOAT
+
+
+def _refuse(binding: LayerBinding, node: NodeProto, reason: str) -> NoReturn:
+    where = f'layer "{binding.layer}" ({binding.kind.value}, node "{node.name}" of {node.op_type})'
+    raise LayerMismatchError(f"{where}: {reason}", reason)

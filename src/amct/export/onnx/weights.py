@@ -1,0 +1,57 @@
+"""Put new weights and biases into the graph, in the layout that the layer's operator reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.export.binding import LayerKind
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from onnx import NodeProto
+
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+
+def straighten_gemm(graph: OnnxGraph, layer: Layer) -> None:
+    """Let a Gemm read its weight as ``[Cin, Cout]``; ``replace_weight`` then stores it so."""
+    if layer.node.op_type == "Gemm":
+        graph.set_attribute(layer.node, "transB", 0)
+
+
+def stored_weight(layer: Layer, weight: NDArray[Any]) -> NDArray[Any]:
+    """A weight of the layer's own layout in the layout of its operator: MatMul and Gemm read ``[Cin, Cout]``."""
+    if layer.kind is LayerKind.LINEAR and not layer.transposed_gemm:
+        return np.ascontiguousarray(weight.T)
+    return weight
+
+
+def replace_weight(graph: OnnxGraph, layer: Layer, weight: NDArray[Any], index: int = 1) -> str:
+    """Store a weight (layer's own layout) as an initializer of the layer's node; returns its name."""
+    name = owned_name(graph, layer.node, index, f"{layer.name}.{_SUFFIX[index]}")
+    graph.set_initializer(name, stored_weight(layer, weight))
+    graph.set_input(layer.node, index, name)
+    return name
+
+
+def replace_bias(graph: OnnxGraph, layer: Layer, bias: NDArray[Any]) -> str:
+    """Store a bias ``[Cout]`` as an initializer of the layer's node, or of the Add behind it; returns its name."""
+    node, index = layer.bias_place
+    name = owned_name(graph, node, index, f"{layer.name}.bias")
+    graph.set_initializer(name, bias)
+    graph.set_input(node, index, name)
+    return name
+
+
+_SUFFIX = {1: "weight", 2: "recurrent_weight", 3: "bias"}
+
+
+def owned_name(graph: OnnxGraph, node: NodeProto, index: int, fallback: str) -> str:
+    """The name of an initializer that only this node reads, or a new name when it is shared or computed."""
+    current = node.input[index]
+    if graph.is_initializer(current) and graph.only_consumer(current) is node:
+        return current
+    return graph.fresh_name(fallback)

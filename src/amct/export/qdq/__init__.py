@@ -1,0 +1,1 @@
+"""The QDQ file: QuantizeLinear/DequantizeLinear pairs, and which tensors get them."""

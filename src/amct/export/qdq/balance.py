@@ -1,0 +1,134 @@
+"""Balance factors in exported files: a layer's input is divided by them, channel by channel, before it is quantized.
+
+Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
+dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, which the record
+tells, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.export.binding import LayerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from amct.export.binding import TensorFactors
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+    from amct.export.qdq.placement import FastPlacement
+
+
+RESCALED = "amct: output channels are divided by the balance factors of the next layer"
+"""What the node of such a layer says of itself: its values are not those of the float model."""
+
+
+def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
+    """Insert ``<layer>.mul`` behind ``tensor`` when the layer has DMQ factors; returns the tensor to quantize."""
+    if layer.factors.balance is None:
+        return tensor
+    inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer))
+    constant = graph.add_constant(f"{layer.name}.tensor_balance_factor", inverse)
+    return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
+
+
+def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
+    """Move balance factors into the layer that makes the balanced tensor, where only a Relu stands between."""
+    current = {id(layer.node): layer for layer in layers}
+    for layer in layers:
+        balance = current[id(layer.node)].factors.balance
+        source = _sole_source(graph, layer, current)
+        if balance is None or source is None or source.channels_out != balance.size:
+            continue
+        current[id(source.node)] = _divided(source, balance)
+        follower = current[id(layer.node)]
+        current[id(layer.node)] = replace(follower, factors=replace(follower.factors, balance=None))
+    return [current[id(layer.node)] for layer in layers]
+
+
+def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, TensorFactors]) -> list[Layer]:
+    """Balance the linear layers for whose input calibration found factors; they bring their own quantizer then.
+
+    Only where the input is computed in float: what is integer already has lost what balancing would keep.
+    """
+    balanced = []
+    for layer in layers:
+        tensor = layer.reader.input[0]
+        found = tensors.get(tensor)
+        if found is None or tensor not in placed.some or not _can_be_balanced(layer, found):
+            balanced.append(layer)
+            continue
+        placed.give_back(tensor, layer)
+        assert layer.weight is not None
+        divisor = np.asarray(found.balance, dtype=np.float32)
+        weight = layer.weight * divisor
+        one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # the record's fit other weights
+        factors = replace(
+            layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor, scale_w=one_scale
+        )
+        balanced.append(replace(layer, weight=weight, factors=factors))
+    return balanced
+
+
+def _can_be_balanced(layer: Layer, found: TensorFactors) -> bool:
+    factors = layer.factors
+    free = factors.balance is None and factors.integer_weight is None
+    eight_bits = factors.act_bits == factors.wts_bits == found.bits == 8
+    is_linear = layer.kind is LayerKind.LINEAR and found.balance is not None
+    return free and eight_bits and is_linear and len(found.balance or ()) == layer.channels_in
+
+
+def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
+    """The layer whose result, perhaps through a Relu, is read by ``layer`` and nobody else."""
+    tensor = layer.node.input[0]
+    if graph.only_consumer(tensor) is None:
+        return None
+    producer = graph.producer(tensor)
+    if producer is not None and producer.op_type == "Relu" and graph.only_consumer(producer.input[0]) is not None:
+        producer = graph.producer(producer.input[0])
+    source = layers.get(id(producer))
+    same_channels = source is not None and (source.kind in _SPATIAL) == (layer.kind in _SPATIAL)
+    return source if same_channels and source is not None and source.node.op_type in _SCALABLE else None
+
+
+_SPATIAL = (LayerKind.CONV, LayerKind.CONV_TRANSPOSE)
+_SCALABLE = ("Conv", "ConvTranspose", "Gemm")
+
+
+def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
+    """A layer whose output channels are divided: the same integers, smaller steps. Its node says so."""
+    assert layer.weight is not None
+    layer.node.doc_string = RESCALED
+    if layer.kind is LayerKind.CONV_TRANSPOSE:
+        inputs, outputs, *kernel = layer.weight.shape
+        grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)
+        along = divisor.reshape(layer.groups, 1, outputs, *[1] * len(kernel))
+        weight = (grouped / along).reshape(layer.weight.shape)
+    else:
+        weight = layer.weight / divisor.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
+    bias = None if layer.bias is None else layer.bias / divisor
+    return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales))
+
+
+def _shape(layer: Layer) -> list[int]:
+    """Where the channels of the layer's input are: axis 1, or the last axis of linear and recurrent layers."""
+    assert layer.weight is not None
+    if layer.kind is LayerKind.LINEAR:
+        return [1, -1]
+    if layer.kind.is_recurrent:
+        return [1, 1, -1]
+    return [1, -1, *[1] * (layer.weight.ndim - 2)]
+
+
+def along_channels(layer: Layer, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Values per output channel, shaped to multiply the layer's result: ``[1, -1, 1, 1]`` or ``[1, -1]``."""
+    if layer.weight is None or layer.kind is LayerKind.LINEAR:
+        return values.reshape(1, -1)
+    return values.reshape(1, -1, *[1] * (layer.weight.ndim - 2))

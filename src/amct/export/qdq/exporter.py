@@ -1,0 +1,271 @@
+"""The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) turn into integer kernels.
+
+Placement ``exact`` quantizes what the record says: the layers' inputs and weights. ``fast`` (default) also quantizes
+the tensors between, see ``qdq_placement``; it needs factors of those tensors. Types are chosen by target, see
+``qdq_nodes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from onnx import TensorProto
+
+from amct.errors import ArgumentError, ExportError
+from amct.export.binding import LayerFactors, TensorFactors
+from amct.export.onnx.layer import layer_report
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.qdq.balance import balance_inputs, fold_balance
+from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, Target, layer_input_factors
+from amct.export.qdq.placement import FastPlacement, FastPlanner
+from amct.export.result import ExportedModel, Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto, NodeProto
+
+    from amct.export.binding import LayerBinding
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+OLDEST_OPSET = 13
+
+
+class Placement(str, Enum):
+    """Which tensors are quantized."""
+
+    FAST = "fast"
+    EXACT = "exact"
+
+
+def qdq_model(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    factors: Mapping[str, LayerFactors],
+    *,
+    tensors: Mapping[str, TensorFactors] | None = None,
+    placement: Placement | str = Placement.FAST,
+    target: Target | str = Target.PORTABLE,
+) -> ExportedModel:
+    """Turn a float ONNX model into its QDQ form.
+
+    Args:
+        model: float model, BatchNorm folded, opset 13 or later; it is not changed.
+        bindings: which node is which layer.
+        factors: by layer name; a bound layer without factors stays float.
+        tensors: factors of the tensors between, by ONNX name; None (nothing was observed) means placement ``exact``.
+        placement: which tensors are quantized.
+        target: which integer types.
+
+    Raises:
+        ExportError: the graph does not look as bound, or its opset is too old.
+        ArgumentError: there is no such placement or target.
+    """
+    graph, layers, skipped = find_layers(model, bindings, factors)
+    if graph.opset < OLDEST_OPSET:
+        raise ExportError(
+            f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
+            "export it with a newer one"
+        )
+    nodes = QdqNodes(graph, _choice(Target, target, "target"))
+    placed = FastPlacement()
+    if _choice(Placement, placement, "placement") is Placement.FAST:
+        if tensors is not None and all(layer.is_wide_float for layer in layers):
+            nodes.fast = True
+            layers = fold_balance(graph, layers)
+            placed = FastPlanner(graph, layers, tensors.get).run()
+            if nodes.target is not Target.EXACT8:  # which has the record's own integers
+                layers = balance_inputs(layers, placed, tensors)
+                nodes.means = _means(layers, tensors)
+                layers = fold_balance(graph, layers)
+        else:
+            nodes.notes.append(_why_exact(tensors))
+    reports = []
+    for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
+        before = len(graph.nodes)
+        skipped += _quantize_inputs(nodes, layer, served=layer.name in placed.served)
+        nodes.weights(layer, scale)
+        if not layer.is_wide_float and not layer.kind.is_recurrent:
+            _narrow_output(graph, layer)
+        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])])
+        reports.append(replace(report, weight_bits=nodes.weight_bits(layer)))
+    return ExportedModel(
+        model=graph.build(),
+        layers=tuple(reports),
+        skipped=(*skipped, *placed.skipped),
+        notes=tuple(nodes.notes),
+        tensors=(*placed.some, *placed.everyone),
+    )
+
+
+def observed_tensors(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    *,
+    balanced: Collection[str] = (),
+    other_bits: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The tensors between layers whose factors placement ``fast`` would use, by ONNX name.
+
+    Args:
+        model: the float model that will be exported.
+        bindings: which node is which layer.
+        balanced: layers with DMQ factors: the record holds the factors of their balanced input only.
+        other_bits: layers whose activation does not have 8 bits.
+
+    Raises:
+        ExportError: the graph does not look as bound.
+    """
+    one = np.ones(1, dtype=np.float32)
+    usual = LayerFactors(scale_d=1.0, offset_d=-128, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
+    graph, found, _ = find_layers(model, bindings, {binding.layer: usual for binding in bindings})
+    layers = []
+    for layer in found:
+        factors = usual
+        if layer.name in balanced:
+            factors = replace(factors, balance=np.ones(layer.channels_in, dtype=np.float32))
+        if layer.name in other_bits:
+            factors = replace(factors, act_bits=16)
+        layers.append(replace(layer, factors=factors))
+    layers = fold_balance(graph, layers)
+    placed = FastPlanner(graph, layers, lambda tensor: _Asked(scale=1.0, zero_point=-128, tensor=tensor)).run()
+    used = (*placed.some.values(), *placed.everyone.values())
+    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _Asked)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked(TensorFactors):
+    """Factors that remember for which tensor they were asked, wherever the placement uses them."""
+
+    tensor: str
+
+
+def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dict[str, NDArray[np.float32]]:
+    """The mean of every channel of each layer's input, as the layer reads it."""
+    means = {}
+    for layer in layers:
+        found = tensors.get(layer.reader.input[0]) if layer.weight is not None else None
+        if found is not None and found.mean is not None and len(found.mean) == layer.channels_in:
+            mean = np.asarray(found.mean, dtype=np.float32)
+            means[layer.name] = mean if layer.factors.balance is None else mean / layer.factors.balance
+    return means
+
+
+_Choice = TypeVar("_Choice", Placement, Target)
+
+
+def _choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+    try:
+        return kind(value)
+    except ValueError as error:
+        choices = ", ".join(member.value for member in kind)
+        raise ArgumentError(f"{argument}: expected one of {choices}, got {value!r}") from error
+
+
+def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
+    reason = "the model is not float32 throughout"
+    if tensors is None:
+        reason = "no factors of the tensors between layers were given"
+    return f'{reason}: placement "exact" instead of "fast"'
+
+
+def _with_shared_quantizers(
+    nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
+) -> list[tuple[Layer, list[str], float]]:
+    """Write the quantizers of placement ``fast``; returns each layer, the quantizers it is first to need, its scale_d.
+
+    A layer needs the quantizers of its input and of its result (behind its activation).
+    """
+    needed = {}
+    for layer in layers:
+        result = layer.node.output[0]
+        user = nodes.graph.only_consumer(result)
+        tensors = [layer.reader.input[0], result, *(user.output if user is not None else ())]
+        factors = placed.factors(tensors[0]) if layer.name in placed.served else None
+        needed[layer.name] = (tensors, (factors or layer_input_factors(layer.factors)).scale)
+    inserted = _apply(nodes, placed)
+    return [
+        (layer, [name for tensor in needed[layer.name][0] for name in inserted.pop(tensor, ())], needed[layer.name][1])
+        for layer in layers
+    ]
+
+
+def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
+    """Write the quantizers of placement ``fast``; returns the names of the nodes by tensor."""
+    graph = nodes.graph
+    integers: dict[str, str] = {}
+    inserted: dict[str, list[str]] = {}
+    sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
+    order = [*placed.some, *(tensor for tensor in placed.everyone if tensor not in placed.pads), *placed.pads]
+    for tensor in order:
+        before = len(graph.nodes)
+        if tensor in placed.some:
+            integers[tensor], result = nodes.activation(tensor, placed.some[tensor])
+            _redirect(graph, placed.readers[tensor], tensor, result)
+        elif tensor in placed.pads:
+            source = integers[sources[tensor]]
+            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.everyone[tensor])
+        else:
+            integers[tensor] = nodes.behind(tensor, placed.everyone[tensor])
+        inserted[tensor] = [node.name for node in graph.nodes[before:]]
+    for node, index in placed.constants:
+        nodes.constant(node, index)
+    return inserted
+
+
+def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, result: str) -> None:
+    for reader in readers:
+        for index, name in enumerate(reader.input):
+            if name == tensor:
+                graph.set_input(reader, index, result)
+
+
+def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, served: bool) -> list[Skip]:
+    """Quantize what a layer reads beside its weights, unless the placement did; returns what could not be."""
+    factors = layer.factors
+    if factors.act_bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
+        return [
+            Skip(
+                layer.name,
+                f"16-bit activations need opset {SIXTEEN_BIT_OPSET}, the model has {nodes.graph.opset}: in the QDQ "
+                "file its input stays float, its weights are integer",
+            )
+        ]
+    if not served:
+        tensor = _quantized_for(nodes, layer, layer.reader.input[0], layer_input_factors(factors), layer.name)
+        nodes.graph.set_input(layer.reader, 0, tensor)
+    if layer.kind.is_recurrent and len(layer.node.input) > 5 and layer.node.input[5]:
+        assert factors.scale_h is not None
+        assert factors.offset_h is not None
+        hidden = TensorFactors(scale=factors.scale_h, zero_point=factors.offset_h, bits=factors.act_bits)
+        state = _quantized_for(nodes, layer, layer.node.input[5], hidden, f"{layer.name}.state")
+        nodes.graph.set_input(layer.node, 5, state)
+    return []
+
+
+def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFactors, name: str) -> str:
+    """A tensor quantized for one layer: balanced before, and in float32 whatever the model computes in."""
+    graph = nodes.graph
+    is_input = name == layer.name
+    if not layer.is_wide_float:
+        tensor = graph.add_node("Cast", f"{name}.widen", [tensor], to=TensorProto.FLOAT)
+    if is_input and layer.factors.balance is not None:
+        tensor = nodes.balanced(layer, tensor)
+    _, result = nodes.activation(tensor, factors, None if layer.is_wide_float else name)
+    if layer.kind.is_recurrent and not layer.is_wide_float:
+        return graph.add_node("Cast", f"{name}.narrow", [result], to=layer.element_type)
+    return result
+
+
+def _narrow_output(graph: OnnxGraph, layer: Layer) -> None:
+    """Cast the result of a layer that reads float32 back to what the model computes in."""
+    name = f"{layer.name}.narrow"
+    read, write = graph.tap((layer.bias_node or layer.node).output[0], f"{name}.output0")
+    for tensor in (layer.node.output[0], read):
+        graph.forget_type(tensor)
+    graph.add_node("Cast", name, [read], [write], to=layer.element_type)

@@ -1,0 +1,280 @@
+"""QuantizeLinear and DequantizeLinear nodes: the integer types of a target, and how they are written.
+
+==========  ===============  ===========================================================================================
+target      weights          for
+==========  ===============  ===========================================================================================
+portable    int8, 7 bits     every CPU: without VNNI, pairs of uint8 · int8 products are added in 16 bits, which 8-bit
+                             weights overflow; 7 bits, rounded from the float weights, cannot
+vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs
+                             of a linear layer, placement fast rounds the float weights with a scale per output
+exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
+==========  ===============  ===========================================================================================
+
+Activations are uint8: the record's integer + 128, the zero point shifted likewise, which loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from amct.errors import ExportError
+from amct.export.binding import LayerFactors, LayerKind, TensorFactors
+from amct.export.onnx.messages import attribute_value
+from amct.export.onnx.weights import owned_name, replace_bias
+from amct.export.qdq.balance import insert_balance
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from onnx import NodeProto
+
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+PORTABLE_BITS = 7
+SIXTEEN_BIT_OPSET = 21
+
+
+class Target(str, Enum):
+    """For which machines the integer types are chosen."""
+
+    PORTABLE = "portable"
+    VNNI = "vnni"
+    EXACT8 = "exact8"
+
+
+def layer_input_factors(factors: LayerFactors) -> TensorFactors:
+    """The factors of a layer's input."""
+    return TensorFactors(scale=factors.scale_d, zero_point=factors.offset_d, bits=factors.act_bits)
+
+
+class QdqNodes:
+    """Writes quantizers into one graph; equal quantizers of one tensor are written once."""
+
+    def __init__(self, graph: OnnxGraph, target: Target) -> None:
+        self.graph = graph
+        self.target = target
+        self.fast = False
+        """Placement fast: the file may depart from the record where that brings it nearer to the float model."""
+        self.means: dict[str, NDArray[np.float32]] = {}
+        """By layer: the mean of each channel of its input, where it is known."""
+        self.notes: list[str] = []
+        self._pairs: dict[tuple[str, TensorFactors], tuple[str, str]] = {}
+        self._balanced: dict[tuple[str, bytes], str] = {}
+
+    def activation(self, tensor: str, factors: TensorFactors, name: str | None = None) -> tuple[str, str]:
+        """Quantize and dequantize a tensor; returns the integer and the float tensor.
+
+        Nodes are called ``<name>.quantize`` and ``<name>.dequantize``; ``name`` is the tensor's own unless given.
+        """
+        key = (tensor, factors)
+        if key not in self._pairs:
+            base = self.graph.fresh_name(f"{name or tensor}.quantize").removesuffix(".quantize")
+            source = self._clipped(tensor, factors, base) if factors.bits == 4 else tensor
+            parameters = self._parameters(base, factors)
+            integers = self.graph.add_node("QuantizeLinear", f"{base}.quantize", [source, *parameters])
+            result = self.graph.add_node("DequantizeLinear", f"{base}.dequantize", [integers, *parameters])
+            self._pairs[key] = (integers, result)
+        return self._pairs[key]
+
+    def behind(self, tensor: str, factors: TensorFactors) -> str:
+        """As ``activation``, but every user of the tensor reads the result, the graph's output too.
+
+        Returns the integer tensor.
+        """
+        graph = self.graph
+        base = graph.fresh_name(f"{tensor}.quantize").removesuffix(".quantize")
+        read, write = graph.tap(tensor, f"{base}.dequantize.output0")
+        parameters = self._parameters(base, factors)
+        integers = graph.add_node("QuantizeLinear", f"{base}.quantize", [read, *parameters])
+        graph.add_node("DequantizeLinear", f"{base}.dequantize", [integers, *parameters], [write])
+        self._pairs[write, factors] = (integers, write)
+        return integers
+
+    def balanced(self, layer: Layer, tensor: str) -> str:
+        """A layer's input divided by its balance factors; layers with the same factors share it."""
+        assert layer.factors.balance is not None
+        key = (tensor, layer.factors.balance.tobytes())
+        if key not in self._balanced:
+            self._balanced[key] = insert_balance(self.graph, layer, tensor)
+        return self._balanced[key]
+
+    def zero(self, factors: TensorFactors) -> NDArray[np.unsignedinteger]:
+        """The integer that stands for 0.0."""
+        dtype, shift = (np.uint16, 2**15) if factors.bits == 16 else (np.uint8, 2**7)
+        return np.asarray(factors.zero_point + shift, dtype=dtype)
+
+    def constant(self, node: NodeProto, index: int) -> None:
+        """Let a node read a constant operand from uint8."""
+        name = node.input[index]
+        value = self.graph.constant(name)
+        assert value is not None  # the placement asked before
+        low, high = min(0.0, float(value.min())), max(0.0, float(value.max()))
+        scale = np.float32((high - low) / 255 or 1.0)
+        zero = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
+        integers = np.clip(np.rint(value / scale) + zero, 0, 255).astype(np.uint8)
+        base = self.graph.fresh_name(f"{node.name}.operand{index}")
+        parts = [
+            self.graph.set_initializer(f"{base}.quantized", integers),
+            self.graph.set_initializer(f"{base}.scale", np.asarray(scale, dtype=np.float32)),
+            self.graph.set_initializer(f"{base}.zero_point", np.asarray(zero)),
+        ]
+        self.graph.set_input(node, index, self.graph.add_node("DequantizeLinear", f"{base}.dequantize", parts))
+
+    def padded(self, pad: NodeProto, source: str, factors: TensorFactors) -> str:
+        """Let a Pad work on the integers ``source`` of its input; its users read the result dequantized."""
+        graph = self.graph
+        base = graph.fresh_name(pad.output[0])
+        read, write = graph.tap(pad.output[0], f"{base}.dequantize.output0")
+        graph.forget_type(read)
+        parameters = self._parameters(base, factors)
+        graph.set_input(pad, 0, source)
+        graph.set_input(pad, 2, parameters[1])
+        graph.add_node("DequantizeLinear", f"{base}.dequantize", [read, *parameters], [write])
+        return read
+
+    def weight_bits(self, layer: Layer) -> int:
+        """How many bits the weights of a layer have in the file."""
+        return self._new_bits(layer) or layer.factors.wts_bits
+
+    def weights(self, layer: Layer, scale_d: float) -> None:
+        """Let a layer read its weights, and where that serves its bias, from integers.
+
+        ``scale_d`` is the step of its input in this file.
+        """
+        if layer.weight is None:
+            return
+        if layer.kind.is_recurrent:
+            own, recurrent = layer.integer_weight()[np.newaxis], layer.integer_recurrent_weight()[np.newaxis]
+            self._weight(layer, 1, own, layer.row_scales(), axis=1)
+            self._weight(layer, 2, recurrent, layer.recurrent_row_scales(), axis=1)
+            return
+        integers, scales = self._layer_weight(layer)
+        if layer.kind is LayerKind.CONV_TRANSPOSE and layer.groups > 1 and scales.size > 1:
+            self._grouped_transposed(layer, integers, scales)
+        else:
+            stored, axis = _stored(layer, integers)
+            self._weight(layer, 1, stored, scales, axis)
+        if layer.bias is not None:
+            self._bias(self._corrected(layer, integers, scales), scales, scale_d)
+
+    def _new_bits(self, layer: Layer) -> int | None:
+        """To how many bits the float weights are rounded anew; None: the record's own integers."""
+        factors = layer.factors
+        if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or factors.act_bits > 8:
+            return None
+        if self.target is Target.PORTABLE and factors.wts_bits > PORTABLE_BITS:
+            return PORTABLE_BITS
+        one_scale = factors.scale_w.size == 1 and factors.integer_weight is None
+        if self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale:
+            return factors.wts_bits
+        return None
+
+    def _layer_weight(self, layer: Layer) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        bits = self._new_bits(layer)
+        if bits is not None:
+            if layer.factors.integer_weight is not None:
+                self.notes.append(
+                    f'layer "{layer.name}": its ready 8-bit integers (AdaRound) do not fit target "portable"; the '
+                    f'float weights were rounded to {PORTABLE_BITS} bits instead. Targets "vnni" and "exact8" keep them'
+                )
+            return layer.requantized_weight(bits)
+        return layer.integer_weight(), layer.row_scales()
+
+    def _corrected(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
+        """A layer whose bias takes back what rounding its weights anew does to the mean of its outputs."""
+        mean = self.means.get(layer.name)
+        if mean is None or self._new_bits(layer) is None:
+            return layer
+        assert layer.bias is not None
+        return replace(layer, bias=layer.bias + layer.rounding_shift(integers, scales, mean))
+
+    def _weight(
+        self, layer: Layer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int
+    ) -> None:
+        base = owned_name(self.graph, layer.node, index, f"{layer.name}.weight{index}")
+        result = self._dequantized_weight(base, integers, scales, axis)
+        if layer.kind.is_recurrent and not layer.is_wide_float:
+            result = self.graph.add_node("Cast", f"{base}.cast", [result], to=layer.element_type)
+        self.graph.set_input(layer.node, index, result)
+
+    def _dequantized_weight(self, base: str, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int) -> str:
+        graph = self.graph
+        stored: NDArray[np.integer] = integers
+        zero: NDArray[np.integer] = np.zeros(scales.size, dtype=np.int8)
+        if self.target is Target.EXACT8:
+            stored, zero = (integers.astype(np.int16) + 128).astype(np.uint8), np.full(scales.size, 128, np.uint8)
+        per_tensor = scales.size == 1
+        inputs = [
+            graph.set_initializer(graph.fresh_name(f"{base}.quantized"), stored),
+            graph.set_initializer(graph.fresh_name(f"{base}.scale"), scales.reshape(()) if per_tensor else scales),
+            graph.set_initializer(graph.fresh_name(f"{base}.zero_point"), zero.reshape(()) if per_tensor else zero),
+        ]
+        attributes: dict[str, Any] = {} if per_tensor else {"axis": axis}
+        return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
+
+    def _grouped_transposed(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
+        """Scales per output channel of a grouped ConvTranspose run along two axes of its weight ``[Cin, Cout/g, …]``.
+
+        So the weight is stored as ``[Cout, Cin/g, …]`` and brought into its own layout after it was dequantized.
+        """
+        graph, groups, name = self.graph, layer.groups, f"{layer.name}.weight"
+        inputs, outputs, *kernel = integers.shape
+        rows = integers.reshape(groups, inputs // groups, outputs, *kernel).swapaxes(1, 2)
+        base = owned_name(graph, layer.node, 1, name)
+        flat = rows.reshape(groups * outputs, inputs // groups, *kernel)
+        tensor = self._dequantized_weight(base, np.ascontiguousarray(flat), scales, axis=0)
+        wide = graph.set_initializer(f"{name}.by_group", np.array([groups, outputs, inputs // groups, *kernel]))
+        tensor = graph.add_node("Reshape", f"{name}.split", [tensor, wide])
+        permutation = [0, 2, 1, *range(3, 3 + len(kernel))]
+        tensor = graph.add_node("Transpose", f"{name}.swap", [tensor], perm=permutation)
+        own = graph.set_initializer(f"{name}.own_shape", np.array(integers.shape))
+        graph.set_input(layer.node, 1, graph.add_node("Reshape", f"{name}.join", [tensor, own]))
+
+    def _bias(self, layer: Layer, scales: NDArray[np.float32], scale_d: float) -> None:
+        """An int32 bias in steps of scale_d · scale_w: with it, onnxruntime takes its integer kernel."""
+        try:
+            integers = layer.integer_bias(scales, scale_d)
+        except ExportError as error:
+            self.notes.append(f"{error}; here its bias stays float, so onnxruntime computes the layer in float")
+            if not layer.is_wide_float:
+                assert layer.bias is not None  # asked by the caller
+                replace_bias(self.graph, layer, layer.bias.astype(np.float32))
+            return
+        graph = self.graph
+        base = owned_name(graph, *layer.bias_place, f"{layer.name}.bias")
+        steps = scales * np.float32(scale_d)
+        per_tensor = scales.size == 1
+        inputs = [
+            graph.set_initializer(graph.fresh_name(f"{base}.quantized"), integers),
+            graph.set_initializer(graph.fresh_name(f"{base}.scale"), steps.reshape(()) if per_tensor else steps),
+        ]
+        attributes: dict[str, Any] = {} if per_tensor else {"axis": 0}
+        result = graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
+        graph.set_input(*layer.bias_place, result)
+
+    def _parameters(self, base: str, factors: TensorFactors) -> list[str]:
+        scale = self.graph.set_initializer(f"{base}.scale", np.asarray(factors.scale, dtype=np.float32))
+        return [scale, self.graph.set_initializer(f"{base}.zero_point", self.zero(factors))]
+
+    def _clipped(self, tensor: str, factors: TensorFactors, base: str) -> str:
+        """4-bit activations are stored in uint8, which saturates too late: clip to their own range first."""
+        low = np.float32((-8 - factors.zero_point) * factors.scale)
+        high = np.float32((7 - factors.zero_point) * factors.scale)
+        limits = [
+            self.graph.set_initializer(f"{base}.minimum", np.asarray(low)),
+            self.graph.set_initializer(f"{base}.maximum", np.asarray(high)),
+        ]
+        return self.graph.add_node("Clip", f"{base}.clip", [tensor, *limits])
+
+
+def _stored(layer: Layer, integers: NDArray[np.int8]) -> tuple[NDArray[np.int8], int]:
+    """The weight as its operator reads it, and the axis of its output channels there."""
+    if layer.kind is LayerKind.CONV_TRANSPOSE:
+        return integers, 1
+    if layer.kind is LayerKind.LINEAR and not attribute_value(layer.node, "transB", 0):
+        return np.ascontiguousarray(integers.T), 1
+    return integers, 0

@@ -1,0 +1,333 @@
+"""Placement ``fast``: which tensors between the layers are quantized too, so that onnxruntime takes integer kernels.
+
+onnxruntime computes a convolution in integers only when its input, weight, bias *and output* are quantized, an Add or a
+Concat only when all their inputs and the output are. So a tensor gets factors, in this order, from
+
+1. the layers that read it (the record), also through operators that only move values;
+2. the factors observed for it during calibration;
+3. the tensor it is a moved part of (Slice, Gather, pooling, …).
+
+An activation (Relu, Clip) is absorbed: the quantizer stands behind it, and its lower limit does the activation's work.
+Elementwise operators are quantized only where their data already is integer. The rest stays float, with a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.export.binding import LayerKind, TensorFactors
+from amct.export.onnx.layer_lookup import is_zero_pad
+from amct.export.onnx.messages import attribute_value
+from amct.export.qdq.nodes import layer_input_factors
+from amct.export.result import Skip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from onnx import NodeProto
+
+    from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.layer import Layer
+
+VALUE_KEEPING = frozenset({"Flatten", "Identity", "MaxPool", "Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators whose result holds the largest values of their input, only moved: factors pass in both directions."""
+VALUE_PICKING = VALUE_KEEPING | frozenset(
+    {"DepthToSpace", "Expand", "Gather", "Resize", "Slice", "SpaceToDepth", "Split", "Tile"}
+)
+"""Operators whose result holds values of their input: factors pass forward."""
+AVERAGING = frozenset({"AveragePool", "GlobalAveragePool"})
+ELEMENTWISE = AVERAGING | frozenset({"Add", "Mul", "Concat", "Sigmoid", "LeakyRelu"})
+"""Operators that onnxruntime computes in integers when every input and the output is quantized."""
+ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
+ACTIVATIONS = frozenset({"Relu", "Clip"})
+
+_LOWEST = -128
+
+
+@dataclass(frozen=True)
+class FastPlacement:
+    """What ``fast`` quantizes."""
+
+    everyone: dict[str, TensorFactors] = field(default_factory=dict)
+    """Tensors that exist as integers only: every user reads them dequantized."""
+    some: dict[str, TensorFactors] = field(default_factory=dict)
+    """Tensors computed in float; those in ``readers`` read them quantized."""
+    readers: dict[str, list[NodeProto]] = field(default_factory=dict)
+    constants: list[tuple[NodeProto, int]] = field(default_factory=list)
+    """Constant operands to be quantized: node and input."""
+    pads: dict[str, NodeProto] = field(default_factory=dict)
+    """Pads with zeros that can work on the integers, by the tensor they make."""
+    served: set[str] = field(default_factory=set)
+    """Layers whose input is quantized by this placement; the others bring their own quantizer."""
+    skipped: list[Skip] = field(default_factory=list)
+
+    def factors(self, tensor: str) -> TensorFactors | None:
+        """Factors of a tensor that is quantized."""
+        return self.everyone.get(tensor) or self.some.get(tensor)
+
+    def give_back(self, tensor: str, layer: Layer) -> None:
+        """Let a layer bring its own quantizer instead of reading ``tensor``, which is computed in float, from here."""
+        self.served.discard(layer.name)
+        self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
+        if not self.readers[tensor]:
+            del self.readers[tensor], self.some[tensor]
+
+
+class FastPlanner:
+    """Decides placement ``fast`` for one graph, node by node in graph order."""
+
+    def __init__(
+        self, graph: OnnxGraph, layers: Sequence[Layer], observed: Callable[[str], TensorFactors | None]
+    ) -> None:
+        self.graph = graph
+        self._observed = observed
+        self._layer_of = {id(layer.node): layer for layer in layers}
+        self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
+        self._required: dict[str, TensorFactors] = {}
+        self._apart: set[str] = set()
+        self._known: dict[str, TensorFactors | None] = {}
+        self.plan = FastPlacement()
+        for layer in layers:
+            tensor = layer.reader.input[0]
+            if layer.factors.act_bits != 8:
+                self._set_apart(tensor)
+            elif layer.factors.balance is None:
+                self._required.setdefault(tensor, layer_input_factors(layer.factors))
+
+    def _set_apart(self, tensor: str) -> None:
+        """A layer of more bits reads this tensor: neither it nor what it is a moved part of becomes 8 bits."""
+        self._apart.add(tensor)
+        producer = self.graph.producer(tensor)
+        if producer is not None and (self._picks(producer) or producer.op_type in ACTIVATIONS):
+            self._set_apart(producer.input[0])
+
+    def run(self) -> FastPlacement:
+        """The placement."""
+        for node in self.graph.nodes:
+            layer = self._layer_of.get(id(node))
+            if layer is not None:
+                self._place_layer(layer)
+            elif id(node) in self._bias_nodes:
+                continue
+            elif node.op_type in ELEMENTWISE:
+                self._place_elementwise(node)
+            elif node.op_type == "MatMul":
+                self._place_product(node)
+            elif node.op_type in VALUE_PICKING:
+                self._place_moved(node)
+        self._choose_pads()
+        return self.plan
+
+    # -- nodes -----------------------------------------------------------------------------------------------------
+
+    def _place_layer(self, layer: Layer) -> None:
+        tensor = layer.reader.input[0]
+        served = layer.factors.act_bits == 8 and layer.factors.balance is None
+        if served and self._required[tensor] == layer_input_factors(layer.factors) and tensor not in self._apart:
+            self._want(tensor, layer.reader)
+            self.plan.served.add(layer.name)
+        if layer.factors.act_bits != 8:
+            return
+        if layer.kind is LayerKind.CONV:
+            self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
+        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.served:
+            if layer.pad is not None:
+                self._want_moved(layer.pad)
+                self._want(layer.node.input[0], layer.node)
+            self._require_output(layer.node, f'onnxruntime computes pooling "{layer.name}" in float')
+
+    def _place_elementwise(self, node: NodeProto) -> None:
+        data = [name for name in node.input if name and not self.graph.is_constant(name)]
+        if not any(self._is_integer(name) for name in data):
+            return
+        missing = [name for name in data if self._factors(name) is None]
+        output = self._behind_activation(node)
+        if self._factors(output) is None:
+            missing.append(output)
+        if missing:
+            for name in missing:
+                self._skip(name, f"{node.op_type} stays float")
+            return
+        for name in data:
+            self._want(name, node)
+        self.plan.constants.extend(
+            (node, index) for index, name in enumerate(node.input) if name and self.graph.is_constant(name)
+        )
+        self._require_output(node, "")
+
+    def _place_product(self, node: NodeProto) -> None:
+        """A product of two computed matrices, as in attention; its result may stay float."""
+        if any(self.graph.is_constant(name) for name in node.input):
+            return
+        if all(self._factors(name) is not None for name in node.input):
+            for name in node.input:
+                self._want(name, node)
+
+    def _place_moved(self, node: NodeProto) -> None:
+        """Values moved inside an integer tensor stay integer when somebody wants them so."""
+        if not self._is_integer(node.input[0]) or not self._picks(node):
+            return
+        if self._factors(node.output[0]) != self._factors(node.input[0]):
+            return
+        if any(self._leads_to_integers(name) for name in _moved(node)):
+            self._want_moved(node)
+
+    # -- what is asked of tensors ----------------------------------------------------------------------------------
+
+    def _want(self, tensor: str, reader: NodeProto) -> None:
+        """Let a reader see the tensor quantized."""
+        if tensor in self.plan.everyone:
+            return
+        factors = self._factors(tensor)
+        assert factors is not None  # asked by the caller
+        self.plan.some[tensor] = factors
+        readers = self.plan.readers.setdefault(tensor, [])
+        if not any(other is reader for other in readers):
+            readers.append(reader)
+
+    def _want_moved(self, node: NodeProto) -> None:
+        factors = self._factors(node.input[0])
+        assert factors is not None
+        for name in _moved(node):
+            self._only_integer(name, factors)
+
+    def _require_output(self, node: NodeProto, consequence: str) -> None:
+        output = self._behind_activation(node)
+        factors = self._factors(output)
+        if factors is None:
+            self._skip(output, consequence)
+        else:
+            self._only_integer(output, factors)
+
+    def _skip(self, tensor: str, consequence: str) -> None:
+        if any(skip.name == tensor for skip in self.plan.skipped):
+            return
+        reason = "no factors were observed for this tensor"
+        if tensor in self._apart:
+            reason = "it feeds a layer of another bit width"
+        self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
+
+    def _only_integer(self, tensor: str, factors: TensorFactors) -> None:
+        self._known[tensor] = factors
+        self.plan.everyone[tensor] = factors
+        self.plan.some.pop(tensor, None)
+        self.plan.readers.pop(tensor, None)
+
+    def _is_integer(self, tensor: str) -> bool:
+        return tensor in self.plan.everyone
+
+    def _behind_activation(self, node: NodeProto) -> str:
+        """The tensor to quantize for a node: its output, or that of the activation which alone reads it."""
+        output = node.output[0]
+        user = self.graph.only_consumer(output)
+        if user is None or user.op_type not in ACTIVATIONS:
+            return output
+        factors = self._factors(user.output[0])
+        if factors is None and self._factors(output) is not None:
+            return output
+        if factors is None or self._absorbs(user, factors):
+            return user.output[0]
+        return output
+
+    def _absorbs(self, activation: NodeProto, factors: TensorFactors) -> bool:
+        """Whether the limits of a quantizer do all that an activation does."""
+        low, high = self._limits(activation)
+        slack = float(np.finfo(np.float32).eps)
+        bottom = (_LOWEST - factors.zero_point) * factors.scale
+        top = (127 - factors.zero_point) * factors.scale
+        return bottom >= low - slack and top <= high + slack * max(1.0, abs(high))
+
+    def _limits(self, activation: NodeProto) -> tuple[float, float]:
+        if activation.op_type == "Relu":
+            return 0.0, np.inf
+        limits = []
+        for index, default in ((1, -np.inf), (2, np.inf)):
+            name = activation.input[index] if len(activation.input) > index else ""
+            value = self.graph.constant(name) if name else None
+            if name and value is None:
+                return np.inf, -np.inf  # computed limits: nothing absorbs them
+            limits.append(default if value is None else float(value))
+        return limits[0], limits[1]
+
+    # -- factors ---------------------------------------------------------------------------------------------------
+
+    def _factors(self, tensor: str) -> TensorFactors | None:
+        if tensor in self._apart or not tensor:
+            return None
+        if tensor not in self._known:
+            self._known[tensor] = None  # a tensor asked for while it is being found has none
+            self._known[tensor] = self._fitted(tensor, self._found(tensor))
+        return self._known[tensor]
+
+    def _found(self, tensor: str) -> TensorFactors | None:
+        found = self._of_readers(tensor)
+        if found is not None:
+            return found
+        producer = self.graph.producer(tensor)
+        inherited = self._factors(producer.input[0]) if producer is not None and self._picks(producer) else None
+        if inherited is not None:
+            return inherited
+        found = self._observed(tensor)
+        if found is not None and found.bits == 8 and found.mean is None:
+            return found
+        if producer is not None and producer.op_type in ZERO_TO_ONE:
+            return TensorFactors(scale=1 / 255, zero_point=_LOWEST)
+        return self._factors(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
+
+    def _of_readers(self, tensor: str) -> TensorFactors | None:
+        """The record's factors of the layers behind a tensor, also behind operators that only move values."""
+        if tensor in self._required:
+            return self._required[tensor]
+        for user in self.graph.consumers(tensor):
+            if user.op_type in VALUE_KEEPING and user.input[0] == tensor and self._picks(user):
+                found = self._of_readers(user.output[0])
+                if found is not None:
+                    return found
+        return None
+
+    def _picks(self, node: NodeProto) -> bool:
+        if node.op_type == "Pad":
+            return is_zero_pad(self.graph, node)
+        if node.op_type == "Resize":
+            return attribute_value(node, "mode", "nearest") in ("nearest", "linear")
+        return node.op_type in VALUE_PICKING
+
+    def _fitted(self, tensor: str, factors: TensorFactors | None) -> TensorFactors | None:
+        """Factors whose limits agree with the activation that makes the tensor, so that it is absorbed."""
+        producer = self.graph.producer(tensor)
+        while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
+            producer = self.graph.producer(producer.input[0])
+        if factors is None or producer is None or producer.op_type not in ACTIVATIONS:
+            return factors
+        low, high = self._limits(producer)
+        if low != 0:
+            return factors
+        # Nothing lies below zero: all integers serve the values from there to the upper limit, which stays (or becomes
+        # that of a ReLU6).
+        scale = min((127 - factors.zero_point) * factors.scale, high) / 255
+        return replace(factors, scale=scale, zero_point=_LOWEST)
+
+    def _leads_to_integers(self, tensor: str) -> bool:
+        """Whether somebody behind a tensor, perhaps behind further moves, will read integers."""
+        for user in self.graph.consumers(tensor):
+            if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
+                return True
+            if user.op_type in VALUE_PICKING and any(self._leads_to_integers(name) for name in _moved(user)):
+                return True
+        return False
+
+    def _choose_pads(self) -> None:
+        plan = self.plan
+        for node in self.graph.nodes:
+            if node.op_type != "Pad" or node.output[0] not in plan.everyone:
+                continue
+            if plan.factors(node.input[0]) == plan.everyone[node.output[0]]:
+                plan.pads[node.output[0]] = node
+
+
+def _moved(node: NodeProto) -> list[str]:
+    """The outputs that hold values of the input; the second one of MaxPool holds places."""
+    return [name for name in node.output if name] if node.op_type == "Split" else [node.output[0]]

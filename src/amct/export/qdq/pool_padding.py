@@ -1,0 +1,46 @@
+"""Average poolings that round their size up and count padding, written so that every kernel divides by the same number.
+
+ONNX counts the zeros that ``pads`` adds, but not what lies beyond them when ``ceil_mode`` lets a last window stand out;
+onnxruntime's integer kernel counts both, and so do its float kernels of some releases. With the zeros added by a Pad
+before it and none counted by the pooling itself, there is nothing left to count in two ways.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.messages import attribute_value
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+
+def with_pads_apart(model: ModelProto) -> ModelProto:
+    """The model with such poolings written anew; the model itself when there is none."""
+    if not any(_counts_in_two_ways(node) for node in model.graph.node):
+        return model
+    graph = OnnxGraph(model)
+    for node in [node for node in graph.nodes if _counts_in_two_ways(node)]:
+        pads = list(attribute_value(node, "pads", []))
+        if any(pads):
+            _add_pad(graph, node, pads)
+        for name in ("pads", "count_include_pad"):
+            graph.drop_attribute(node, name)
+    return graph.build()
+
+
+def _counts_in_two_ways(node: NodeProto) -> bool:
+    if node.op_type != "AveragePool" or attribute_value(node, "auto_pad", "NOTSET") != "NOTSET":
+        return False
+    return bool(attribute_value(node, "ceil_mode", 0)) and bool(attribute_value(node, "count_include_pad", 0))
+
+
+def _add_pad(graph: OnnxGraph, node: NodeProto, pads: list[int]) -> None:
+    places = len(pads) // 2
+    amounts = np.array([0, 0, *pads[:places], 0, 0, *pads[places:]], dtype=np.int64)
+    name = graph.fresh_name(f"{node.name}.pad")
+    stored = graph.set_initializer(graph.fresh_name(f"{name}.pads"), amounts)
+    graph.set_input(node, 0, graph.add_node("Pad", name, [node.input[0], stored]))

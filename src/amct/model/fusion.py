@@ -1,0 +1,139 @@
+"""Which layers may be folded into which: Conv → BatchNorm, and Caffe's Conv → BatchNorm → Scale → Bias.
+
+Finding is apart from folding: this module only reads the graph; the front door folds the weights it is told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from amct.model.graph import Graph, Node
+from amct.model.skip import Skip
+
+Refusal = Callable[[Node, Node], str | None]
+"""Asked with (head, candidate): None to allow the fold, or the reason against it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionPattern:
+    """Heads take what follows them: at most one node of each stage, in the order of the stages, none obligatory."""
+
+    heads: frozenset[str]
+    stages: tuple[frozenset[str], ...]
+
+    @property
+    def foldable(self) -> frozenset[str]:
+        """Every op that some stage would fold."""
+        return frozenset().union(*self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """``folded`` nodes disappear into ``head``, in this order (for a leading fusion they stand before it)."""
+
+    head: Node
+    folded: tuple[Node, ...]
+
+
+def find_fusions(
+    graph: Graph,
+    pattern: FusionPattern,
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
+    """Find every head with foldable nodes after it, and tell of every foldable node that stays, and why.
+
+    A node is folded when it alone reads what stands before it. ``skip`` names heads (or foldable nodes) the user wants
+    left alone.
+    """
+    fusions: list[Fusion] = []
+    taken: set[str] = set()
+    skips: dict[str, Skip] = {}
+    for head in graph:
+        if head.op not in pattern.heads:
+            continue
+        folded, refusal = _fold_after(graph, head, pattern.stages, skip, refuse)
+        if refusal:
+            skips[refusal.layer] = refusal
+        if folded:
+            fusions.append(Fusion(head=head, folded=folded))
+            taken.update(node.name for node in folded)
+    for node in graph:
+        if node.op in pattern.foldable and node.name not in taken and node.name not in skips:
+            skips[node.name] = Skip(node.name, _why_alone(graph, node, pattern, taken))
+    return tuple(fusions), tuple(skips.values())
+
+
+def _fold_after(
+    graph: Graph, head: Node, stages: Sequence[frozenset[str]], skip: Collection[str], refuse: Refusal | None
+) -> tuple[tuple[Node, ...], Skip | None]:
+    folded: list[Node] = []
+    last = head
+    for stage in stages:
+        candidate = graph.sole_consumer(last)
+        if candidate is None or candidate.op not in stage:
+            continue
+        reason = _reason_against(head, candidate, skip, refuse)
+        if reason:
+            return tuple(folded), Skip(candidate.name, f'not folded into "{head.name}": {reason}')
+        folded.append(candidate)
+        last = candidate
+    return tuple(folded), None
+
+
+def _reason_against(head: Node, candidate: Node, skip: Collection[str], refuse: Refusal | None) -> str | None:
+    for node in (head, candidate):
+        if node.name in skip:
+            return f'"{node.name}" is listed in skip_fusion_layers'
+    return refuse(head, candidate) if refuse else None
+
+
+def _why_alone(graph: Graph, node: Node, pattern: FusionPattern, taken: set[str]) -> str:
+    before = graph.predecessors(node)
+    if not before:
+        return "not folded: it reads an input of the model, not a layer that could take it"
+    producer = before[0]
+    if producer.op not in pattern.heads and producer.name not in taken:
+        return f'not folded: it follows "{producer.name}" ({producer.op}), which cannot take it'
+    others = [other.name for other in graph.successors(producer) if other.name != node.name]
+    if others:
+        return f'not folded into "{producer.name}": "{others[0]}" reads the same tensor'
+    if any(tensor in graph.outputs for tensor in producer.outputs):
+        return f'not folded into "{producer.name}": the model also returns what "{producer.name}" makes'
+    return f'not folded into "{producer.name}": out of the order in which layers are folded'
+
+
+def find_leading_fusions(
+    graph: Graph,
+    pattern: FusionPattern,
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
+    """Find heads with foldable nodes *before* them (Caffe's BatchNorm → Scale → Conv), read only by the next in line.
+
+    The stages must appear in their order and touch the head; ``Fusion.folded`` is in execution order. Only refusals of
+    ``refuse`` and ``skip`` are told: that a node stands before no head is no news.
+    """
+    fusions: list[Fusion] = []
+    skips: list[Skip] = []
+    for head in graph:
+        if head.op not in pattern.heads:
+            continue
+        folded: list[Node] = []
+        following = head
+        for stage in reversed(pattern.stages):
+            before = graph.predecessors(following)
+            if len(before) != 1 or before[0].op not in stage or graph.sole_consumer(before[0]) is not following:
+                continue
+            reason = _reason_against(head, before[0], skip, refuse)
+            if reason:
+                skips.append(Skip(before[0].name, f'not folded into "{head.name}": {reason}'))
+                break
+            folded.insert(0, before[0])
+            following = before[0]
+        if folded:
+            fusions.append(Fusion(head=head, folded=tuple(folded)))
+    return tuple(fusions), tuple(skips)

@@ -1,0 +1,1 @@
+"""AdaRound: learn for every weight whether to round it up or down."""

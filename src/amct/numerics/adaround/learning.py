@@ -1,0 +1,324 @@
+"""AdaRound: learn for every weight whether to round it down or up, so that the layer's output changes least.
+
+Rounding each weight to the nearest step is not best for their sum. Here the rounding of one layer is learned from its
+inputs (as the quantized network produces them) and its outputs (as the float network produces them), with the
+activation that follows applied to both. The result is rounded for good: AMCT leaves it soft and rounds to nearest when
+saving, which can undo the learning.
+
+The fast mode uses that without an activation the error is quadratic in the weights: see ``gram``. An iteration then
+costs one small matrix product and sees all data at once; at the end single weights are switched as long as that lowers
+the error. Should a result be worse on the data than rounding to nearest, the latter is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from amct.errors import ArgumentError, CalibrationError
+from amct.numerics.adaround.scale import initial_scale
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.arq import WeightFactors, WeightKind, channels_first, factors_per_row, from_channels_first
+from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
+
+if TYPE_CHECKING:
+    from amct.numerics.integer import ConvolutionGeometry
+
+Activation = Callable[[Tensor], Tensor]
+Progress = Callable[[int, int, float], None]
+"""Called with the iterations done, those planned, and the loss."""
+
+_LARGEST_GRAM = 1 << 26  # entries of G; 512 MB
+_SWEEPS = 20
+_REPORTS = 100
+
+
+class LayerData(Protocol):
+    """What a layer saw and should say, sample by sample."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (of the quantized network) and outputs (of the float layer, before the activation) of some samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class CachedData:
+    """Layer data held in memory."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+    def __len__(self) -> int:
+        return self.inputs.shape[0]
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Some samples."""
+        indices = indices.to(self.inputs.device)
+        return self.inputs.index_select(0, indices), self.outputs.index_select(0, indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaRoundLayer:
+    """A Conv2d, ConvTranspose2d (any groups) or, with no geometry, Linear layer, and what follows it."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    geometry: ConvolutionGeometry | None = None
+    activation: Activation | None = None
+
+    def __post_init__(self) -> None:
+        expected = 2 if self.geometry is None else 4
+        if self.weight.ndim != expected:
+            layer = "Linear" if self.geometry is None else "Conv2d or ConvTranspose2d"
+            raise ArgumentError(
+                f"AdaRound of a {layer} layer expects a weight with {expected} dimensions, got shape "
+                f"{list(self.weight.shape)}"
+            )
+
+    @property
+    def kind(self) -> WeightKind:
+        """Where the weight keeps its output channels."""
+        if self.geometry is None:
+            return WeightKind.LINEAR
+        return WeightKind.CONV_TRANSPOSE if self.geometry.transposed else WeightKind.CONV
+
+    @property
+    def groups(self) -> int:
+        """Groups of the convolution."""
+        return self.geometry.groups if self.geometry else 1
+
+    def rows(self) -> Tensor:
+        """The weight as ``[Cout, K]``."""
+        return channels_first(self.weight.detach().float(), self.kind, self.groups)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The output with another weight, before the activation."""
+        bias = None if self.bias is None else self.bias.detach().float()
+        if self.geometry is None:
+            return functional.linear(x, weight, bias)
+        geometry = self.geometry
+        stride, padding, dilation = as_pair(geometry.stride), as_pair(geometry.padding), as_pair(geometry.dilation)
+        if geometry.transposed:
+            extra = as_pair(geometry.output_padding)
+            return functional.conv_transpose2d(x, weight, self.bias, stride, padding, extra, geometry.groups, dilation)
+        return functional.conv2d(x, weight, bias, stride, padding, dilation, geometry.groups)
+
+    def loss(self, output: Tensor, wanted: Tensor) -> Tensor:
+        """Squared error summed over channels, averaged over everything else; after the activation."""
+        if self.activation is not None:
+            output, wanted = self.activation(output), self.activation(wanted)
+        channels = wanted.shape[-1 if self.geometry is None else 1]
+        return functional.mse_loss(output, wanted) * channels
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Rows ``[Cout, K]`` in the layout of the weight."""
+        return from_channels_first(rows, self.weight.shape, self.kind, self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaRoundResult:
+    """The rounded weight, and what it gained on the data."""
+
+    integers: Tensor
+    """int8, in the shape of the weight."""
+    weight: Tensor
+    """The integers times the scale, in the dtype of the weight."""
+    factors: WeightFactors
+    initial_loss: float
+    """Of rounding to nearest."""
+    final_loss: float
+    notes: tuple[str, ...]
+    """What was done otherwise than asked."""
+
+
+@torch.no_grad()
+def adaround(
+    layer: AdaRoundLayer,
+    data: LayerData,
+    settings: AdaRoundSettings | None = None,
+    *,
+    factors: WeightFactors | None = None,
+    channel_wise: bool = True,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> AdaRoundResult:
+    """Round the weight of a layer so that its output on the data changes least.
+
+    Args:
+        layer: weight, geometry and the activation behind it.
+        data: inputs and wanted outputs.
+        settings: how to learn; AMCT's defaults when None.
+        factors: the scale, one or ``[Cout]``; chosen by ``initial_scale`` when None.
+        channel_wise: whether a chosen scale is one per output channel.
+        generator: picks the mini-batches; with the same seed the result is the same.
+        progress: told about a hundred times how far the learning is.
+
+    Raises:
+        CalibrationError: there is no data, or the loss is not finite.
+        ArgumentError: shapes that do not fit together.
+    """
+    settings = settings or AdaRoundSettings()
+    if len(data) == 0:
+        raise CalibrationError("AdaRound needs at least one sample of the layer's input, got none")
+    if factors is None:
+        factors = initial_scale(
+            layer.weight, kind=layer.kind, bits=settings.bits, channel_wise=channel_wise, groups=layer.groups
+        )
+    rows = layer.rows()
+    rounding = SoftRounding(rows, factors_per_row(factors, rows.shape[0]).scale, settings.bits)
+    initial_loss = _loss_on(layer, data, rounding, rounding.nearest, settings.batch_size)
+    obstacle = _no_gram_because(layer, data, settings) if settings.fast else "not asked for"
+    if obstacle:
+        learned = _learn_by_forwards(layer, data, rounding, settings, generator, progress)
+    else:
+        learned = _learn_by_gram(layer, data, rounding, settings, progress)
+    final_loss = _loss_on(layer, data, rounding, learned, settings.batch_size)
+    notes = _notes(layer, settings, obstacle, worse=final_loss > initial_loss)
+    if final_loss > initial_loss:
+        learned, final_loss = rounding.nearest, initial_loss
+    return AdaRoundResult(
+        integers=layer.restore(learned.to(torch.int8)),
+        weight=layer.restore(learned * rounding.scale).to(layer.weight.dtype),
+        factors=factors,
+        initial_loss=initial_loss,
+        final_loss=final_loss,
+        notes=notes,
+    )
+
+
+def _notes(layer: AdaRoundLayer, settings: AdaRoundSettings, obstacle: str, *, worse: bool) -> tuple[str, ...]:
+    notes = []
+    if settings.fast and obstacle:
+        notes.append(f"the fast mode was not used: {obstacle}")
+    elif settings.fast and layer.activation is not None:
+        notes.append("the fast mode learned without the activation that follows the layer")
+    if worse:
+        notes.append("the learned rounding was worse on the data than rounding to nearest, which was kept")
+    return tuple(notes)
+
+
+def _batches(data: LayerData, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for begin in range(0, len(data), size):
+        yield data.batch(torch.arange(begin, min(begin + size, len(data))))
+
+
+def _loss_on(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, steps: Tensor, size: int) -> float:
+    """The loss of a rounding over all data."""
+    weight = layer.restore(steps * rounding.scale)
+    total = sum(
+        float(layer.loss(layer.forward(x.float(), weight), y.float())) * len(x) for x, y in _batches(data, size)
+    )
+    return _finite(total / len(data), "over all data")
+
+
+def _finite(loss: float, when: str) -> float:
+    if loss - loss != 0:
+        raise CalibrationError(
+            f"the AdaRound loss is {loss} {when}; look for NaN, infinity or huge values in the layer's input, "
+            "or use ARQ for this layer"
+        )
+    return loss
+
+
+def _learn_by_forwards(
+    layer: AdaRoundLayer,
+    data: LayerData,
+    rounding: SoftRounding,
+    settings: AdaRoundSettings,
+    generator: torch.Generator | None,
+    progress: Progress | None,
+) -> Tensor:
+    """Mini-batch by mini-batch, as AMCT does."""
+    optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
+    report_every = max(1, settings.num_iteration // _REPORTS)
+    for iteration in range(settings.num_iteration):
+        indices = torch.randperm(len(data), generator=generator)[: settings.batch_size]
+        x, wanted = data.batch(indices)
+        weight = layer.restore(rounding.soft()).requires_grad_()
+        with torch.enable_grad():
+            loss = layer.loss(layer.forward(x.float(), weight), wanted.float())
+        (slope,) = torch.autograd.grad(loss, weight)
+        slope = channels_first(slope, layer.kind, layer.groups)
+        rounding.alpha.grad = rounding.gradient(slope, settings.beta_at(iteration), settings.reg_param)
+        optimizer.step()
+        if (iteration + 1) % report_every == 0:
+            value = _finite(loss.item(), f"after {iteration + 1} iterations")
+            if progress is not None:
+                progress(iteration + 1, settings.num_iteration, value)
+    return rounding.hard()
+
+
+def _no_gram_because(layer: AdaRoundLayer, data: LayerData, settings: AdaRoundSettings) -> str:
+    """Why the Gram matrix would not pay; empty when it does."""
+    inputs = layer.rows().shape[1]
+    entries = layer.groups * inputs * inputs
+    if entries > _LARGEST_GRAM:
+        return f"its matrix would have {entries} entries (at most {_LARGEST_GRAM})"
+    _, wanted = data.batch(torch.zeros(1, dtype=torch.long))
+    positions = wanted.numel() // wanted.shape[-1 if layer.geometry is None else 1]
+    # A forward and a backward of the mini-batch cost about two products per output value and input, the matrix one.
+    forward_cost = 2 * min(settings.batch_size, len(data)) * positions
+    if inputs > forward_cost:
+        return f"with {inputs} inputs per output value, forwards of {settings.batch_size} samples are cheaper"
+    return ""
+
+
+def _learn_by_gram(
+    layer: AdaRoundLayer,
+    data: LayerData,
+    rounding: SoftRounding,
+    settings: AdaRoundSettings,
+    progress: Progress | None,
+) -> Tensor:
+    """All data at once, through its Gram matrix."""
+    statistics = _statistics(layer, data, rounding, settings.batch_size)
+    unfolding = statistics.unfolding
+    gram = (statistics.gram / statistics.positions).float()
+    cross = (statistics.cross / statistics.positions).float()
+    optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
+    report_every = max(1, settings.num_iteration // _REPORTS)
+    for iteration in range(settings.num_iteration):
+        weight = unfolding.rows(rounding.soft())
+        slope = torch.bmm(weight, gram).sub_(cross)
+        beta = settings.beta_at(iteration)
+        rounding.alpha.grad = rounding.gradient(2 * unfolding.back(slope), beta, settings.reg_param)
+        optimizer.step()
+        if progress is not None and (iteration + 1) % report_every == 0:
+            # w·G w - 2 w·C is the loss but for a constant, and all that is known without data.
+            progress(iteration + 1, settings.num_iteration, float((weight * (slope - cross)).sum()))
+    return _improved(statistics, rounding)
+
+
+def _statistics(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, size: int) -> GramStatistics:
+    kernel = (1, 1) if layer.geometry is None else (layer.weight.shape[2], layer.weight.shape[3])
+    outputs, inputs = rounding.floor.shape
+    statistics = GramStatistics(Unfolding(layer.geometry, kernel), outputs, inputs, layer.weight.device)
+    for x, wanted in _batches(data, size):
+        if layer.bias is not None:
+            bias = layer.bias.detach().float()
+            wanted = wanted - (bias if layer.geometry is None else bias[:, None, None])
+        statistics.add(x, wanted)
+    return statistics
+
+
+def _improved(statistics: GramStatistics, rounding: SoftRounding) -> Tensor:
+    """The hard rounding, with single weights switched as long as that lowers the error."""
+    unfolding = statistics.unfolding
+    hard = rounding.hard()
+    other = (2 * rounding.floor + 1 - hard).clamp(rounding.lowest, rounding.highest)
+    weight, alternative = (unfolding.rows(steps * rounding.scale).double().contiguous() for steps in (hard, other))
+    slope = statistics.half_gradient(weight)
+    gram, slopes, used, unused = (t.cpu().numpy() for t in (statistics.gram, slope, weight, alternative))
+    for group in range(unfolding.groups):
+        improve_rounding(gram[group], slopes[group], used[group], unused[group], _SWEEPS)
+    improved = torch.from_numpy(used).to(rounding.scale.device)
+    return (unfolding.back(improved) / rounding.scale).round().float()

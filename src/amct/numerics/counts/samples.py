@@ -1,0 +1,224 @@
+"""What an observer remembers of the values it saw: all of them while they are few, then a histogram.
+
+Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own;
+fewer where memory may not depend on the number of batches (``counts_all=False``: Caffe's calibration layers). One value
+more and all of them are counted instead: each different value (``ValueCounts``) as long as these are few, else, and
+always per channel, in a ``FloatHistogram``. Neither grows with the data. Minimum and maximum are exact in all cases,
+and which case it is does not depend on the order of the data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.counts.compiled import compiled
+from amct.numerics.counts.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
+from amct.numerics.counts.value_counts import ValueCounts
+from amct.numerics.min_max import RunningRange
+from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable
+
+EXACT_LIMIT = 1 << 20
+SMALL_EXACT_LIMIT = 1 << 16
+"""Unless ``counts_all``: so many values take as much memory as their counts would."""
+
+Floats = NDArray[np.float32]
+
+
+class Samples:
+    """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
+
+    def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL, counts_all: bool = True) -> None:
+        self.range = RunningRange(channel_axis)
+        self._tail, self._counts_all = tail, counts_all
+        self.merged = False
+        """Two collections were joined, so the batches have no order any more."""
+        self._pieces: list[Floats] = []
+        self._counts: ValueCounts | FloatHistogram | None = None
+
+    @property
+    def exact(self) -> bool:
+        """All values are still at hand."""
+        return self._counts is None
+
+    @property
+    def _exact_limit(self) -> int:
+        return EXACT_LIMIT if self._counts_all else min(EXACT_LIMIT, SMALL_EXACT_LIMIT)
+
+    def expect(self, values: int) -> None:
+        """So many values will come, of one channel: more than can be kept are counted from the first one on."""
+        if values > self._exact_limit and self._counts is None and not self._pieces:
+            self._counts = ValueCounts.none()
+
+    def add(self, x: Tensor) -> None:
+        """Take in one batch; a refused batch leaves everything as it was."""
+        if self._add_to_histogram(x):
+            return
+        rows = self.range.add(x)
+        if rows.numel() == 0:
+            return
+        if self.exact and self.range.count <= self._exact_limit:
+            self._pieces.append(rows.cpu().numpy().copy())
+        else:
+            self._leave_exact()
+            self._count(rows)
+
+    def _add_to_histogram(self, x: Tensor) -> bool:
+        """Whether one pass was enough to check and to count a batch; else nothing was done."""
+        if self.range.channel_axis is not None or not isinstance(self._counts, FloatHistogram):
+            return False
+        rows = as_rows(x, None)
+        found = self._counts.add_in_one_pass(rows)
+        if found is not None:
+            self.range.add_known(rows.numel(), *found)
+        return found is not None
+
+    def merge(self, other: Samples) -> None:
+        """Take in all that ``other`` has; ``other`` stays as it is."""
+        joined = self.range.count > 0 and other.range.count > 0
+        self.range.merge(other.range)
+        self.merged = self.merged or other.merged or joined
+        if self.exact and other.exact and self.range.count <= self._exact_limit:
+            self._pieces.extend(other._pieces)
+            return
+        self._leave_exact()
+        if other._counts is None:
+            for piece in other._pieces:
+                self._count(torch.from_numpy(piece))
+        elif isinstance(other._counts, ValueCounts):
+            self._join(other._counts)
+        else:
+            self._histogram().merge(other._counts)
+
+    def batches_of(self, channel: int) -> list[Floats]:
+        """The values of a channel, a batch each, as long as ``exact``."""
+        assert self.exact
+        return [piece[channel] for piece in self._pieces]
+
+    def sorted_values(self, channel: int) -> Floats:
+        """All values of a channel in ascending order, as long as ``exact``: the same whatever order they came in."""
+        return np.sort(np.concatenate(self.batches_of(channel)))
+
+    def sorted_nonzero(self, channel: int) -> tuple[Floats, int]:
+        """As ``sorted_values``, but of zeros only their number; sorting takes half the time behind a ReLU."""
+        nonzero, zeros = _nonzero(np.concatenate(self.batches_of(channel)))
+        nonzero.sort()
+        return nonzero, zeros
+
+    def bins(self, channel: int) -> Bins:
+        """The counts of a channel, when no longer ``exact``; they end at the exact minimum and maximum."""
+        assert self._counts is not None
+        bins = self._counts.bins() if isinstance(self._counts, ValueCounts) else self._counts.bins(channel)
+        minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
+        return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
+
+    def _leave_exact(self) -> None:
+        """From the first call on, values are counted instead of kept."""
+        if self._counts is not None:
+            return
+        channels = self.range.channels
+        self._counts = ValueCounts.none() if channels == 1 else FloatHistogram(channels, CHANNEL_MANTISSA_BITS)
+        pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            self._count(torch.from_numpy(piece))
+
+    def _count(self, rows: Tensor) -> None:
+        found = ValueCounts.of(rows) if isinstance(self._counts, ValueCounts) else None
+        if found is None:
+            self._histogram().add(rows)
+        else:
+            self._join(found)
+
+    def _join(self, found: ValueCounts) -> None:
+        joined = self._counts.plus(found) if isinstance(self._counts, ValueCounts) else None
+        if joined is None:
+            self._histogram().add_counted(found.values, found.counts)
+        else:
+            self._counts = joined
+
+    def _histogram(self) -> FloatHistogram:
+        """The histogram; from the first call on, everything is counted in it."""
+        if not isinstance(self._counts, FloatHistogram):
+            histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail, counts_all=self._counts_all)
+            if self._counts is not None:
+                histogram.add_counted(self._counts.values, self._counts.counts)
+            self._counts = histogram
+        return self._counts
+
+
+@compiled
+def _nonzero(values: Floats) -> tuple[Floats, int]:
+    """The values that are not zero, in the memory of all, and how many are."""
+    number = 0
+    for value in values:
+        values[number] = value
+        number += np.int64(value != 0)
+    return values[:number], values.size - number
+
+
+@dataclass(kw_only=True, eq=False)
+class SamplingObserver(ABC):
+    """An observer that chooses a range from the values themselves; what the searches have in common."""
+
+    bits: int = 8
+    asymmetric: bool = True
+    channel_axis: int | None = None
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    counts_all: bool = True
+    """Of all values of all batches. If not, of batches far larger than a search needs a part is counted, so that how
+    the data is cut into batches matters, and fewer values are kept as they are."""
+    _samples: Samples = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        integer_range(self.bits)
+        tail = SHORT_TAIL if self.bits <= 8 else TAIL
+        self._samples = Samples(self.channel_axis, tail=tail, counts_all=self.counts_all)
+
+    @property
+    def batches(self) -> int:
+        """How many tensors were observed."""
+        return self._samples.range.batches
+
+    @property
+    def exact(self) -> bool:
+        """The search runs on the values themselves, not on their histogram."""
+        return self._samples.exact
+
+    def expect(self, values: int) -> None:
+        """Say beforehand how many values will come: nothing else is chosen, but memory does not peak on the way."""
+        if self.channel_axis is None:
+            self._samples.expect(values)
+
+    def observe(self, x: Tensor) -> None:
+        """Take in one tensor; it is not kept alive and not changed."""
+        self._samples.add(x)
+
+    def merge(self, other: Observer) -> None:
+        """Take in everything that ``other``, an observer with the same settings, has seen."""
+        check_mergeable(self, other)
+        assert isinstance(other, SamplingObserver)
+        self._samples.merge(other._samples)
+
+    def result(self) -> ActivationFactors:
+        """Scale and offset for all data seen so far."""
+        self._samples.range.require_values()
+        ranges = [self.search(channel) for channel in range(self._samples.range.channels)]
+        minimum, maximum = torch.tensor(ranges, dtype=torch.float64).unbind(1)
+        shape = () if self.channel_axis is None else (-1,)
+        return ActivationFactors.from_range(
+            minimum.reshape(shape),
+            maximum.reshape(shape),
+            self.bits,
+            asymmetric=self.asymmetric,
+            symmetric_scale=self.symmetric_scale,
+        )
+
+    @abstractmethod
+    def search(self, channel: int) -> tuple[float, float]:
+        """The range (minimum, maximum) that quantizes a channel best."""

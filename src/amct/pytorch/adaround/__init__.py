@@ -1,0 +1,1 @@
+"""AdaRound over a whole torch model, layer after layer."""

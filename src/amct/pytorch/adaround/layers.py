@@ -1,0 +1,260 @@
+"""AdaRound over a whole model: layer after layer, each learning from what the layers before it have become.
+
+A layer's inputs come from the model whose layers before it are quantized already, its wanted outputs from the float
+model. The inputs and outputs of one layer are held at a time, with the outputs of a few layers ahead as long as they
+are small; forwards stop at the layer they are made for, and begin behind what is finished (``finished_modules``).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amct import progress
+from amct.config.settings import AdaRoundSettings
+from amct.errors import AmctError, CalibrationError
+from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
+from amct.numerics.integer import ConvolutionGeometry
+from amct.pytorch.adaround.activation_after import activation_after
+from amct.pytorch.adaround.finished_modules import FinishedModules
+from amct.pytorch.layer_weights import balanced_weight, channel_axis, named, weight_parts
+from amct.pytorch.quantized_weights import LayerWeights
+from amct.pytorch.watch.layer_hooks import Balance, given_input
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from amct.config.plan import LayerPlan
+    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.watch.layer_hooks import Arguments
+
+logger = logging.getLogger(__name__)
+
+_LOOKAHEAD_BYTES = 256 << 20
+_SEED = 0
+
+
+def learn_rounding(
+    preparation: Preparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
+) -> dict[str, LayerWeights]:
+    """Learn the rounding of every layer that the plan gives to AdaRound.
+
+    Args:
+        preparation: the model with ARQ's weights everywhere.
+        data: makes the inputs to learn from.
+        fast: learn from the Gram matrix of the layer's input.
+
+    Raises:
+        CalibrationError: the data reaches a layer not at all or makes its loss not finite; names the layer.
+    """
+    layers = [layer for layer in preparation.layers if isinstance(layer.weight, AdaRoundSettings)]
+    batches = list(data())  # a loader may shuffle: inputs and wanted outputs must belong to the same data
+    quantized = preparation.quantized_copy()
+    for name, weights in preparation.weights.items():
+        module = quantized.get_submodule(name)
+        if weights.balance is not None:
+            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+    finished = FinishedModules(quantized, [layer.name for layer in layers])
+    outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
+    learned: dict[str, LayerWeights] = {}
+    with progress.bar("AdaRound", len(layers)) as advance:
+        for layer in layers:
+            advance(0, description=f"AdaRound {layer.name}")
+            wanted = outputs.of(layer.name)
+            inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=finished.begin)[layer.name]
+            found = _learn_layer(layer, preparation, inputs, wanted, fast=fast)
+            found.put_into(quantized.get_submodule(layer.name))
+            finished.finish(layer.name)
+            learned[layer.name] = found
+            advance()
+    return learned
+
+
+def _learn_layer(
+    layer: LayerPlan, preparation: Preparation, inputs: list[Tensor], wanted: list[Tensor], *, fast: bool
+) -> LayerWeights:
+    before = preparation.weights[layer.name]
+    module = preparation.fused.model.get_submodule(layer.name)
+    if not inputs:
+        raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
+    pairs, notes = _alike(module, inputs, wanted)
+    part = weight_parts(module)[0]
+    weight = balanced_weight(module, part, before.balance)
+    bias = getattr(module, "bias", None)
+    described = AdaRoundLayer(
+        weight=weight,
+        bias=bias.detach().float() if isinstance(bias, Tensor) else None,
+        geometry=_geometry(module),
+        activation=activation_after(layer.name, preparation.traced, preparation.fused),
+    )
+    result = _learn(layer, described, pairs, fast=fast)
+    for note in (*notes, *result.notes):
+        logger.info('layer "%s": %s', layer.name, note)
+    logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
+    return LayerWeights(
+        rounded={part.attribute: result.weight},
+        factors={part.attribute: result.factors},
+        bits=before.bits,
+        balance=before.balance,
+        learned=True,
+        can_pack=before.can_pack,
+        notes=(*notes, *result.notes),
+    )
+
+
+def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool) -> AdaRoundResult:
+    settings = layer.weight
+    assert isinstance(settings, AdaRoundSettings)
+    learning = LearningSettings(
+        bits=settings.num_bits,
+        num_iteration=settings.num_iteration,
+        reg_param=settings.reg_param,
+        beta_range=settings.beta_range,
+        warm_start=settings.warm_start,
+        fast=fast,
+    )
+    with progress.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
+        done = 0
+
+        def tell(iteration: int, _: int, __: float) -> None:
+            nonlocal done
+            advance(iteration - done)
+            done = iteration
+
+        try:
+            return adaround(
+                described,
+                pairs,
+                learning,
+                channel_wise=settings.channel_wise,
+                generator=torch.Generator().manual_seed(_SEED),
+                progress=tell,
+            )
+        except AmctError as error:
+            raise named(layer.name, error) from error
+
+
+def _geometry(module: nn.Module) -> ConvolutionGeometry | None:
+    """How a convolution walks; padding given as a word is done to the data beforehand (``_padded``)."""
+    if isinstance(module, nn.Linear):
+        return None
+    assert isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
+    transposed = isinstance(module, nn.ConvTranspose2d)
+    return ConvolutionGeometry(
+        stride=module.stride,
+        padding=0 if isinstance(module.padding, str) else module.padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        transposed=transposed,
+        output_padding=module.output_padding if transposed else 0,
+    )
+
+
+def _padded(module: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(module, nn.Conv2d) and isinstance(module.padding, str):
+        return functional.pad(x, module._reversed_padding_repeated_twice)
+    return x
+
+
+def _alike(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[CachedData, list[str]]:
+    """All batches as one; where their shapes differ, values of a linear layer are taken one by one."""
+    inputs = [_padded(module, x) for x in inputs]
+    if len({x.shape[1:] for x in inputs}) > 1 or any(x.ndim < 2 for x in inputs):
+        if isinstance(module, nn.Linear):
+            inputs = [x.reshape(-1, x.shape[-1]) for x in inputs]
+            outputs = [y.reshape(-1, y.shape[-1]) for y in outputs]
+        else:
+            first = inputs[0].shape[1:]
+            kept = [index for index, x in enumerate(inputs) if x.shape[1:] == first]
+            note = f"AdaRound learns from {len(kept)} of {len(inputs)} batches, those of input shape {list(first)}"
+            return CachedData(torch.cat([inputs[i] for i in kept]), torch.cat([outputs[i] for i in kept])), [note]
+    return CachedData(torch.cat(list(inputs)), torch.cat(list(outputs))), []
+
+
+# -- forwards up to a layer --------------------------------------------------------------------------------------------
+
+
+class _Enough(BaseException):
+    """Ends a forward when everything wanted was seen; no ``except Exception`` of the user's code holds it up."""
+
+
+def _collect(
+    model: nn.Module,
+    names: Sequence[str],
+    batches: Sequence[Arguments],
+    *,
+    inputs: bool,
+    begin: Callable[[int], None] | None = None,
+) -> dict[str, list[Tensor]]:
+    """The inputs, or the outputs, of some layers over all data; each forward ends after the last of them.
+
+    ``begin`` is told the number of each batch before it runs.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    handles = []
+
+    def note(name: str, value: object) -> None:
+        if isinstance(value, Tensor):
+            found[name].append(value.detach().clone())
+        if name == names[-1]:
+            raise _Enough
+
+    for name in names:
+        module = model.get_submodule(name)
+        if inputs:
+            handles.append(module.register_forward_pre_hook(_before(note, name), with_kwargs=True))
+        else:
+            handles.append(module.register_forward_hook(_after(note, name)))
+    try:
+        with torch.no_grad():
+            for number, (args, kwargs) in enumerate(batches):
+                if begin is not None:
+                    begin(number)
+                with suppress(_Enough):
+                    model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _before(note: Callable[[str, object], None], name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        note(name, given_input(args, kwargs))
+
+    return hook
+
+
+def _after(note: Callable[[str, object], None], name: str) -> Callable[..., None]:
+    def hook(_: nn.Module, __: object, output: object) -> None:
+        note(name, output)
+
+    return hook
+
+
+@dataclass
+class _FloatOutputs:
+    """Outputs of the float model's layers, fetched for several layers at once as long as they are small."""
+
+    model: nn.Module
+    names: Sequence[str]
+    batches: Sequence[Arguments]
+    ready: dict[str, list[Tensor]] = field(default_factory=dict)
+    ahead: int = 1
+
+    def of(self, name: str) -> list[Tensor]:
+        """The outputs of one layer, a batch each; they are handed over, not kept."""
+        if name not in self.ready:
+            place = self.names.index(name)
+            self.ready = _collect(self.model, self.names[place : place + self.ahead], self.batches, inputs=False)
+            fetched = sum(tensor.nbytes for tensors in self.ready.values() for tensor in tensors)
+            # Layers deeper in a network are seldom larger: as many as would have fit this time.
+            self.ahead = max(1, self.ahead * _LOOKAHEAD_BYTES // max(fetched, 1))
+        return self.ready.pop(name)

@@ -1,0 +1,269 @@
+"""AMCT's functions of post-training quantization: config, balancing, calibration model, saving.
+
+A script calls them one after the other, with files in between::
+
+    create_quant_config("config.json", model, inputs)                       → the JSON config
+    quantize_preprocess("config.json", "record.txt", model, inputs)         only with dmq_balancer; then one forward
+    quantize_model("config.json", "m.onnx", "record.txt", model, inputs)    → calibration model; then batch_num forwards
+    save_model("m.onnx", "record.txt", "out/net")                           → deploy, fake-quant and QDQ models
+
+The model is looked at once and never changed; every file is checked to be writable before any work is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amct import atomic, log
+from amct.atomic import read_bytes
+from amct.calibration import read_progress
+from amct.config.ptq.pytorch import default_config, expand_config
+from amct.config.ptq.pytorch_json import make_plan, read_config
+from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
+from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
+from amct.export.saving import save_files
+from amct.export.writer import SavePath
+from amct.pytorch.arguments import FILE, check_types, output_file
+from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
+from amct.pytorch.preparation import prepare, try_float_onnx
+from amct.pytorch.quantized_weights import as_balance
+from amct.pytorch.watch.balancing import balancing_model
+from amct.pytorch.watch.calibrating import start_calibration
+from amct.pytorch.watch.fast_placement import watch_between
+from amct.record import LayerRecord, Record, read_record, validate_record, write_record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from amct.config.plan import Plan
+    from amct.pytorch.capture.trace import Traced
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+_NONE = type(None)
+
+
+def create_quant_config(
+    config_file: AnyPath,
+    model: nn.Module,
+    input_data: object,
+    skip_layers: list[str] | None = None,
+    batch_num: int = 1,
+    activation_offset: bool = True,
+    config_defination: AnyPath | None = None,
+) -> None:
+    """Write the full JSON config of a model: from a simple config (``.cfg``), or from the few arguments here.
+
+    Args:
+        config_file: where to.
+        model: any nn.Module.
+        input_data: a tensor, or a tuple or dict of arguments, with which the model can be run.
+        skip_layers: layers that stay float; ignored with ``config_defination``.
+        batch_num: batches of calibration; ignored with ``config_defination``.
+        activation_offset: whether activations have an offset; ignored with ``config_defination``.
+        config_defination: a simple config.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the config does not fit the model; all mistakes are listed with their places.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model cannot be run on the example input, or is quantized already.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "create_quant_config",
+        {
+            "config_file": (config_file, FILE),
+            "model": (model, (nn.Module,)),
+            "skip_layers": (skip_layers, (list, tuple, _NONE)),
+            "batch_num": (batch_num, (int,)),
+            "activation_offset": (activation_offset, (bool,)),
+            "config_defination": (config_defination, (*FILE, _NONE)),
+        },
+    )
+    path = output_file(config_file, "config_file")
+    text = read_bytes(config_defination) if config_defination is not None else None
+    layers = look(model, input_data).config_layers()
+    if config_defination is not None and text is not None:
+        if skip_layers:
+            logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
+        config = expand_config(text, os.fspath(config_defination), layers)
+    else:
+        config = default_config(
+            layers, batch_num=batch_num, activation_offset=activation_offset, skip_layers=skip_layers or ()
+        )
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    atomic.write_text(path, config.to_json())
+    logger.info("wrote %s", path)
+
+
+def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Module, input_data: object) -> nn.Module:
+    """Prepare DMQ: run the returned model once (or more) on data, and the record gets the balance factors.
+
+    Raises:
+        TypeError, ValueError, OSError: as ``quantize_model``.
+        RuntimeError: no layer of the config has ``dmq_balancer_param``, or the model cannot be run.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "quantize_preprocess",
+        {
+            "config_file": (config_file, FILE),
+            "record_file": (record_file, FILE),
+            "model": (model, (nn.Module,)),
+        },
+    )
+    path = output_file(record_file, "record_file")
+    content = read_bytes(config_file)
+    traced = look(model, input_data)
+    plan = _plan(content, config_file, traced)
+    if not plan.balanced:
+        raise CalibrationError(
+            f"{os.fspath(config_file)}: no layer that is quantized has dmq_balancer_param, so there is nothing to "
+            "balance; skip quantize_preprocess, or add dmq_balancer to the config"
+        )
+
+    def write(factors: Mapping[str, Tensor]) -> None:
+        entries = {name: LayerRecord(tensor_balance_factor=tuple(values.tolist())) for name, values in factors.items()}
+        write_record(Record(entries), path)
+
+    balancing = balancing_model(traced, plan, write)
+    write_record(Record(), path)
+    return balancing
+
+
+def quantize_model(  # noqa: PLR0913  AMCT's signature
+    config_file: AnyPath,
+    modfied_onnx_file: AnyPath,
+    record_file: AnyPath,
+    model: nn.Module,
+    input_data: object,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Fold, quantize the weights, and return the calibration model: run it on ``batch_num`` batches.
+
+    The record gets the factors of the weights at once and those of the activations when the last layer has seen enough.
+
+    Args:
+        config_file: the JSON config of ``create_quant_config``.
+        modfied_onnx_file: where the folded float model is written, for ``save_model``.
+        record_file: where the quantization factors are written; with DMQ it holds the balance factors.
+        model: any nn.Module.
+        input_data: an example input; AdaRound learns from it.
+        input_names: names of the inputs in the ONNX files.
+        output_names: names of the outputs.
+        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}``.
+
+    Raises:
+        TypeError: an argument, a config value or the type of the weights is wrong.
+        ValueError: the config does not fit the model, or the record lacks the balance factors of a layer.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model cannot be run or exported, nothing is to be quantized, or weights are not finite.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "quantize_model",
+        {
+            "config_file": (config_file, FILE),
+            "modfied_onnx_file": (modfied_onnx_file, FILE),
+            "record_file": (record_file, FILE),
+            "model": (model, (nn.Module,)),
+        },
+    )
+    onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
+    record_path = output_file(record_file, "record_file")
+    content = read_bytes(config_file)
+    traced = look(model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    plan = _plan(content, config_file, traced)
+    preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
+    onnx = try_float_onnx(preparation)
+    if isinstance(onnx, ExportError):
+        if traced.program is not None:
+            raise onnx
+        # Data decides what the model executes: it can be calibrated all the same, and the file tells why not saved.
+        logger.warning("calibration works, but save_model will not: %s", onnx)
+        write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
+        return start_calibration(preparation, record_file=record_path).model
+    write_modified(onnx_path, onnx.model, file_notes(preparation))
+    between = watch_between(preparation, onnx)
+    return start_calibration(preparation, record_file=record_path, between=between).model
+
+
+def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
+    """Write the deploy, fake-quant and QDQ models and a report, as ``<save_path>_deploy_model.onnx`` and so on.
+
+    Args:
+        modfied_onnx_file: written by ``quantize_model``.
+        record_file: completed by the calibration model.
+        save_path: ``folder/prefix``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the ONNX file does not exist, or a factor of the record is outside its range.
+        OSError: a file cannot be read or written.
+        RuntimeError: calibration is not complete (says which layers need how many batches), or record and model do not
+            belong together.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "save_model",
+        {
+            "modfied_onnx_file": (modfied_onnx_file, FILE),
+            "record_file": (record_file, FILE),
+            "save_path": (save_path, FILE),
+        },
+    )
+    where = SavePath.parse(save_path)
+    atomic.check_writable(where.folder)
+    model, notes = read_modified(modfied_onnx_file)
+    record = read_record(record_file)
+    for note in (
+        *record.warnings,
+        *validate_record(record, notes.record_layers(), progress=read_progress(record_file)),
+    ):
+        logger.warning("%s", note)
+    beside = tensor_factors_path(record_file)
+    tensors = read_tensor_factors(beside) if beside.exists() else None
+    save_files(where, model, record, notes, tensors)
+
+
+def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:
+    layers = traced.config_layers()
+    return make_plan(read_config(content, os.fspath(config_file), layers), layers)
+
+
+# -- DMQ ---------------------------------------------------------------------------------------------------------------
+
+
+def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
+    """The balance factors that the record must hold when the config asks for DMQ."""
+    if not plan.balanced:
+        return {}
+    what_to_do = "run quantize_preprocess and one forward of the model it returns"
+    record = read_record(record_path) if record_path.exists() else Record()
+    if record.is_empty:
+        state = "is empty" if record_path.exists() else "does not exist"
+        raise RecordError(f'the config asks for dmq_balancer, but the record "{record_path}" {state}; {what_to_do}')
+    found: dict[str, Tensor] = {}
+    for layer in plan.balanced:
+        entry = record.layers.get(layer.name)
+        factors = as_balance(entry.tensor_balance_factor) if entry is not None else None
+        if factors is None:
+            raise RecordValueError(
+                f'layer "{layer.name}": the config asks for dmq_balancer, but "{record_path}" has no '
+                f"tensor_balance_factor for it; {what_to_do}"
+            )
+        found[layer.name] = factors
+    return found

@@ -1,0 +1,167 @@
+"""A model captured as a program by torch.export, or the reason why it cannot be, with the line of the user's code."""
+
+from __future__ import annotations
+
+import io
+import linecache
+import logging
+import sys
+import sysconfig
+import warnings
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from amct.pytorch.capture.recurrent import make_opaque
+from amct.pytorch.model_copy import copy_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from torch import nn
+    from torch.export import ExportedProgram
+
+    from amct.pytorch.capture.example_inputs import ExampleInputs
+
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"],
+    str(Path(__file__).parents[1]),
+)
+
+_SELF_TALK = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
+    r"The tensor attributes? .*_flat_weights",  # nn.RNNBase keeps its weights in a second list
+)
+"""Warnings that torch's exporters cause by themselves."""
+
+_DATA_DEPENDENT = "GuardOnDataDependentSymNode"  # by name: importing its module takes a second
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureFailure:
+    """Why a model has no program: ``where`` is ``file:line`` of the user's code, empty when it is not known."""
+
+    reason: str
+    where: str = ""
+    code: str = ""
+    detail: str = ""  # torch's message in full
+
+    def __str__(self) -> str:
+        place = f"{self.where}: {self.code!r}: " if self.where else ""
+        return place + self.reason
+
+
+def capture(
+    model: nn.Module, inputs: ExampleInputs, open_axes: Sequence[Mapping[int, str]] | None = None
+) -> ExportedProgram | CaptureFailure:
+    """Capture ``model`` as it runs in eval mode on inputs like these.
+
+    A copy is captured that shares the model's tensors: they are looked at, never written. ``open_axes`` has, for each
+    tensor of the inputs, the axes whose size may vary and a label for each; None fixes every size.
+    """
+    duplicate = copy_model(model, share_tensors=True)
+    make_opaque(duplicate)
+    args, kwargs, shapes = inputs.args, inputs.kwargs, None
+    if open_axes is not None:
+        args, kwargs = _grown((args, kwargs), open_axes)
+        shapes = _dynamic_shapes(inputs.bound(model), open_axes)
+    said = io.StringIO()
+    try:
+        # On failure torch prints its half-made graph to stderr; what a success prints is the user's and goes on.
+        with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
+            program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
+        return failure_of(error)
+    sys.stderr.write(said.getvalue())
+    return program
+
+
+def _grown(arguments: tuple[Any, Any], open_axes: Sequence[Mapping[int, str]]) -> tuple[Any, Any]:
+    """Repeat the example along open axes of size 1: torch.export takes a size of 1 for one that never varies.
+
+    Axes of one label grow to one size, those of different labels to different ones, so that none seem related.
+    """
+    labels = list(dict.fromkeys(label for axes in open_axes for label in axes.values()))
+    sizes = {label: number for number, label in enumerate(labels, start=2)}
+    remaining = iter(open_axes)
+
+    def of_leaf(leaf: object) -> object:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach()  # torch.export writes marks on the tensors it is given: these are not the user's
+        for axis, label in next(remaining).items():
+            if leaf.shape[axis] == 1:
+                leaf = leaf.repeat_interleave(sizes[label], dim=axis)
+        return leaf
+
+    grown: tuple[Any, Any] = pytree.tree_map(of_leaf, arguments)
+    return grown
+
+
+def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, str]]) -> dict[str, Any]:
+    remaining = iter(open_axes)
+
+    def of_leaf(leaf: object) -> dict[int, Any] | None:
+        return dict.fromkeys(next(remaining), torch.export.Dim.DYNAMIC) if isinstance(leaf, torch.Tensor) else None
+
+    return {name: pytree.tree_map(of_leaf, value) for name, value in arguments.items()}
+
+
+@contextmanager
+def quiet_exporters() -> Iterator[None]:
+    """Silence what torch's exporters say about themselves; it is nothing the user could act on."""
+    names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for message in _SELF_TALK:
+            warnings.filterwarnings("ignore", message=message)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def failure_of(error: BaseException) -> CaptureFailure:
+    """What went wrong and where in the user's code, of an exception that passed through it."""
+    if _DATA_DEPENDENT in {base.__name__ for base in type(error).__mro__}:
+        reason = "what is executed depends on values of tensors, which a captured program cannot follow"
+    else:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frame = _users_frame(error)
+    if frame is None:
+        return CaptureFailure(reason=reason, detail=str(error))
+    file, line = frame
+    code = linecache.getline(file, line).strip()
+    return CaptureFailure(reason=reason, where=f"{file}:{line}", code=code, detail=str(error))
+
+
+def _users_frame(error: BaseException) -> tuple[str, int] | None:
+    """The innermost line of the traceback that is neither torch's, Python's nor ours."""
+    found: tuple[str, int] | None = None
+    for link in _chain(error):
+        traceback: TracebackType | None = link.__traceback__
+        while traceback is not None:
+            file = traceback.tb_frame.f_code.co_filename
+            if not file.startswith(("<", *_NOT_THE_USERS)):
+                found = (file, traceback.tb_lineno)
+            traceback = traceback.tb_next
+        if found:
+            return found
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__

@@ -1,0 +1,225 @@
+"""From a program's operations to the topology: one node per layer call or operation, and what each layer call does.
+
+All operations of one call of a quantizable layer or batch norm become one node, named by the module's path (``conv``,
+and ``conv@1`` for a second call); every other operation is a node of its own. Parameters, and what is computed from
+them alone, are not activations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from amct.model import Graph, Node
+from amct.pytorch.capture.layer_types import layer_type, type_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from amct.pytorch.capture.program_reader import ModuleCall, Operation, Program, Value
+
+WEIGHTED_OPERATIONS = frozenset(
+    {
+        "addmm", "baddbmm", "bilinear", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "convolution", "einsum", "gru", "linear", "lstm", "matmul", "mm", "rnn_relu", "rnn_tanh",
+    }
+)  # fmt: skip
+"""Operations worth quantizing when one side is a weight."""
+
+_ZERO_PADS = frozenset({"pad", "constant_pad_nd"})
+_REARRANGES = frozenset({"contiguous", "permute", "transpose"})
+
+
+@dataclass(eq=False, kw_only=True)
+class LayerCall:
+    """One call of a quantizable layer or batch norm.
+
+    ``problem`` says why the call does other things than the plain layer would (a subclass with a forward of its own);
+    ``exact`` means that it returns just what its one operation makes, so that something behind it can be folded in.
+    """
+
+    name: str
+    path: str
+    operations: list[Operation] = field(default_factory=list)
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    problem: str | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramGraph:
+    """The topology of a program and what was learned on the way."""
+
+    graph: Graph
+    calls: Mapping[str, Sequence[LayerCall]]  # by module path
+    functional: Sequence[Operation]  # weighted operations that no layer of ours contains
+
+
+def program_graph(program: Program, model: nn.Module) -> ProgramGraph:
+    """Group the operations by layer; ``model`` is the one the program was captured from."""
+    builder = _Builder(program, model)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self.program = program
+        self.modules = dict(model.named_modules())
+        stored = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.tensors = {name: id(tensor) for name, tensor in stored}
+        self.groups: dict[str, list[Operation]] = {}
+        self.calls: dict[str, LayerCall] = {}  # by the key of the module call
+
+    def build(self) -> ProgramGraph:
+        functional: list[Operation] = []
+        for operation in self.program.operations:
+            owner = self._layer_owner(operation)
+            if owner is not None:
+                call = self._call(owner)
+                call.operations.append(operation)
+                self.groups.setdefault(call.name, call.operations)
+            elif not operation.constant:
+                self.groups[operation.name] = [operation]
+                if operation.kind in WEIGHTED_OPERATIONS and any(value.constant for value in operation.operands):
+                    functional.append(operation)
+        self._join()
+        by_path: dict[str, list[LayerCall]] = {}
+        for call in self.calls.values():
+            by_path.setdefault(call.path, []).append(call)
+            self._examine(call)
+        return ProgramGraph(graph=self._graph(by_path), calls=by_path, functional=functional)
+
+    def _layer_owner(self, operation: Operation) -> ModuleCall | None:
+        """The outermost quantizable layer or batch norm in whose call the operation was done."""
+        for caller in operation.callers:
+            module = self.modules.get(caller.path) if caller.path else None
+            if module is not None and (layer_type(type_name(module)) or _is_batch_norm(module)):
+                return caller
+        return None
+
+    def _call(self, owner: ModuleCall) -> LayerCall:
+        if owner.key not in self.calls:
+            earlier = sum(call.path == owner.path for call in self.calls.values())
+            name = f"{owner.path}@{earlier}" if earlier else owner.path
+            self.calls[owner.key] = LayerCall(name=name, path=owner.path)
+        return self.calls[owner.key]
+
+    # -- edges -----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Find what each layer call reads from outside and hands to the outside."""
+        readers: dict[int, set[str]] = {id(value): {""} for value in self.program.outputs}
+        for name, operations in self.groups.items():
+            for operation in operations:
+                for value in operation.operands:
+                    readers.setdefault(id(value), set()).add(name)
+        for call in self.calls.values():
+            made = [result for operation in call.operations for result in operation.results]
+            inside = {id(result) for result in made}
+            reads = (value for operation in call.operations for value in operation.operands)
+            call.inputs = _unique(value for value in reads if id(value) not in inside and not value.constant)
+            call.outputs = tuple(result for result in made if readers.get(id(result), set()) - {call.name})
+
+    def _graph(self, by_path: Mapping[str, Sequence[LayerCall]]) -> Graph:
+        by_name = {call.name: call for call in self.calls.values()}
+        nodes = []
+        for name, operations in self.groups.items():
+            call = by_name.get(name)
+            nodes.append(self._layer_node(call, len(by_path[call.path])) if call else _operation_node(operations[0]))
+        outputs = [value.name for value in self.program.outputs if not value.constant]
+        return Graph(nodes, inputs=[value.name for value in self.program.inputs], outputs=outputs)
+
+    def _layer_node(self, call: LayerCall, calls: int) -> Node:
+        module = self.modules[call.path]
+        return Node(
+            name=call.name,
+            op=type_name(module),
+            inputs=tuple(value.name for value in call.inputs),
+            outputs=tuple(value.name for value in call.outputs),
+            attributes={
+                "module": call.path,
+                "class": type(module).__name__,
+                "calls": calls,
+                "exact": call.exact and call.problem is None,
+                "shapes": tuple(value.shape for value in call.outputs),
+            },
+        )
+
+    # -- what a layer call does ------------------------------------------------------------------------------------
+
+    def _examine(self, call: LayerCall) -> None:
+        module = self.modules[call.path]
+        kind = type_name(module)
+        entry = layer_type(kind)
+        work = entry.operation if entry else "batch_norm"
+        doing = [operation for operation in call.operations if operation.kind == work]
+        if len(doing) != 1:
+            call.problem = f"its forward calls {work} {len(doing)} times, not once"
+            return
+        main = doing[0]
+        call.exact = len(call.outputs) == 1 and any(result is call.outputs[0] for result in main.results)
+        others = [op for op in call.operations if op is not main and op.kind in WEIGHTED_OPERATIONS and not op.constant]
+        if others:
+            call.problem = f"its forward also calls {others[0].kind} ({others[0].where})"
+        elif entry and not self._reads_input(call, main):
+            call.problem = f"its forward changes the input before {work} ({main.where})"
+        elif entry and not self._uses_own_parameters(module, main, entry.parameters):
+            call.problem = (
+                f"its forward computes the weight it uses ({main.where}); with torch.nn.utils.parametrize call "
+                "remove_parametrizations first, with weight_norm remove_weight_norm"
+            )
+        if not entry and [operation.kind for operation in call.operations] != ["batch_norm"]:
+            call.problem = "its forward does more than normalize"
+
+    def _reads_input(self, call: LayerCall, main: Operation) -> bool:
+        """Whether the work is done on what the module was given, padded with zeros or rearranged at most."""
+        makers = {id(result): operation for operation in call.operations for result in operation.results}
+        value = main.operand(0)
+        while value is not None and id(value) in makers:
+            maker = makers[id(value)]
+            if maker.kind not in _REARRANGES and not _pads_with_zeros(maker):
+                return False
+            value = maker.operand(0)
+        return value is not None and not value.constant
+
+    def _uses_own_parameters(self, module: nn.Module, main: Operation, positions: tuple[int, ...]) -> bool:
+        """Whether weight and bias are the module's own tensors, used as they are."""
+        own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+        used = (main.operand(position) for position in positions)
+        names = [value.parameter for value in used if value is not None]
+        return all(name is not None and self.tensors.get(name) in own for name in names)
+
+
+def _operation_node(operation: Operation) -> Node:
+    inputs = _unique(value for value in operation.operands if not value.constant)
+    return Node(
+        name=operation.name,
+        op=operation.kind,
+        inputs=tuple(value.name for value in inputs),
+        outputs=tuple(value.name for value in operation.results),
+        attributes={
+            "module": operation.callers[-1].path if operation.callers else "",
+            "settings": operation.settings,
+            "parameters": tuple(value.parameter for value in operation.operands if value.parameter is not None),
+            "shapes": tuple(value.shape for value in operation.results),
+            "where": operation.where,
+        },
+    )
+
+
+def _pads_with_zeros(operation: Operation) -> bool:
+    if operation.kind not in _ZERO_PADS:
+        return False
+    settings = operation.arguments[2:]
+    return all(setting in ("constant", 0, None) for setting in settings)
+
+
+def _unique(values: Iterator[Value]) -> tuple[Value, ...]:
+    return tuple({id(value): value for value in values}.values())
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -1,0 +1,265 @@
+"""Looks at a model once: which layers can be quantized, which cannot and why, and what feeds what.
+
+``trace`` captures the model with torch.export. A model that cannot be captured (its control flow depends on data) is
+watched by forward hooks instead: its layers are still found and can be calibrated; only ONNX export is impossible then.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amct.config.layers import LayerInfo, LayerList
+from amct.errors import ArgumentTypeError, ExportError, ModelError
+from amct.model import Graph, LayerFacts, Skip
+from amct.pytorch.capture.call_watch import Call, watch_calls
+from amct.pytorch.capture.example_inputs import ExampleInputs, example_inputs
+from amct.pytorch.capture.layer_types import (
+    LAYER_TYPES,
+    layer_facts,
+    own_weight,
+    quantizable_type,
+    setting_problem,
+    type_name,
+)
+from amct.pytorch.capture.operators import refuse_operators
+from amct.pytorch.capture.program import CaptureFailure, capture
+from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
+from amct.pytorch.capture.program_reader import read_program
+from amct.pytorch.capture.unused import unused_modules
+from amct.pytorch.model_copy import unwrap
+from amct.pytorch.onnx.io_names import IoNames
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.export import ExportedProgram
+
+logger = logging.getLogger(__name__)
+
+_FIXED_AXIS = re.compile(r"marked L\['(\w+)'\].*?size\(\)\[(\d+)\] as dynamic but .*? constant \((\d+)\)")
+"""How torch.export says that a size is not free after all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """What one look at a model told. It is passed along so that the model is not looked at twice.
+
+    Attributes:
+        model: The user's own model, unwrapped; never changed.
+        inputs: The example input as arguments of a call.
+        names: Names of inputs and outputs and the open axes, as asked for.
+        layers: The quantizable layers by name, in execution order.
+        skips: Layers of quantizable types, functional calls and other weighted modules that stay float, with reasons.
+        module_types: The type name of every module, in the order of ``named_modules``.
+        graph: The topology; None when the model could only be watched.
+        program: The captured program; None when the model could only be watched.
+        failure: Why there is no program.
+    """
+
+    model: nn.Module
+    inputs: ExampleInputs
+    names: IoNames
+    layers: Mapping[str, LayerFacts]
+    skips: tuple[Skip, ...]
+    module_types: Mapping[str, str]
+    graph: Graph | None = None
+    program: ExportedProgram | None = None
+    failure: CaptureFailure | None = None
+
+    def config_layers(self) -> LayerList:
+        """The modules as the config package wants to know them."""
+        reasons = {skip.layer: skip.reason for skip in self.skips}
+        return LayerList(_config_layer(name, kind, self, reasons) for name, kind in self.module_types.items() if name)
+
+
+def trace(
+    model: nn.Module,
+    input_data: object,
+    *,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Any] | None = None,
+) -> Traced:
+    """Find the layers and the topology of a model from one example input; the model stays as it is.
+
+    Args:
+        model: any nn.Module, in train or eval mode; DistributedDataParallel is unwrapped.
+        input_data: a tensor, a tuple of arguments, a dict of keyword arguments, or a tuple that ends in such a dict.
+        input_names: names of the input tensors in an exported file, in order; the rest keep the forward's names.
+        output_names: likewise of the outputs.
+        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no nn.Module.
+        ModelError: the model contains AMCT operators, cannot be copied, or fails on the example input.
+        ExportError: names or axes are malformed, or an axis that should vary is fixed by the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    model = unwrap(model)
+    refuse_operators(model)
+    _refuse_lazy(model)
+    inputs = example_inputs(model, input_data)
+    names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
+    program = _captured(model, inputs, names)
+    if isinstance(program, CaptureFailure):
+        logger.warning("%s cannot be captured as a program, only watched: %s", type(model).__name__, program)
+        return _from_calls(model, inputs, names, program)
+    found = program_graph(read_program(program), model)
+    unused = unused_modules(program)
+    calls = {path: [_as_call(call, path in unused) for call in calls] for path, calls in found.calls.items()}
+    layers, skips = _sorted_out(model, calls)
+    skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
+    return Traced(
+        model=model,
+        inputs=inputs,
+        names=names,
+        layers=layers,
+        skips=skips,
+        module_types=_module_types(model),
+        graph=found.graph,
+        program=program,
+    )
+
+
+def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> ExportedProgram | CaptureFailure:
+    open_axes = names.open_axes(inputs.tensors())
+    program = capture(model, inputs, open_axes)
+    if open_axes is None or not isinstance(program, CaptureFailure):
+        return program
+    with_fixed_sizes = capture(model, inputs)
+    if isinstance(with_fixed_sizes, CaptureFailure):
+        return with_fixed_sizes
+    fixed = [f'axis {axis} of "{name}" is {size}' for name, axis, size in _FIXED_AXIS.findall(program.detail)]
+    raise ExportError(
+        f"dynamic_axes: the model does not let {names.described_axes()} vary: {', '.join(fixed) or program}. "
+        "Leave the axis out of dynamic_axes, or write the model so that it does not fix the size"
+    )
+
+
+def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure) -> Traced:
+    calls = watch_calls(model, inputs)
+    layers, skips = _sorted_out(model, calls)
+    return Traced(
+        model=model,
+        inputs=inputs,
+        names=names,
+        layers=layers,
+        skips=(*skips, *_other_skips(model)),
+        module_types=_module_types(model),
+        failure=failure,
+    )
+
+
+def _as_call(call: LayerCall, unused: bool) -> Call:
+    problem = "no output of the model depends on it" if unused else call.problem
+    return Call(input_shapes=tuple(value.shape or () for value in call.inputs), problem=problem)
+
+
+# -- which layers can be quantized -------------------------------------------------------------------------------------
+
+
+def _sorted_out(
+    model: nn.Module, calls: Mapping[str, Sequence[Call]]
+) -> tuple[dict[str, LayerFacts], tuple[Skip, ...]]:
+    """Quantizable layers in the order of ``calls``, then the refusals in the order of the model."""
+    layers: dict[str, LayerFacts] = {}
+    skips: list[Skip] = []
+    sharing = _sharing(model)
+    modules = {name: module for name, module in model.named_modules() if quantizable_type(module)}
+    for name in [path for path in calls if path in modules] + [path for path in modules if path not in calls]:
+        module = modules[name]
+        reason = _refusal(name, module, calls.get(name, ()), sharing)
+        if reason:
+            skips.append(Skip(name, reason))
+        else:
+            layers[name] = layer_facts(name, module, calls[name][0].input_shapes)
+    order = {name: position for position, name in enumerate(modules)}
+    return layers, tuple(sorted(skips, key=lambda skip: order[skip.layer]))
+
+
+def _refusal(name: str, module: nn.Module, calls: Sequence[Call], sharing: Mapping[int, Sequence[str]]) -> str | None:
+    if not name:
+        return "the model is this one layer; put it into a module (nn.Sequential) so that it can be exchanged"
+    if not calls:
+        return "it is not called in forward (a functional call may use its weight)"
+    if len(calls) > 1:
+        return f"it is called {len(calls)} times in one forward; only a module called once can be quantized"
+    weight = own_weight(module)
+    partners = [other for other in sharing.get(id(weight), ()) if other != name] if weight is not None else []
+    if partners:
+        return f'it shares its weight with "{partners[0]}"; a shared weight cannot be quantized'
+    return setting_problem(module) or _input_problem(module, calls[0]) or calls[0].problem
+
+
+def _input_problem(module: nn.Module, call: Call) -> str | None:
+    kind = quantizable_type(module)
+    rank = LAYER_TYPES[kind].input_rank if kind else None
+    if call.packed:
+        return "it is given a PackedSequence; pass a padded tensor to quantize it"
+    found = len(call.input_shapes[0]) if call.input_shapes else rank
+    if rank is not None and found != rank:
+        return f"its input has {found} dimensions, not {rank}; an input without a batch cannot be quantized"
+    return None
+
+
+def _sharing(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the quantizable modules by the identity of their weight."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = own_weight(module) if quantizable_type(module) else None
+        if weight is not None:
+            found.setdefault(id(weight), []).append(name)
+    return found
+
+
+def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
+    """Weighted operations in the user's own forward; those inside a torch.nn module are told by its name."""
+    for operation in found.functional:
+        owner = operation.callers[-1].path if operation.callers else ""
+        if _is_torchs(model.get_submodule(owner)):
+            continue
+        place = f" at {operation.where}" if operation.where else ""
+        weights = ", ".join(value.parameter for value in operation.operands if value.parameter) or "a computed weight"
+        yield Skip(
+            f"{owner}.{operation.name}" if owner else operation.name,
+            f"functional call of {operation.kind}{place} with {weights}; only modules can be quantized, "
+            "use the torch.nn module in its place",
+        )
+
+
+def _other_skips(model: nn.Module) -> Iterator[Skip]:
+    """Modules of torch.nn with parameters that have no quantized form; batch norms are told by folding."""
+    for name, module in model.named_modules():
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if _is_torchs(module) and has_parameters and not is_norm and not quantizable_type(module):
+            yield Skip(name, f"{type_name(module)} is not quantizable")
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules")
+
+
+def _module_types(model: nn.Module) -> dict[str, str]:
+    return {name: type_name(module) for name, module in model.named_modules()}
+
+
+def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, str]) -> LayerInfo:
+    facts = traced.layers.get(name)
+    if facts is None:
+        return LayerInfo(name=name, type=kind, refusal=reasons.get(name))
+    packable = facts.groups == 1 and facts.in_channels is not None and facts.in_channels % 2 == 0
+    return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=packable)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+            raise ModelError(f'"{name}" ({type(module).__name__}) has no weights yet; run the model once before')

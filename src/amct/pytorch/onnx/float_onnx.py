@@ -1,0 +1,205 @@
+"""The folded float model as ONNX, with each quantizable layer bound to the node that computes it.
+
+torch.onnx turns the captured program into a graph once, unoptimized: every node then still knows its module and every
+initializer its parameter. The rest is done here: weights come from the folded model, folded batch norms go, layer nodes
+are called by their layer's name, inputs and outputs as the user wants them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from amct.errors import ExportError
+from amct.export.binding import LayerBinding, LayerKind
+from amct.export.qdq.pool_padding import with_pads_apart
+from amct.export.writer import check_opset, model_opset
+from amct.pytorch.arrays import as_array
+from amct.pytorch.capture.program import failure_of, quiet_exporters
+from amct.pytorch.onnx.layers import place_layers
+from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs
+from amct.pytorch.onnx.opset import lower_opset
+from amct.pytorch.onnx.recurrent import translations
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from onnx import ModelProto
+    from torch import nn
+    from torch.export import ExportedProgram
+
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.fuse import Fused
+
+DEFAULT_OPSET = 18
+_LOWEST_OF_TORCH = 18  # torch.onnx writes this one when asked for less, and says nothing
+_FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
+_LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
+
+_KINDS = MappingProxyType(
+    {
+        "Conv1d": LayerKind.CONV,
+        "Conv2d": LayerKind.CONV,
+        "Conv3d": LayerKind.CONV,
+        "ConvTranspose1d": LayerKind.CONV_TRANSPOSE,
+        "ConvTranspose2d": LayerKind.CONV_TRANSPOSE,
+        "Linear": LayerKind.LINEAR,
+        "AvgPool2d": LayerKind.AVERAGE_POOL,
+        "LSTM": LayerKind.LSTM,
+        "GRU": LayerKind.GRU,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FloatOnnx:
+    """A float ONNX model that belongs to a traced model.
+
+    Attributes:
+        model: The ONNX model; its opset is the one asked for.
+        bindings: The node of each quantizable layer, which has the layer's name.
+        tensors: The ONNX name of each activation of the topology that exists in the file.
+    """
+
+    model: ModelProto
+    bindings: tuple[LayerBinding, ...]
+    tensors: Mapping[str, str]
+
+
+def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> FloatOnnx:
+    """Write the folded model as ONNX, in memory.
+
+    Args:
+        traced: the model; it must have a program.
+        fused: its folded copy, whose parameters go into the file.
+        opset: 16 to 21. GELU is one node from 20 on, several before.
+
+    Raises:
+        ArgumentError: the opset is outside 16..21.
+        ExportError: the model cannot be captured (with the user's line), or uses an operation that ONNX or the opset
+            lacks.
+    """
+    check_opset(opset)
+    if traced.program is None:
+        raise ExportError(
+            f"{type(traced.model).__name__} cannot be exported to ONNX, because it cannot be captured as a program: "
+            f"{traced.failure}. Calibration works without; to export, express this by operations on tensors"
+        )
+    converted = _converted(traced.program, max(opset, _LOWEST_OF_TORCH))
+    _put_parameters(converted.model, fused.model)
+    tensors = ProgramTensors(traced.program, converted)
+    name_inputs_and_outputs(converted.model, traced.names)
+    name_dimensions(converted.model, traced.names)
+    kinds = {name: _KINDS[facts.type] for name, facts in traced.layers.items()}
+    placed = place_layers(_simplified(converted.model), fused, kinds)
+    model = with_pads_apart(lower_opset(placed.model, opset))
+    _finish(model, opset)
+    _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
+    bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
+    return FloatOnnx(model=model, bindings=bindings, tensors=tensors.names_in(model, placed.replaced, placed.changed))
+
+
+def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
+    try:
+        with quiet_exporters():
+            return torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=opset,
+                optimize=False,  # its optimizer would fold batch norms that the user wants to keep
+                verbose=False,
+                custom_translation_table=dict(translations()),
+            )
+    except Exception as error:
+        raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """What the innermost exception says; torch.onnx wraps it in general advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return failure_of(error).reason
+
+
+def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+
+
+def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
+    """Let the initializers hold the parameters and buffers of the folded model; they are named alike.
+
+    Small ones, for they may take part in constants. Of large ones only type and shape, until the graph is done: copying
+    a model again and again takes longer than all the rest.
+    """
+    from onnxscript import ir
+
+    stored = _stored_tensors(source)
+    for name, initializer in model.graph.initializers.items():
+        if name not in stored:
+            continue
+        if stored[name].numel() <= _LARGEST_CONSTANT:
+            initializer.const_value = ir.tensor(as_array(stored[name]), name=name)
+        else:
+            initializer.const_value = ir.ExternalTensor(
+                "later", None, None, initializer.dtype, shape=initializer.shape, name=name
+            )
+
+
+def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships partial types
+    """Compute what is constant and drop what nobody reads."""
+    from onnxscript import ir, optimizer
+
+    with quiet_exporters():
+        optimizer.inline(model)
+        optimizer.fold_constants(model, input_size_limit=_LARGEST_CONSTANT)
+        optimizer.remove_unused_nodes(model)
+    proto: ModelProto = ir.to_proto(model)
+    return proto
+
+
+def _finish(model: ModelProto, opset: int) -> None:
+    """Drop the exporter's notes (they name the user's files), stamp the versions, check the result."""
+    for node in model.graph.node:
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        del value.metadata_props[:]
+    del model.graph.metadata_props[:]
+    model.ir_version = _FILE_VERSIONS[opset]
+    if model_opset(model) != opset:
+        raise ExportError(f"the exported file has opset {model_opset(model)}, not {opset} as asked for")
+    try:
+        onnx.checker.check_model(_without_values(model))
+    except onnx.checker.ValidationError as error:
+        raise ExportError(f"the exported model is not valid ONNX of opset {opset}: {error}") from error
+
+
+def _without_values(model: ModelProto) -> ModelProto:
+    """The same graph with parameters that are not filled in yet as inputs."""
+    light = onnx.ModelProto()
+    light.CopyFrom(model)
+    del light.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        else:
+            light.graph.initializer.append(tensor)
+    return light
+
+
+def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor]) -> None:
+    """Put the values of the parameters into the finished model."""
+    for tensor in model.graph.initializer:
+        if tensor.name in stored:
+            array = as_array(stored[tensor.name])
+            name = tensor.name
+            tensor.Clear()
+            tensor.name, tensor.data_type = name, helper.np_dtype_to_tensor_dtype(array.dtype)
+            tensor.dims.extend(array.shape)
+            tensor.raw_data = array.tobytes()

@@ -1,0 +1,165 @@
+"""Finds the layers in an exported graph and makes each look as the exporters want it.
+
+A layer's main node gets the layer's name and reads its weight and bias straight from initializers; a folded batch norm
+disappears.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from amct.errors import ExportError
+from amct.export.onnx.graph import OnnxGraph
+from amct.pytorch.arrays import as_array
+from amct.pytorch.onnx.recurrent import onnx_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from onnx import ModelProto, NodeProto
+
+    from amct.export.binding import LayerKind
+    from amct.pytorch.fuse import Fused
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placed:
+    """The graph with its layers in place.
+
+    Attributes:
+        model: The model; the values of ``parameters`` are still to be put in.
+        parameters: Initializers made here, by name.
+        replaced: For every tensor that is gone the one that has its values now.
+        changed: Tensors that have other values than in the program: outputs of layers that took a batch norm in.
+    """
+
+    model: ModelProto
+    parameters: Mapping[str, torch.Tensor]
+    replaced: Mapping[str, str]
+    changed: Collection[str]
+
+
+def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind]) -> Placed:
+    """Name and complete the nodes of the layers, take the folded batch norms out.
+
+    Raises:
+        ExportError: a layer has no node of its kind, or several.
+    """
+    placing = _Placing(model)
+    nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
+    for layer in dict.fromkeys([*kinds, *fused.fusions]):
+        operators = kinds[layer].operators if layer in kinds else _WEIGHTED
+        placing.complete(_main_node(layer, nodes[layer], operators), layer, fused.model.get_submodule(layer))
+    for norm in fused.fusions.values():
+        placing.bypass_norm(nodes[norm])
+    for node in [node for node in placing.graph.nodes if node.op_type == "Identity"]:
+        placing.bypass(node.input[0], node.output[0], [node])
+    return Placed(
+        model=placing.graph.build(), parameters=placing.parameters, replaced=placing.replaced, changed=placing.changed
+    )
+
+
+def _nodes_by_module(graph: OnnxGraph, modules: set[str]) -> dict[str, list[NodeProto]]:
+    found: dict[str, list[NodeProto]] = {module: [] for module in modules}
+    for node in graph.nodes:
+        scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
+        for module in modules.intersection(ast.literal_eval(scopes)):
+            found[module].append(node)
+    return found
+
+
+def _main_node(layer: str, nodes: Iterable[NodeProto], operators: tuple[str, ...]) -> NodeProto:
+    found = [node for node in nodes if node.op_type in operators]
+    if len(found) != 1:
+        raise ExportError(
+            f'layer "{layer}": expected one {" or ".join(operators)} in the exported graph, found '
+            f"{', '.join(node.op_type for node in nodes) or 'nothing'}; skip the layer"
+        )
+    return found[0]
+
+
+class _Placing:
+    def __init__(self, model: ModelProto) -> None:
+        self.graph = OnnxGraph(model)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.replaced: dict[str, str] = {}
+        self.changed: set[str] = set()
+
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def complete(self, node: NodeProto, layer: str, module: nn.Module) -> None:
+        """Give a layer's main node the layer's name and straight inputs."""
+        self.graph.rename_node(node, layer)
+        if isinstance(module, nn.RNNBase):
+            for index, (name, tensor) in enumerate(zip("WRB", onnx_parameters(module), strict=True), start=1):
+                self._put(node, index, f"{layer}.{name}", tensor)
+            self.graph.set_attribute(node, "hidden_size", module.hidden_size)
+        elif node.op_type == "MatMul":
+            self._complete_product(node, layer, module)
+        elif node.op_type in _WEIGHTED:
+            for index, name in ((1, "weight"), (2, "bias")):
+                self._put(node, index, f"{layer}.{name}", getattr(module, name))
+
+    def _complete_product(self, node: NodeProto, layer: str, module: nn.Module) -> None:
+        """A linear layer on more than two dimensions is a MatMul: it wants the weight transposed."""
+        transpose = self.graph.producer(node.input[1])
+        if transpose is not None and self.graph.only_consumer(transpose.input[0]) is None:
+            return  # an embedding uses the same table: transposing at run time keeps one copy in the file
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        self._put(node, 1, f"{layer}.weight_transposed", weight.detach().t())
+
+    def _put(self, node: NodeProto, index: int, name: str, tensor: torch.Tensor | None) -> None:
+        """Let an input of a node be this parameter, stored under this name; without a tensor there is no such input."""
+        if tensor is None:
+            if len(node.input) > index:
+                self.graph.set_input(node, index, "")
+            while node.input and not node.input[-1]:
+                del node.input[-1]
+        elif len(node.input) <= index or node.input[index] != name:
+            self.parameters[name] = tensor
+            self.graph.set_initializer(name, as_array(tensor.flatten()[:0]))
+            self.graph.set_input(node, index, name)
+
+    # -- what goes -------------------------------------------------------------------------------------------------
+
+    def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
+        """Let everybody who read the batch norm read what it read."""
+        graph = self.graph
+        made = {output for node in nodes for output in node.output}
+        reads = {name for node in nodes for name in node.input if name and name not in made}
+        inside = {id(node) for node in nodes}
+        written = [
+            name
+            for name in made
+            if graph.is_output(name) or any(id(user) not in inside for user in graph.consumers(name))
+        ]
+        sources = [name for name in reads if not graph.is_constant(name)]
+        assert len(sources) == len(written) == 1  # a batch norm has one input and one output
+        self.changed.add(sources[0])
+        self.bypass(sources[0], written[0], nodes)
+
+    def bypass(self, source: str, target: str, nodes: Sequence[NodeProto]) -> None:
+        """Take nodes out that make ``target`` of ``source`` without changing it; an output keeps its name."""
+        graph = self.graph
+        stays = graph.is_output(target) or graph.is_captured(target)
+        if stays and nodes[0].op_type == "Identity":
+            return
+        for user in graph.consumers(target):
+            for index, name in enumerate(user.input):
+                if name == target and not stays:
+                    graph.set_input(user, index, source)
+        for node in nodes:
+            graph.remove_node(node)
+        if stays:
+            graph.add_node("Identity", graph.fresh_name(f"{target}_output"), [source], [target])
+        else:
+            self.replaced[target] = source

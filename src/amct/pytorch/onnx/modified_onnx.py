@@ -1,0 +1,181 @@
+"""The ``modified`` ONNX file of AMCT's flow: the folded float model, with what saving needs to know of it.
+
+It carries the float weights and not the rounded ones: the integers follow exactly from them and the record, and some
+exports (7-bit weights) must be rounded from the float values. Only weights whose rounding was learned are stored
+rounded. What the layers are, what was folded and what was left out stands in the file's metadata, so that it can be
+saved by another process. A model that cannot be exported leaves a file that tells the reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from amct import __version__
+from amct.atomic import read_bytes
+from amct.config.plan_text import config_text
+from amct.errors import ArgumentError, ExportError, FileError, ParseError
+from amct.export.binding import LayerKind
+from amct.export.onnx.messages import tensor_array
+from amct.export.writer import save_model
+from amct.pytorch.capture.layer_types import own_weight
+from amct.pytorch.layer_weights import GATES
+from amct.record import RecordLayer
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
+    from amct.model import LayerFacts
+    from amct.pytorch.preparation import Preparation
+
+KEY = "amct"
+
+
+class FileLayer(BaseModel):
+    """A quantizable layer of the file."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    type: str
+    enabled: bool
+    cin: int | None = None
+    cout: int | None = None
+    gates: int = 0
+
+
+class FileNotes(BaseModel):
+    """What a modified ONNX file says about itself; later versions may say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    version: Literal[1] = 1
+    producer: str = ""
+    layers: dict[str, FileLayer] = {}
+    fusions: dict[str, list[str]] = {}
+    skipped: dict[str, str] = {}
+    config: str = ""
+    failure: str = ""
+
+    def record_layers(self) -> list[RecordLayer]:
+        """The layers as the record is checked against."""
+        return [
+            RecordLayer(
+                name=name,
+                type=layer.type,
+                expected=layer.enabled,
+                cin=layer.cin,
+                cout=layer.cout,
+                gates=layer.gates,
+            )
+            for name, layer in self.layers.items()
+        ]
+
+
+def file_notes(preparation: Preparation, failure: str = "") -> FileNotes:
+    """What the file of a prepared model says."""
+    modules = preparation.fused.model
+    return FileNotes(
+        producer=f"amct {__version__}",
+        layers={
+            name: _file_layer(facts, modules.get_submodule(name), name in preparation.weights)
+            for name, facts in preparation.traced.layers.items()
+        },
+        fusions={layer: [norm] for layer, norm in preparation.fused.fusions.items()},
+        skipped={skip.layer: skip.reason for skip in preparation.skips},
+        config=config_text(preparation.plan),
+        failure=failure,
+    )
+
+
+def _file_layer(facts: LayerFacts, module: nn.Module, enabled: bool) -> FileLayer:
+    gates = GATES.get(facts.type, 0)
+    weight = own_weight(module)
+    rows = weight.shape[0] if gates and weight is not None else facts.out_channels
+    return FileLayer(type=facts.type, enabled=enabled, cin=facts.in_channels, cout=rows, gates=gates)
+
+
+def write_modified(path: Path, model: ModelProto | None, notes: FileNotes) -> None:
+    """Write the file; without a model it only tells why there is none.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    written = ModelProto()
+    if model is None:
+        written.ir_version = onnx.IR_VERSION
+        written.producer_name = "amct"
+    else:
+        written.CopyFrom(model)
+    written.metadata_props.add(key=KEY, value=notes.model_dump_json(exclude_defaults=True))
+    save_model(path, written)
+
+
+def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
+    """Read such a file; of one that AMCT wrote, the notes are found in its nodes.
+
+    Raises:
+        ArgumentError: it does not exist.
+        ParseError: it is not ONNX.
+        ExportError: the model could not be exported; with the reason.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise ArgumentError(f'modfied_onnx_file: "{file}" does not exist; quantize_model writes it')
+    model = ModelProto()
+    try:
+        model.ParseFromString(read_bytes(file))
+    except DecodeError as error:
+        raise ParseError(f'"{file}" is not an ONNX model') from error
+    text = next((entry.value for entry in model.metadata_props if entry.key == KEY), None)
+    try:
+        notes = FileNotes.model_validate_json(text) if text is not None else _notes_of_nodes(model)
+    except ValidationError as error:
+        raise ParseError(f'"{file}": its metadata "{KEY}" cannot be read: {error.errors()[0]["msg"]}') from error
+    if notes.failure:
+        raise ExportError(notes.failure)
+    if not model.graph.node:
+        raise ParseError(f'"{file}" is not an ONNX model: it has no nodes')
+    _load_external(model, file)
+    del model.metadata_props[:]
+    return model, notes
+
+
+def _load_external(model: ModelProto, file: Path) -> None:
+    try:
+        onnx.load_external_data_for_model(model, str(file.parent))
+    except (OSError, onnx.checker.ValidationError) as error:
+        raise FileError(f'"{file}": tensors that it keeps in files of their own cannot be read: {error}') from error
+
+
+_TYPES = {
+    LayerKind.CONV: "Conv",
+    LayerKind.CONV_TRANSPOSE: "ConvTranspose",
+    LayerKind.LINEAR: "Linear",
+    LayerKind.AVERAGE_POOL: "AvgPool2d",
+    LayerKind.LSTM: "LSTM",
+    LayerKind.GRU: "GRU",
+}
+
+
+def _notes_of_nodes(model: ModelProto) -> FileNotes:
+    """What can be said of a file without notes: which of its nodes could be layers."""
+    kinds = {operator: kind for kind in LayerKind for operator in kind.operators}
+    shapes = {item.name: tuple(tensor_array(item).shape) for item in model.graph.initializer if item.dims}
+    layers = {}
+    for node in model.graph.node:
+        kind = kinds.get(node.op_type)
+        if kind is None or not node.name:
+            continue
+        weight = shapes.get(node.input[1]) if len(node.input) > 1 else None
+        if kind is not LayerKind.AVERAGE_POOL and weight is None:
+            continue
+        gates = GATES.get(_TYPES[kind], 0)
+        layers[node.name] = FileLayer(
+            type=_TYPES[kind], enabled=False, gates=gates, cout=weight[1] if gates and weight else None
+        )
+    return FileNotes(layers=layers)

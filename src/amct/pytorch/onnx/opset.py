@@ -1,0 +1,224 @@
+"""Lowers an exported model from opset 18 to 17 or 16, for consumers that know no more.
+
+onnx's own converter refuses many of these operators on the way down; each rule below is an exact rewriting, and what
+has none is an error that names the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from amct.errors import ExportError
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.messages import attribute_value
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, NodeProto
+
+
+def lower_opset(model: ModelProto, opset: int) -> ModelProto:
+    """The model at ``opset``; a model that is there already is returned as it is.
+
+    Raises:
+        ExportError: an operator does not exist in that opset and cannot be expressed by others.
+    """
+    if opset >= _HIGHEST_RULE:
+        return model
+    written = next(entry for entry in model.opset_import if entry.domain == "")
+    graph = _Graph(model)
+    for node in list(graph.nodes):
+        for needed, rule in _RULES.get(node.op_type, ()):
+            if opset < needed:
+                rule(graph, node)
+    lowered = graph.build()
+    if written.version > opset:
+        next(entry for entry in lowered.opset_import if entry.domain == "").version = opset
+        for node in lowered.graph.node:
+            _check_exists(node, opset)
+    return lowered
+
+
+class _Graph(OnnxGraph):
+    """A graph that also knows the sizes that the model declares."""
+
+    def __init__(self, model: ModelProto) -> None:
+        super().__init__(model)
+        declared = (*model.graph.input, *model.graph.value_info, *model.graph.output)
+        self._shapes = {value.name: value.type.tensor_type.shape for value in declared}
+
+    def static_size(self, tensor: str, axis: int) -> int | None:
+        """The size along an axis; None where it is open or not declared."""
+        shape = self._shapes.get(tensor)
+        if shape is None or not -len(shape.dim) <= axis < len(shape.dim):
+            return None
+        return shape.dim[axis].dim_value or None
+
+
+def _check_exists(node: NodeProto, opset: int) -> None:
+    try:
+        onnx.defs.get_schema(node.op_type, opset, node.domain)
+    except onnx.defs.SchemaError:
+        _refuse(node, f"opset {opset} has no such operator")
+    for attribute in node.attribute:
+        for body in (attribute.g, *attribute.graphs):
+            for inner in body.node:
+                if inner.op_type in _RULES:
+                    _refuse(inner, f"it stands inside {node.op_type}, where it cannot be rewritten for opset {opset}")
+                _check_exists(inner, opset)
+
+
+def _refuse(node: NodeProto, reason: str) -> NoReturn:
+    raise ExportError(f'node "{node.name}" ({node.op_type}): {reason}; choose a higher opset')
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def _axes_to_attribute(graph: _Graph, node: NodeProto) -> None:
+    """Reductions: the axes were an attribute before 18."""
+    keeps_all = bool(attribute_value(node, "noop_with_empty_axes", 0))
+    graph.drop_attribute(node, "noop_with_empty_axes")
+    if len(node.input) < 2 or not node.input[1]:
+        if keeps_all:
+            _refuse(node, "it reduces nothing, which cannot be said in this opset")
+        return
+    axes = graph.constant(node.input[1])
+    if axes is None:
+        _refuse(node, "its axes are computed while the model runs, not constant")
+    graph.set_input(node, 1, "")
+    del node.input[1:]
+    graph.set_attribute(node, "axes", [int(axis) for axis in axes.reshape(-1)])
+
+
+def _equal_split(graph: _Graph, node: NodeProto) -> None:
+    """Split: without sizes it makes equal parts, as many as there are outputs; 18 says how many."""
+    graph.drop_attribute(node, "num_outputs")
+    if len(node.input) > 1 and node.input[1]:
+        return
+    axis = int(attribute_value(node, "axis", 0))
+    sizes = {graph.static_size(name, axis) for name in node.output}
+    if len(sizes) != 1 or None in sizes:
+        _refuse(node, f"it makes {len(node.output)} parts that are not known to be equal")
+
+
+def _plain_resize(graph: _Graph, node: NodeProto) -> None:
+    """Resize: 18 added settings whose defaults are what was done before."""
+    for name, default in (("antialias", 0), ("axes", None), ("keep_aspect_ratio_policy", "stretch")):
+        value = attribute_value(node, name, default)
+        if value != default:
+            _refuse(node, f"it has {name}={value!r}")
+        graph.drop_attribute(node, name)
+
+
+def _known_reduction(_: _Graph, node: NodeProto) -> None:
+    """ScatterElements, ScatterND: max and min came with 18."""
+    reduction = attribute_value(node, "reduction", "none")
+    if reduction in ("max", "min"):
+        _refuse(node, f'it has reduction="{reduction}"')
+
+
+def _padded_axes(graph: _Graph, node: NodeProto) -> None:
+    """Pad: before 18 every axis is listed."""
+    if len(node.input) < 4 or not node.input[3]:
+        return
+    rank, axes, pads = graph.rank(node.input[0]), graph.constant(node.input[3]), graph.constant(node.input[1])
+    if rank is None or axes is None or pads is None:
+        _refuse(node, "its axes or pads are computed while the model runs, not constant")
+    everywhere = np.zeros(2 * rank, dtype=np.int64)
+    for number, axis in enumerate(axes.reshape(-1)):
+        everywhere[int(axis) % rank] = pads[number]
+        everywhere[int(axis) % rank + rank] = pads[number + axes.size]
+    graph.set_input(node, 1, graph.set_initializer(graph.fresh_name(f"{node.name}_pads"), everywhere))
+    graph.set_input(node, 3, "")
+    del node.input[3:]
+
+
+def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
+    """Pad with mode wrap (circular) came with 19: put the far ends beside the tensor, axis by axis."""
+    if attribute_value(node, "mode", "constant") != "wrap":
+        return
+    pads = graph.constant(node.input[1])
+    if pads is None or pads.min() < 0:
+        _refuse(node, "its pads are negative or computed while the model runs")
+    rank = pads.size // 2
+    sides = [(axis, int(pads[axis]), int(pads[axis + rank])) for axis in range(rank)]
+    sides = [side for side in sides if any(side[1:])]
+    tensor = node.input[0]
+    graph.remove_node(node)
+    for axis, before, after in sides:
+        parts = [tensor]
+        if before:
+            parts.insert(0, _slice(graph, node, tensor, axis, (-before, np.iinfo(np.int64).max)))
+        if after:
+            parts.append(_slice(graph, node, tensor, axis, (0, after)))
+        outputs = list(node.output) if axis == sides[-1][0] else None
+        tensor = graph.add_node("Concat", graph.fresh_name(f"{node.name}_wrap"), parts, outputs, axis=axis)
+
+
+def _slice(graph: _Graph, node: NodeProto, tensor: str, axis: int, ends: tuple[int, int]) -> str:
+    name = graph.fresh_name(f"{node.name}_end")
+    limits = [
+        graph.set_initializer(f"{name}.{part}", np.array([value], dtype=np.int64))
+        for part, value in (("starts", ends[0]), ("ends", ends[1]), ("axes", axis))
+    ]
+    return graph.add_node("Slice", name, [tensor, *limits])
+
+
+def _spelled_out_mish(graph: _Graph, node: NodeProto) -> None:
+    """Mish = x · tanh(softplus(x)) came with 18."""
+    graph.remove_node(node)
+    soft = graph.add_node("Softplus", graph.fresh_name(f"{node.name}_softplus"), [node.input[0]])
+    gate = graph.add_node("Tanh", graph.fresh_name(f"{node.name}_tanh"), [soft])
+    graph.add_node("Mul", graph.fresh_name(f"{node.name}_mul"), [node.input[0], gate], list(node.output))
+
+
+def _spelled_out_layer_norm(graph: _Graph, node: NodeProto) -> None:
+    """LayerNormalization came with 17: (x - mean) / sqrt(variance + epsilon) · scale + bias, in float32."""
+    if any(node.output[1:]):
+        _refuse(node, "its mean or deviation is used")
+    axis, rank = int(attribute_value(node, "axis", -1)), graph.rank(node.input[0])
+    if axis >= 0 and rank is None:
+        _refuse(node, "the rank of its input is unknown")
+    axes = list(range(axis if axis < 0 else axis - (rank or 0), 0))
+    given = graph.element_type(node.input[0])
+    graph.remove_node(node)
+
+    def add(operator: str, *inputs: str, outputs: list[str] | None = None, **attributes: object) -> str:
+        name = graph.fresh_name(f"{node.name}_{operator.lower()}")
+        return graph.add_node(operator, name, inputs, outputs, **attributes)
+
+    x = node.input[0] if given == TensorProto.FLOAT else add("Cast", node.input[0], to=TensorProto.FLOAT)
+    centred = add("Sub", x, add("ReduceMean", x, axes=axes, keepdims=1))
+    variance = add("ReduceMean", add("Mul", centred, centred), axes=axes, keepdims=1)
+    epsilon = np.array(attribute_value(node, "epsilon", 1e-5), dtype=np.float32)
+    stored = graph.set_initializer(graph.fresh_name(f"{node.name}_epsilon"), epsilon)
+    result = add("Div", centred, add("Sqrt", add("Add", variance, stored)))
+    result = result if given == TensorProto.FLOAT else add("Cast", result, to=given)
+    if len(node.input) > 2 and node.input[2]:
+        add("Add", add("Mul", result, node.input[1]), node.input[2], outputs=[node.output[0]])
+    else:
+        add("Mul", result, node.input[1], outputs=[node.output[0]])
+
+
+Rule = Callable[[_Graph, "NodeProto"], None]
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+_RULES: Mapping[str, tuple[tuple[int, Rule], ...]] = MappingProxyType(
+    {
+        **{f"Reduce{name}": ((18, _axes_to_attribute),) for name in _REDUCTIONS},
+        "LayerNormalization": ((17, _spelled_out_layer_norm),),
+        "Mish": ((18, _spelled_out_mish),),
+        "Pad": ((18, _padded_axes), (19, _wrapped_pad)),
+        "Resize": ((18, _plain_resize),),
+        "ScatterElements": ((18, _known_reduction),),
+        "ScatterND": ((18, _known_reduction),),
+        "Split": ((18, _equal_split),),
+    }
+)
+"""By operator: the first opset that has it as it is, and what to do below."""
+_HIGHEST_RULE = max(needed for rules in _RULES.values() for needed, _ in rules)

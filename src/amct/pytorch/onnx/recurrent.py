@@ -1,0 +1,48 @@
+"""LSTM and GRU in ONNX: how the opaque operations translate, and torch's weights in ONNX's order of gates."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}  # ONNX: i o f c, and z r h; torch: i f g o, and r z n
+
+
+def translations() -> Mapping[Any, Callable[..., Any]]:
+    """What torch.onnx needs for the operations of ``amct.pytorch.capture.recurrent``.
+
+    The weights only hold their places: ``onnx_parameters`` are put in later.
+    """
+    from onnxscript import opset18
+
+    operators: Any = opset18  # its types want tensors where it takes lists too
+
+    def lstm(x: Any, h: Any, c: Any, weight_ih: Any, weight_hh: Any, *_: Any) -> Any:  # noqa: ANN401  graph values
+        output, last_h, last_c = operators.LSTM(x, weight_ih, weight_hh, None, None, h, c)
+        return operators.Squeeze(output, [1]), last_h, last_c
+
+    def gru(x: Any, h: Any, weight_ih: Any, weight_hh: Any, *_: Any) -> Any:  # noqa: ANN401  graph values
+        output, last_h = operators.GRU(x, weight_ih, weight_hh, None, None, h, linear_before_reset=1)
+        return operators.Squeeze(output, [1]), last_h
+
+    return {torch.ops.amct.lstm.default: lstm, torch.ops.amct.gru.default: gru}
+
+
+def onnx_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | None]:
+    """W ``[1, gates · hidden, input]``, R ``[1, gates · hidden, hidden]``, B ``[1, 2 · gates · hidden]`` or None."""
+    order = _GATES["LSTM" if isinstance(module, nn.LSTM) else "GRU"]
+    weights = [_reordered(getattr(module, name), order) for name in ("weight_ih_l0", "weight_hh_l0")]
+    if not module.bias:
+        return weights[0][None], weights[1][None], None
+    biases = [_reordered(getattr(module, name), order) for name in ("bias_ih_l0", "bias_hh_l0")]
+    return weights[0][None], weights[1][None], torch.cat(biases)[None]
+
+
+def _reordered(rows: Tensor, order: tuple[int, ...]) -> Tensor:
+    gates = rows.detach().chunk(len(order))
+    return torch.cat([gates[gate] for gate in order])
