@@ -12,7 +12,6 @@ the slow AdaRound jobs run once. The table is printed, and written to ``benchmar
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -114,14 +113,14 @@ def job_amct() -> Job:
 def job_ours_adaround(mode: str) -> Job:
     """Ours with 4-bit weights: rounded to the nearest, or learned in 1000 iterations."""
     import amct.pytorch as amct
+    from amct.pytorch import door, preparation
 
-    quantize = importlib.import_module("amct.pytorch.quantize")  # the package has a function of this name
     weights = amct.ArqSettings(num_bits=4)
     learned = amct.AdaRoundSettings(num_bits=4, num_iteration=1000)
 
     def run(model: torch.nn.Module, data: list[torch.Tensor], folder: Path, clock: Clock) -> Path:
-        clock.timed(quantize, "look")
-        clock.timed(quantize, "try_float_onnx")
+        clock.timed(door, "look")
+        clock.timed(preparation, "float_onnx")
         config = amct.QuantConfig(common=amct.LayerConfig(weights=weights if mode == "nearest" else learned))
         io = amct.IoOptions(input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH)
         quantized = amct.quantize(model, data, config, io=io, adaround="plain" if mode == "plain" else "fast")

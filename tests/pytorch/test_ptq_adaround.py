@@ -132,7 +132,7 @@ def test_every_kind_of_layer_learns_and_the_files_hold_what_was_learned(mode, tm
     net = case("mix")
     model, x = net.model(), net.inputs()
     quantized = amct.quantize(model, [x], config(), adaround=mode)
-    learned = {name for name, weights in quantized._preparation.weights.items() if weights.learned}
+    learned = {name for name, weights in quantized.prepared.weights.items() if weights.learned}
     assert learned == {"conv", "grp", "dw", "dil", "deconv", "deconvg", "fc", "fcnb"}
     quantized.save(tmp_path / "q", placement="exact", target="exact8")
     expected = run_torch(quantized.model, x)
@@ -154,8 +154,8 @@ def test_learned_weights_of_balanced_layers_reach_the_files(tmp_path):
 def test_zero_iterations_round_to_nearest():
     settings = amct.AdaRoundSettings(num_iteration=0)
     quantized = amct.quantize(small(), images(), amct.QuantConfig(common=amct.LayerConfig(weights=settings)))
-    weights = quantized._preparation.weights["c2"]
-    folded = quantized._preparation.fused.model.c2.weight
+    weights = quantized.prepared.weights["c2"]
+    folded = quantized.prepared.fused.model.c2.weight
     scales = weights.factors["weight"].scale.reshape(-1, 1, 1, 1)
     assert torch.equal(weights.rounded["weight"], (folded / scales).round().clamp(-128, 127) * scales)
 
@@ -190,14 +190,14 @@ def test_batches_of_different_sizes(caplog):
     with caplog.at_level(logging.INFO):
         quantized = amct.quantize(Free().eval(), data, config())
     assert "AdaRound learns from 2 of 3 batches" in caplog.text
-    assert quantized._preparation.weights["fc"].learned
+    assert quantized.prepared.weights["fc"].learned
 
 
 def test_inputs_come_from_the_quantized_model_and_outputs_from_the_float_model():
     model = small()
     x = images()
     quantized = amct.quantize(model, [x], config())
-    preparation = quantized._preparation
+    preparation = quantized.prepared
     copied = preparation.quantized_copy()
     inputs = _collect(copied, ["c2"], [((x,), {})], inputs=True)["c2"]
     with torch.no_grad():

@@ -162,12 +162,12 @@ def test_every_kind_of_layer_is_calibrated_with_rounded_weights(name):
     net = case(name)
     model = net.model()
     quantized = own.quantize(model, [net.inputs()])
-    copied = quantized._preparation.quantized_copy()
+    copied = quantized.prepared.quantized_copy()
     for layer in quantized.layers:
         for attribute, scale in (("weight", "scale_w"), ("weight_ih_l0", "scale_w"), ("weight_hh_l0", "scale_r")):
             weight = getattr(copied.get_submodule(layer), attribute, None)
             if weight is not None:
-                original = getattr(quantized._preparation.fused.model.get_submodule(layer), attribute)
+                original = getattr(quantized.prepared.fused.model.get_submodule(layer), attribute)
                 step = max(getattr(quantized.record[layer], scale))
                 assert not torch.equal(weight, original)
                 # Half a step, and up to one where the largest positive weight has no integer of its own.
