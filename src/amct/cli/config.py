@@ -134,6 +134,9 @@ def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tupl
 
 def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
     """A simple or full config as a full one; which it is, its name or first character tells."""
+    from amct import atomic
+
+    atomic.check_whole(config)
     try:
         data = config.read_bytes()
     except OSError as error:

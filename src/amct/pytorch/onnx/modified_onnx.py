@@ -17,7 +17,7 @@ from onnx import ModelProto
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
-from amct.atomic import read_bytes
+from amct.atomic import check_whole, read_bytes
 from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, ExportError, FileError, ParseError
 from amct.export.binding import LayerKind
@@ -146,6 +146,8 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
 
 
 def _load_external(model: ModelProto, file: Path) -> None:
+    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
+    check_whole(*{file.parent / entry.value for entry in entries if entry.key == "location"})
     try:
         onnx.load_external_data_for_model(model, str(file.parent))
     except (OSError, onnx.checker.ValidationError) as error:
