@@ -103,7 +103,7 @@ def test_values_near_zero_do_not_count_as_enough():
 def test_tails_and_total_are_exact_when_a_part_is_counted():
     batches = [normal(600_000 + 7, seed) * np.float32(1 + seed) for seed in range(3)]
     part, whole = histogram_of(*batches, counts_all=False), histogram_of(*batches, counts_all=True)
-    assert part._heaviest == 4
+    assert part._largest_weight == 4
     assert part._edges != (-0.0, 0.0)
     bins, exact = part.bins(), whole.bins()
     assert part._edges == whole._edges
