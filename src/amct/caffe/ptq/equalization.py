@@ -24,7 +24,7 @@ from amct.caffe.ptq.weight_layout import layout_of
 from amct.caffe.running import batches_of, build_net, run_net
 from amct.caffe.uninplace import restore_in_place
 from amct.errors import CalibrationError
-from amct.numerics.equalization import ChannelStatistics, Reader, choose_factors
+from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
     from amct.caffe.running import Batch, BatchInputs
-    from amct.numerics.equalization import ChannelSizes
+    from amct.numerics.equalization import ChannelRanges
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +137,10 @@ def find_factors(
     routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
     sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
-    readers: dict[str, Reader] = {}
+    readers: dict[str, ConsumerNoise] = {}
     for use in (use for route in routes for use in route.uses):
         shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
-        readers[use.layer] = Reader(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
+        readers[use.layer] = ConsumerNoise(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
     found = {}
     for route in routes:
         factors = choose_factors([(readers[use.layer], use.first) for use in route.uses], route.channels)
@@ -235,7 +235,7 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
 
 def _sizes(
     net: Net, watched: Iterable[str], batches: Iterable[Batch], inputs: BatchInputs | None
-) -> dict[str, ChannelSizes]:
+) -> dict[str, ChannelRanges]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
     for batch in progress.track(batches, "Equalizing"):
