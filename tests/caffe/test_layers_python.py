@@ -153,7 +153,7 @@ def test_allowed_by_context(write):
     with caffe.allow_python_layers():
         net = caffe.Net(path, caffe.TEST)
     assert net.forward(x=np.ones((2, 3)))["y"].max() == 2.5
-    with pytest.raises(ModelError, match="nobody allowed"):
+    with pytest.raises(ModelError, match="not allowed by default"):
         caffe.Net(path, caffe.TEST)
 
 
