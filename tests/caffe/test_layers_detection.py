@@ -462,7 +462,7 @@ OUTPUT = "detection_output_param { num_classes: 2 %s }"
             [(1, 18, 2, 2), (1, 36, 2, 2), (1, 3)],
             "post_nms_topn must be > 0",
         ),
-        ("SmoothL1Loss", "", [(2, 3), (2, 4)], "they must agree"),
+        ("SmoothL1Loss", "", [(2, 3), (2, 4)], "they must be equal"),
     ],
 )
 def test_mistakes(kind, parameters, shapes, message):

@@ -513,5 +513,5 @@ def test_the_engines_solver_needs_no_pycaffe():
 
 def test_test_nets_keep_no_gradients():
     solver = make("test_iter: 1 test_interval: 1")
-    with pytest.raises(ModelError, match=r"was made without gradients"):
+    with pytest.raises(ModelError, match=r"was created without gradients"):
         solver.test_nets[0].backward()
