@@ -237,7 +237,7 @@ def test_mistakes_while_building(write, layer, module, message):
 
 def test_module_that_wants_caffe(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "caffe", None)
-    with pytest.raises(ModelError, match=r"wants the module caffe: call amct_caffe.install_as_caffe"):
+    with pytest.raises(ModelError, match=r"imports the module caffe: call amct_caffe.install_as_caffe"):
         caffe.Net(prototxt(write), caffe.TEST, allow_python=True)
 
 

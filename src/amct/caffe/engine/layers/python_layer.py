@@ -40,7 +40,7 @@ class Python(Layer):
         self.place = f"{options.module}.{options.layer}"
         if not (self.context.allow_python or python_layers_allowed()):
             raise self.error(
-                f"it would execute code (class {options.layer!r} of module {options.module!r}), which is not"
+                f"it would execute code (class {options.layer!r} of module {options.module!r}), which is not "
                 "allowed by default. If you trust the prototxt, create the net with allow_python=True, or inside "
                 "`with allow_python_layers():` (from amct.caffe.pycaffe)"
             )
