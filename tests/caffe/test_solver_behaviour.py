@@ -324,7 +324,7 @@ def test_contradictions_about_nets(base, message):
 def test_missing_files():
     with pytest.raises(FileError, match=r"File not found: none.prototxt"):
         caffe.SGDSolver("none.prototxt")
-    with pytest.raises(FileError, match=r'net: "nonet.prototxt".*count from the current folder'):
+    with pytest.raises(FileError, match=r'net: "nonet.prototxt".*relative to the current folder'):
         caffe.SGDSolver(write_solver(base='net: "nonet.prototxt"'))
     with pytest.raises(FileError, match=r"Could not open file none.caffemodel"):
         make('weights: "none.caffemodel"')

@@ -36,7 +36,7 @@ _STATE_ITER, _STATE_NET, _STATE_HISTORY, _STATE_STEP = 1, 2, 3, 4
 
 @dataclass
 class StoredBlob:
-    """One blob of a file: shape, flat values (float32, float64, int8 or int32), and whether the shape is a legacy one."""
+    """One blob of a file: shape, flat values (float32, float64, int8 or int32), and whether its shape is legacy."""
 
     shape: tuple[int, ...]
     values: Array
