@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.proto_merge import CustomSchema
 
-#: A message of caffe.proto. Its class is made at run time from the descriptor set, so static types end here.
+#: A message of caffe.proto. Its class is created at run time from the descriptor set, so it has no static type.
 ProtoMessage: TypeAlias = Any
 
 
@@ -25,7 +25,7 @@ def _class(name: str) -> ProtoMessage:
 
 
 def new_message(message: str, /, **fields: object) -> ProtoMessage:
-    """Make a message of caffe.proto: ``new_message("LayerParameter", name="conv1")``."""
+    """Create a message of caffe.proto: ``new_message("LayerParameter", name="conv1")``."""
     return _class(message)(**fields)
 
 
@@ -35,8 +35,8 @@ def parse_message(text: str, name: str, source: str = "prototxt", schema: Custom
     Args:
         text: The prototxt.
         name: The message's name, for example NetParameter.
-        source: What error messages call the text.
-        schema: Messages joined with a user's own; ours by default.
+        source: The name of the text in error messages.
+        schema: Messages merged with a user's custom.proto; by default those of this package.
 
     Raises:
         ParseError: The text is not a prototxt of that message, with line and column.
@@ -46,7 +46,7 @@ def parse_message(text: str, name: str, source: str = "prototxt", schema: Custom
 
 
 def read_text_file(path: str | os.PathLike[str]) -> str:
-    """Read a text file as UTF-8 (a few stray bytes in comments do no harm).
+    """Read a text file as UTF-8; invalid bytes (in comments) are replaced.
 
     Raises:
         FileError: There is no such file, or it cannot be read, or the save that writes it was interrupted.

@@ -1,4 +1,4 @@
-"""Weights in and out of a net: caffemodel (binary, any age) and HDF5."""
+"""Reads and writes weights: caffemodel (binary, all versions) and HDF5."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
 
 
 def load(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Copy the weights of a file into the layers of the same name; layers the net does not have are passed over.
+    """Copy the weights of a file into the layers of the same name; other layers of the file are ignored.
 
     Raises:
         FileError: The file cannot be read.
@@ -96,7 +96,7 @@ def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> Non
 
 
 def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> None:
-    """Fill a layer's parameters from BlobProto messages (weights that stand in the prototxt itself).
+    """Fill a layer's parameters from BlobProto messages (weights inside the prototxt).
 
     Raises:
         ModelError: Number of blobs or shapes differ.
@@ -148,7 +148,7 @@ def set_values(blob: Blob, values: NumberArray) -> None:
 
 
 def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | memoryview]:
-    """The net as a serialized NetParameter, in pieces: every layer, automatic Splits too, with its blobs."""
+    """The net as a serialized NetParameter, in pieces: each layer, including automatic Splits, with its blobs."""
     from amct.caffe.engine.messages import new_message
 
     parts: list[bytes | memoryview] = [new_message("NetParameter", name=graph.name).SerializeToString()]
@@ -187,7 +187,7 @@ def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = F
 
 
 def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
-    """Write an HDF5 caffemodel to that very path, for a caller who keeps several files together."""
+    """Write an HDF5 caffemodel to this path directly, for a caller that commits several files together."""
     import h5py
 
     with h5py.File(path, "w") as file:
