@@ -253,6 +253,7 @@ def report(
     return where
 
 
+@log.screen_only()
 def quantize(
     model: AnyPath,
     weights: AnyPath,
@@ -277,7 +278,6 @@ def quantize(
         FileError, ParseError, ModelError, ConfigError: a file is not what it should be.
         CalibrationError: the data is not enough or cannot be used.
     """
-    log.start("amct_caffe")
     input_file(model, "model")
     input_file(weights, "weights")
     layers = layer_list(model)

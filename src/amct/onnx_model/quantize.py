@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from amct.report.measuring import Metric
 
 
+@log.screen_only()
 def quantize(
     model: AnyModel, calibration_data: object, config: AnyConfig = None, *, inputs: BatchInputs | None = None
 ) -> QuantizedModel:
@@ -63,7 +64,6 @@ def quantize(
     Raises:
         AmctError: a subclass says what is wrong: model, config, data or files.
     """
-    log.start("amct_onnx")
     source = read_model(model)
     found = find_all_layers(source.model)
     batches = Batches(source.model, calibration_data, inputs)

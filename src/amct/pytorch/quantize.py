@@ -59,6 +59,7 @@ class IoOptions:
     dynamic_axes: Mapping[str, Any] | None = None
 
 
+@log.screen_only()
 def quantize(
     model: nn.Module,
     calibration_data: object,
@@ -84,7 +85,6 @@ def quantize(
     Raises:
         AmctError: a subclass says what is wrong: config, model, data or files.
     """
-    log.start("amct_pytorch")
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if adaround not in ("plain", "fast"):
