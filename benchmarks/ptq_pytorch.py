@@ -264,19 +264,21 @@ def calibration(_: Path) -> Values:
     """Calibrating beside the same forwards of the same folded model, with its hooks gone."""
     import amct.pytorch as amct
     from amct.config.ptq.quant_config import plan_of
-    from amct.pytorch.capture.cached_trace import look
+    from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
     from amct.pytorch.watch.calibrating import start_calibration
-    from amct.pytorch.watch.fast_placement import watch_between
+    from amct.pytorch.watch.fast_placement import intermediate_watch
 
     data = batches()
-    traced = look(cifar_resnet(ASSETS, 20), data[0], input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH)
+    traced = cached_trace(
+        cifar_resnet(ASSETS, 20), data[0], input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH
+    )
     plan, _open = plan_of(amct.QuantConfig(batch_num=len(data)), traced.config_layers(), len(data))
     preparation = prepare(traced, plan)
-    between = watch_between(preparation, preparation.float_onnx())
+    between = intermediate_watch(preparation, preparation.float_onnx())
 
     def calibrated() -> torch.nn.Module:
-        started = start_calibration(preparation, between=between)
+        started = start_calibration(preparation, intermediate=between)
         for batch in data:
             started.model(batch)
         assert started.session.done

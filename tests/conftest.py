@@ -67,7 +67,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _seeded() -> None:
     """Each test draws the same values from the global generators, whichever tests ran before it."""
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002  the generator that a test without one of its own uses
+    np.random.seed(0)
     if "torch" in sys.modules:  # importing it would cost every test run a second
         sys.modules["torch"].manual_seed(0)
 

@@ -36,7 +36,7 @@ def few_lines() -> Iterator[None]:
 
 
 def line_level() -> int:
-    """The least level of log lines on screen: ``AMCT_LOG_LEVEL``; if it is not set, INFO, or WARNING in ``few_lines``."""
+    """The least level of log lines on screen: ``AMCT_LOG_LEVEL``, else INFO, or WARNING inside ``few_lines``."""
     return screen_level() if os.environ.get(SCREEN_VARIABLE, "").strip() else _default_level.get()
 
 

@@ -21,7 +21,7 @@ from amct.export.qdq.nodes import Target
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.export.saving import RECORD, SaveRequest, save_files
 from amct.pytorch.batches import Batches
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.comparing import compare_layers
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.model_copy import unwrap
@@ -31,7 +31,7 @@ from amct.pytorch.preparation import Preparation, prepare, try_float_onnx
 from amct.pytorch.reporting import report_content
 from amct.pytorch.watch.balancing import balance_of
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import watch_between
+from amct.pytorch.watch.fast_placement import intermediate_watch
 from amct.report.page import write_page
 from amct.report.summary import summary_text
 
@@ -92,7 +92,7 @@ def quantize(
     io = io or IoOptions()
     batches = Batches(unwrap(model), calibration_data, inputs)
     args, kwargs = batches.first()
-    traced = look(
+    traced = cached_trace(
         model,
         (*args, kwargs),
         input_names=io.input_names,
@@ -111,8 +111,8 @@ def quantize(
         adaround=adaround,
     )
     onnx = try_float_onnx(preparation)
-    between = watch_between(preparation, onnx) if isinstance(onnx, FloatOnnx) else None
-    calibration = start_calibration(preparation, between=between)
+    between = intermediate_watch(preparation, onnx) if isinstance(onnx, FloatOnnx) else None
+    calibration = start_calibration(preparation, intermediate=between)
     for args, kwargs in batches.limited(limit):
         calibration.model(*args, **kwargs)
     if open_ended:
