@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amct import atomic, log
+from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import read_progress
 from amct.config.ptq.pytorch import default_config, expand_config
@@ -27,7 +28,6 @@ from amct.errors import CalibrationError, ExportError, RecordError, RecordValueE
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.saving import save_files
 from amct.export.writer import SavePath
-from amct.pytorch.arguments import FILE, check_types, output_file
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare, try_float_onnx

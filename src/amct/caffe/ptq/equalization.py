@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log, progress
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.model import blob_shapes, read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.fold import check_global_statistics, fuse
