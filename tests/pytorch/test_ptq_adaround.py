@@ -15,8 +15,8 @@ from torch.nn import functional
 import amct.pytorch as amct
 from amct.errors import CalibrationError
 from amct.pytorch.adaround.activation_after import activation_after
-from amct.pytorch.adaround.finished_modules import FinishedModules
 from amct.pytorch.adaround.layers import _collect, _FloatOutputs
+from amct.pytorch.adaround.output_cache import OutputCache
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.fuse import fuse
 
@@ -232,7 +232,7 @@ def test_finished_modules_are_not_computed_again_and_give_the_same(monkeypatch):
     model, names = net.model(), ["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer2.0.conv1"]
     plain = net.model()
     counts = counted_forwards(model, monkeypatch)
-    finished = FinishedModules(model, [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)])
+    finished = OutputCache(model, [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)])
     batches = [((torch.randn(2, 3, 32, 32),), {}) for _ in range(2)]
     for name in names:
         found = _collect(model, [name], batches, inputs=True, begin=finished.begin)[name]
@@ -253,13 +253,13 @@ def test_modules_called_twice_or_beyond_the_budget_are_computed_again(monkeypatc
     model = net.model()
     counts = counted_forwards(model, monkeypatch)
     batches = [((net.inputs(),), {})]
-    finished = FinishedModules(model, ["b", "c"])
+    finished = OutputCache(model, ["b", "c"])
     for _ in range(2):
         _collect(model, ["c"], batches, inputs=True, begin=finished.begin)
     assert counts["a"] == 4
     small_memory = net.model()
     counts = counted_forwards(small_memory, monkeypatch)
-    finished = FinishedModules(small_memory, ["c"], budget=10)
+    finished = OutputCache(small_memory, ["c"], budget=10)
     for _ in range(2):
         _collect(small_memory, ["c"], batches, inputs=True, begin=finished.begin)
     assert counts["b"] == 2

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from onnx import ModelProto, TensorProto
 
+from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx.messages import copy_fields, tensor_array
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
 LONGEST_PREFIX = 241
-LONGEST_NAME = 254
 OPSETS = range(16, 22)
 """Opsets that can be asked for."""
 
@@ -94,23 +94,6 @@ class SavePath:
     def quant_json(self) -> Path:
         """The path of the report on layers and nodes."""
         return self.file("quant.json")
-
-
-def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
-    """Check the name of a file that is to be written.
-
-    Raises:
-        ArgumentTypeError: it is not text or a path.
-        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
-    text = os.fspath(path)
-    name = text.rpartition("/")[2]
-    if name in ("", ".", "..") or "\0" in text:
-        raise ArgumentError(f'{argument}: expected the name of a file, got "{text}"')
-    if len(name) > LONGEST_NAME:
-        raise ArgumentError(f"{argument}: a file name may have {LONGEST_NAME} characters, got {len(name)}")
 
 
 def check_opset(opset: int) -> None:

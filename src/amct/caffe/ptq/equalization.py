@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log, progress
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.model import blob_shapes, read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.fold import check_global_statistics, fuse
@@ -42,6 +42,7 @@ CONVOLUTIONS = ("Convolution", "DepthwiseConv")
 PASSING = ("ReLU", "PReLU", "Dropout", "Pooling", "Split")
 
 
+@log.screen_only()
 def equalize_model(
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -79,7 +80,6 @@ def equalize_model(
         "equalized_weights_file": equalized_weights_file,
     }
     check_types("equalize_model", {name: (value, (str, os.PathLike)) for name, value in paths.items()})
-    log.start("amct_caffe")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
     files = [output_file(paths[name], name) for name in list(paths)[2:]]
