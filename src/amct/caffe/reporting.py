@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct.caffe.comparing import both_sides, measure, watched_layers
-from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.weight_layout import layout_of
 from amct.config.plan_text import config_text
 from amct.numerics.arq import channels_first
@@ -213,7 +213,7 @@ def _weight_rows(kind: str, message: ProtoMessage, blobs: Sequence[torch.Tensor]
     """A row each output channel; of a recurrent layer, all its matrices."""
     if kind in RECURRENT_TYPES:
         yield from (blob for blob in blobs if blob.ndim == 2)
-    elif kind in WEIGHTED_TYPES and blobs:
+    elif kind in FEEDFORWARD_TYPES and blobs:
         layout = layout_of(message, blobs[0])
         yield channels_first(layout.rows_first(), layout.kind, layout.groups)
 

@@ -21,13 +21,13 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError
-from amct.export.binding import LayerKind
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
 from amct.export.qdq.balance import insert_balance
 from amct.export.result import ExportedModel
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,10 +44,6 @@ _RECURRENT_OPERATOR = {
     LayerKind.GRU: "BasicGRUInplaceFillWindowCache",
 }
 _QUANT_DTYPE = {8: 2, 16: 6}
-_DEFAULT_ACTIVATIONS: dict[LayerKind, tuple[list[str], ...]] = {
-    LayerKind.LSTM: (["Sigmoid", "Tanh", "Tanh"], []),
-    LayerKind.GRU: (["Sigmoid", "Tanh"], []),
-}
 _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LINEAR: 0}
 
 
@@ -216,7 +212,7 @@ def _check_recurrent(layer: Layer) -> None:
         "its activation has 4 bits; Ascend has 8 and 16": layer.factors.act_bits not in _QUANT_DTYPE,
         "layout=1 (batch first inside the operator)": attribute_value(node, "layout", 0) != 0,
         "peephole weights": layer.kind is LayerKind.LSTM and len(node.input) > 7 and bool(node.input[7]),
-        f"activations {activations}": activations not in _DEFAULT_ACTIVATIONS[layer.kind],
+        f"activations {activations}": activations not in ([], list(layer.kind.onnx_activations)),
         "linear_before_reset=0": layer.kind is LayerKind.GRU and not attribute_value(node, "linear_before_reset", 0),
     }
     found = [problem for problem, present in problems.items() if present]

@@ -18,7 +18,7 @@ from amct.export.onnx.layer_lookup import find_layers
 from amct.numerics.dmq import balance_activation, dmq
 from amct.onnx_model.layers import find_all_layers, usual_factors
 from amct.onnx_model.runtime import Runner, as_tensor
-from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
+from amct.onnx_model.weights import float_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -156,6 +156,6 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
 
 def _balance(layer: Layer, maximum: Tensor, strength: float) -> Tensor:
     try:
-        return dmq(maximum, float_weights(layer)[0], WEIGHT_KINDS[layer.kind], layer.groups, strength)
+        return dmq(maximum, float_weights(layer)[0], layer.kind.weight_kind, layer.groups, strength)
     except AmctError as error:
         raise CalibrationError(f'layer "{layer.name}": {error}') from error

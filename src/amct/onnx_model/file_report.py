@@ -25,7 +25,7 @@ from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.reading import read_model
 from amct.onnx_model.rescaled import balanced_by_maker, rescaled_layers
 from amct.onnx_model.runtime import as_tensor
-from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
+from amct.onnx_model.weights import float_weights
 from amct.record import Record, read_record
 from amct.report.activations import InputStatistics
 from amct.report.beside import QuantNotes, file_beside, read_notes
@@ -77,7 +77,7 @@ class ReportedLayer:
         layer = self.found.layer
         if layer.weight is None:
             return []
-        kind = WEIGHT_KINDS[layer.kind]
+        kind = layer.kind.weight_kind
         return [channels_first(weight, kind, layer.groups) for weight in float_weights(layer, self.balance)]
 
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from amct.errors import AmctError
-from amct.export.binding import LayerBinding, LayerKind
+from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_weight
 from amct.model import FusionPattern, Node, Skip, find_fusions
-from amct.numerics.arq import WeightKind
+from amct.model.kinds import KIND_OF_OPERATOR
 from amct.numerics.fold import fold_batch_norm
 from amct.onnx_model.layers import BATCH_NORM, topology, usual_factors
 
@@ -34,12 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {
-    "Conv": (LayerKind.CONV, WeightKind.CONV),
-    "ConvTranspose": (LayerKind.CONV_TRANSPOSE, WeightKind.CONV_TRANSPOSE),
-    "Gemm": (LayerKind.LINEAR, WeightKind.LINEAR),
-}
-_PATTERN = FusionPattern(heads=frozenset(_KINDS), stages=(frozenset({BATCH_NORM}),))
+_HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # a MatMul has no place for the bias
+_PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
@@ -104,9 +100,9 @@ def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
 
 
 def _layer(graph: OnnxGraph, head: NodeProto) -> Layer | str:
-    kind, _ = _KINDS[head.op_type]
+    binding = LayerBinding(layer=head.name, kind=KIND_OF_OPERATOR[head.op_type], node=head.name)
     try:
-        return find_layer(graph, LayerBinding(layer=head.name, kind=kind, node=head.name), usual_factors())
+        return find_layer(graph, binding, usual_factors())
     except LayerMismatchError as error:
         return error.reason
 
@@ -119,7 +115,7 @@ def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
     weight, bias = fold_batch_norm(
         _tensor(layer.weight),
         None if layer.bias is None else _tensor(layer.bias),
-        _KINDS[head.op_type][1],
+        layer.kind.weight_kind,
         layer.groups,
         mean,
         variance,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind
+from amct.export.binding import LayerBinding, LayerFactors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.model import Graph, Node, Skip
+from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,23 +23,11 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
 
 BATCH_NORM = "BatchNormalization"
-_SPATIAL_TYPES = MappingProxyType(
-    {
-        "Conv": {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"},
-        "ConvTranspose": {3: "ConvTranspose1d", 4: "ConvTranspose2d"},
-        "AveragePool": {4: "AvgPool2d"},
-    }
-)
-_TYPES = MappingProxyType({"Gemm": "Linear", "MatMul": "Linear", "LSTM": "LSTM", "GRU": "GRU"})
-_KINDS = MappingProxyType({operator: kind for kind in LayerKind for operator in kind.operators})
 _OTHER_WEIGHTED = frozenset(
     {"DeformConv", "Einsum", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "PRelu", "RNN"}
 )
 """Operators with weights that have no quantized form; what is left float is told, not passed over."""
 _FLOATS = (np.float32, np.float16)
-_USUAL_ACTIVATIONS: Mapping[str, tuple[list[str], ...]] = MappingProxyType(
-    {"LSTM": (["Sigmoid", "Tanh", "Tanh"], []), "GRU": (["Sigmoid", "Tanh"], [])}
-)
 
 
 def usual_factors() -> LayerFactors:
@@ -110,9 +98,9 @@ def find_all_layers(model: ModelProto) -> Layers:
     skips: list[Skip] = []
     alive = {id(node) for node in graph.live_nodes()}
     for node in graph.nodes:
-        if node.op_type in _KINDS and id(node) not in alive:
+        if node.op_type in KIND_OF_OPERATOR and id(node) not in alive:
             skips.append(Skip(node.name, "no output of the model depends on it"))
-        elif node.op_type in _KINDS and node.domain in ("", "ai.onnx"):
+        elif node.op_type in KIND_OF_OPERATOR and node.domain in ("", "ai.onnx"):
             looked = _look(graph, node)
             if isinstance(looked, FoundLayer):
                 found[node.name] = looked
@@ -128,7 +116,7 @@ def find_all_layers(model: ModelProto) -> Layers:
 def _in_bodies(node: NodeProto) -> Iterator[Skip]:
     for body in subgraphs(node):
         for child in body.node:
-            if child.op_type in _KINDS:
+            if child.op_type in KIND_OF_OPERATOR:
                 name = child.name or child.output[0]
                 yield Skip(
                     f"{node.name}/{name}", f"it is inside the body of {node.op_type}; only the main graph is quantized"
@@ -138,7 +126,7 @@ def _in_bodies(node: NodeProto) -> Iterator[Skip]:
 
 def _look(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
     """The layer of a node, or why it is none."""
-    binding = LayerBinding(layer=node.name, kind=_KINDS[node.op_type], node=node.name)
+    binding = LayerBinding(layer=node.name, kind=KIND_OF_OPERATOR[node.op_type], node=node.name)
     problem = _operand_problem(graph, node) or _setting_problem(node)
     if problem is not None:
         return problem
@@ -170,7 +158,8 @@ def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
 
 def _setting_problem(node: NodeProto) -> str | None:
     """What keeps a recurrent layer from being quantized; others have no such settings."""
-    if node.op_type not in _USUAL_ACTIVATIONS:
+    kind = KIND_OF_OPERATOR[node.op_type]
+    if not kind.is_recurrent:
         return None
     activations = [name.decode() for name in attribute_value(node, "activations", [])]
     direction = attribute_value(node, "direction", "forward")
@@ -178,7 +167,7 @@ def _setting_problem(node: NodeProto) -> str | None:
         f'direction is "{direction}"; only "forward" can be quantized': direction != "forward",
         "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
         "it has peephole weights": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
-        f"its activations are {activations}": activations not in _USUAL_ACTIVATIONS[node.op_type],
+        f"its activations are {activations}": activations not in ([], list(kind.onnx_activations)),
         "linear_before_reset is 0; only 1 can be quantized": node.op_type == "GRU"
         and not attribute_value(node, "linear_before_reset", 0),
     }
@@ -195,15 +184,12 @@ def _kernel_rank(layer: Layer) -> int | None:
 
 
 def _type_of(graph: OnnxGraph, layer: Layer) -> str | None:
-    operator = layer.node.op_type
-    if operator in _TYPES:
-        return _TYPES[operator]
-    return _SPATIAL_TYPES[operator].get(_rank(graph, layer) or 0)
+    return layer.kind.torch_type(_rank(graph, layer) or ANY_RANK)
 
 
 def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
     dimensions = (_rank(graph, layer) or 2) - 2
-    known = ", ".join(str(rank - 2) for rank in _SPATIAL_TYPES[layer.node.op_type])
+    known = ", ".join(str(rank - 2) for rank in layer.kind.torch_types)
     return f"{layer.node.op_type} over {dimensions} dimensions cannot be quantized, only over {known}"
 
 

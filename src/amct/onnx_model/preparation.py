@@ -12,10 +12,10 @@ import torch
 from amct.config.plan_text import config_text
 from amct.config.settings import AdaRoundSettings
 from amct.errors import CalibrationError, ConfigError
-from amct.export.binding import LayerKind
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.exporter import observed_tensors
 from amct.model import Skip
+from amct.model.kinds import LayerKind
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.folding import Folded, fold

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +11,11 @@ import torch
 from amct.calibration.layer_records import recorded_bits, weight_record
 from amct.config.settings import ArqSettings
 from amct.errors import AmctError, CalibrationError
-from amct.export.binding import LayerKind
 from amct.export.onnx.weights import replace_weight
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, fake_quantize_weight
 from amct.numerics.dmq import balance_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -28,17 +24,6 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.layers import FoundLayer
     from amct.record import LayerRecord
-
-WEIGHT_KINDS: Mapping[LayerKind, WeightKind] = MappingProxyType(
-    {
-        LayerKind.CONV: WeightKind.CONV,
-        LayerKind.CONV_TRANSPOSE: WeightKind.CONV_TRANSPOSE,
-        LayerKind.LINEAR: WeightKind.LINEAR,
-        LayerKind.LSTM: WeightKind.RNN,
-        LayerKind.GRU: WeightKind.RNN,
-    }
-)
-_GATES = {LayerKind.LSTM: 4, LayerKind.GRU: 3}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,12 +51,12 @@ class LayerWeights:
     @property
     def kind(self) -> WeightKind:
         """How the weight lies."""
-        return WEIGHT_KINDS[self.layer.kind]
+        return self.layer.kind.weight_kind
 
     @property
     def channel_axis(self) -> int:
         """Where the input of the layer has its channels."""
-        return 1 if self.layer.kind in (LayerKind.CONV, LayerKind.CONV_TRANSPOSE) else -1
+        return self.layer.kind.channel_axis
 
     @property
     def recorded_bits(self) -> int:
@@ -106,7 +91,7 @@ def float_weights(layer: Layer, balance: Tensor | None = None) -> tuple[Tensor, 
     arrays = [array for array in (layer.weight, layer.recurrent_weight) if array is not None]
     tensors = [torch.from_numpy(np.array(array)) for array in arrays]
     if balance is not None:
-        tensors[0] = balance_weight(tensors[0], balance, WEIGHT_KINDS[layer.kind], layer.groups)
+        tensors[0] = balance_weight(tensors[0], balance, layer.kind.weight_kind, layer.groups)
     return tuple(tensors)
 
 
@@ -122,8 +107,8 @@ def quantize_weights(plan: LayerPlan, found: FoundLayer, balance: Tensor | None 
     floats = float_weights(layer, balance)
     factors, rounded = [], []
     for weight in floats:
-        kind, bits = WEIGHT_KINDS[layer.kind], settings.num_bits
-        groups = _GATES.get(layer.kind, layer.groups)
+        kind, bits = layer.kind.weight_kind, settings.num_bits
+        groups = layer.kind.gates or layer.groups
         try:
             scales = arq(weight, kind=kind, bits=bits, channel_wise=settings.channel_wise, groups=groups)
         except AmctError as error:

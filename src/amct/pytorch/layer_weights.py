@@ -9,25 +9,14 @@ import torch
 from torch import nn
 
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
-from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight, gates_to_onnx
+from amct.model.kinds import KIND_OF_TORCH_TYPE, LayerKind
+from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight, reorder_gates
 from amct.numerics.dmq import balance_weight
 from amct.pytorch.capture.layer_types import quantizable_type
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GATES = {"LSTM": 4, "GRU": 3}
-
-_KINDS = {
-    "Conv1d": WeightKind.CONV,
-    "Conv2d": WeightKind.CONV,
-    "Conv3d": WeightKind.CONV,
-    "ConvTranspose1d": WeightKind.CONV_TRANSPOSE,
-    "ConvTranspose2d": WeightKind.CONV_TRANSPOSE,
-    "Linear": WeightKind.LINEAR,
-    "LSTM": WeightKind.RNN,
-    "GRU": WeightKind.RNN,
-}
 _FLOATS = (torch.float32, torch.float16)
 
 
@@ -55,28 +44,37 @@ class WeightPart:
         """The weight on the grid of its scales, in its own type."""
         return fake_quantize_weight(weight, factors, self.kind, bits, self.groups)
 
-    def recorded(self, factors: WeightFactors, recurrent: str | None) -> tuple[float, ...]:
+    def recorded(self, factors: WeightFactors, kind: LayerKind) -> tuple[float, ...]:
         """The scales in the order of the record: gates in ONNX's."""
         scale = factors.scale.reshape(-1)
-        if recurrent is not None and scale.numel() > 1:
-            scale = gates_to_onnx(scale, "LSTM" if recurrent == "LSTM" else "GRU")
+        if kind.is_recurrent and scale.numel() > 1:
+            scale = reorder_gates(scale, kind.onnx_gates)
         return tuple(float(value) for value in scale)
 
 
 def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
     """The weights of a layer of a quantizable type; none for average pooling."""
-    kind = quantizable_type(module)
-    if kind not in _KINDS:
+    if quantizable_type(module) is None:
         return ()
-    if kind in GATES:
+    kind = layer_kind(module)
+    if kind.is_recurrent:
         names = ("weight_ih_l0", "weight_hh_l0")
-        return tuple(WeightPart(attribute=name, kind=WeightKind.RNN, gates=GATES[kind]) for name in names)
-    return (WeightPart(attribute="weight", kind=_KINDS[kind], groups=getattr(module, "groups", 1)),)
+        return tuple(WeightPart(attribute=name, kind=kind.weight_kind, gates=kind.gates) for name in names)
+    if not kind.has_weights:
+        return ()
+    return (WeightPart(attribute="weight", kind=kind.weight_kind, groups=getattr(module, "groups", 1)),)
+
+
+def layer_kind(module: nn.Module) -> LayerKind:
+    """The kind of a layer of a quantizable type."""
+    name = quantizable_type(module)
+    assert name is not None
+    return KIND_OF_TORCH_TYPE[name]
 
 
 def channel_axis(module: nn.Module) -> int:
     """Where the input of a layer has its channels."""
-    return -1 if isinstance(module, (nn.Linear, nn.RNNBase)) else 1
+    return layer_kind(module).channel_axis
 
 
 def balanced_weight(module: nn.Module, part: WeightPart, balance: Tensor | None) -> Tensor:

@@ -10,12 +10,11 @@ import torch
 from amct.calibration.layer_records import recorded_bits, weight_record
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError
-from amct.pytorch.capture.layer_types import quantizable_type
 from amct.pytorch.layer_weights import (
-    GATES,
     WeightPart,
     balanced_weight,
     check_weights,
+    layer_kind,
     named,
     put_weight,
     weight_parts,
@@ -65,13 +64,12 @@ class LayerWeights:
 
     def record(self, module: nn.Module) -> LayerRecord:
         """The layer's entry in the record, still without its activations."""
-        kind = quantizable_type(module)
-        recurrent = kind if kind in GATES else None
-        scales = [part.recorded(self.factors[part.attribute], recurrent) for part in weight_parts(module)]
+        kind = layer_kind(module)
+        scales = [part.recorded(self.factors[part.attribute], kind) for part in weight_parts(module)]
         balance = () if self.balance is None else tuple(float(value) for value in self.balance)
         return weight_record(
             scales[0] if scales else (),
-            state=scales[1] if recurrent else (),
+            state=scales[1] if kind.is_recurrent else (),
             bits=self.recorded_bits,
             balance=balance,
         )

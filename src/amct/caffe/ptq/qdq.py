@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from amct.caffe.model import WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import NARROW, quantized_onnx, tensors_to_observe
 from amct.errors import CalibrationError, ExportError
@@ -37,7 +37,7 @@ def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     if target == Target.PORTABLE.value:
         return ()
     rescaled = placement == Placement.FAST.value and target == Target.VNNI.value
-    return tuple(each for each in WEIGHTED_TYPES if not (rescaled and each == "InnerProduct"))
+    return tuple(each for each in FEEDFORWARD_TYPES if not (rescaled and each == "InnerProduct"))
 
 
 class QdqRanges:

@@ -10,11 +10,11 @@ import torch
 from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
-from amct.export.binding import LayerFactors, LayerKind
 from amct.export.onnx.messages import attribute_value
 from amct.export.result import LayerReport
+from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
-from amct.numerics.arq import WeightFactors, WeightKind, arq, factors_per_row, quantize_weight
+from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight
 from amct.numerics.error_cancelling import round_evenly
 
 if TYPE_CHECKING:
@@ -24,13 +24,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
     from torch import Tensor
 
-_WEIGHT_KIND = {
-    LayerKind.CONV: WeightKind.CONV,
-    LayerKind.CONV_TRANSPOSE: WeightKind.CONV_TRANSPOSE,
-    LayerKind.LINEAR: WeightKind.LINEAR,
-    LayerKind.LSTM: WeightKind.RNN,
-    LayerKind.GRU: WeightKind.RNN,
-}
+    from amct.export.binding import LayerFactors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,13 +197,13 @@ class Layer:
         factors = WeightFactors(tensor, torch.zeros_like(tensor, dtype=torch.int32))
         as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
         try:
-            return quantize_weight(as_float, factors, _WEIGHT_KIND[self.kind], bits, self.groups).numpy()
+            return quantize_weight(as_float, factors, self.kind.weight_kind, bits, self.groups).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
 
     def _requantized(self, weight: NDArray[Any], bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
-        kind = _WEIGHT_KIND[self.kind]
+        kind = self.kind.weight_kind
         try:
             factors = arq(as_float, kind=kind, bits=bits, groups=self.groups)
             integers = self._rounded_anew(as_float, factors, bits)
@@ -220,7 +214,7 @@ class Layer:
     def _rounded_anew(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
         if self.kind in (LayerKind.CONV, LayerKind.LINEAR):
             return round_evenly(weight, factors.scale, bits)
-        return quantize_weight(weight, factors, _WEIGHT_KIND[self.kind], bits, self.groups)
+        return quantize_weight(weight, factors, self.kind.weight_kind, bits, self.groups)
 
 
 def layer_report(layer: Layer, inserted: Iterable[str]) -> LayerReport:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.export.binding import LayerKind
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

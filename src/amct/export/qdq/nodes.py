@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.errors import ExportError
-from amct.export.binding import LayerFactors, LayerKind, TensorFactors
+from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias
 from amct.export.qdq.balance import insert_balance
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
