@@ -21,12 +21,12 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError
+from amct.export.exported import ExportedModel
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
 from amct.export.qdq.balance import insert_balance
-from amct.export.result import ExportedModel
 from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ def ascend_model(
     quantizers: dict[tuple[str, float, int, int], str] = {}
     reports = []
     for layer in layers:
-        before = len(graph.nodes)
+        before, output = len(graph.nodes), layer.output
         if layer.kind.is_recurrent:
             _replace_recurrent(graph, layer)
         else:
             _quantize_layer(graph, layer, quantizers)
-        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]]))
+        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
 
 

@@ -16,7 +16,7 @@ from amct.calibration.session import HIDDEN
 from amct.errors import AmctError, CalibrationError
 from amct.export.onnx.layer_lookup import find_layers
 from amct.numerics.dmq import balance_activation, dmq
-from amct.onnx_model.layers import find_all_layers, usual_factors
+from amct.onnx_model.layers import find_all_layers, placeholder_factors
 from amct.onnx_model.runtime import Runner, as_tensor
 from amct.onnx_model.weights import float_weights
 
@@ -109,7 +109,7 @@ def watch_layers(model: ModelProto, preparation: Preparation) -> tuple[ModelProt
     Returns:
         The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
     """
-    usual = dict.fromkeys(preparation.weights, usual_factors())
+    usual = dict.fromkeys(preparation.weights, placeholder_factors())
     graph, layers, _ = find_layers(model, preparation.bindings, usual)
     watched = {}
     for layer in layers:

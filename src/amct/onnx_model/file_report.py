@@ -15,20 +15,20 @@ import torch
 
 from amct import progress
 from amct.errors import ModelError
+from amct.export.exported import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
+from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.numerics.arq import channels_first
 from amct.numerics.dmq import balance_activation
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers
+from amct.onnx_model.layers import find_all_layers, reads_rescaled
 from amct.onnx_model.reading import read_model
-from amct.onnx_model.rescaled import balanced_by_maker, rescaled_layers
 from amct.onnx_model.runtime import as_tensor
 from amct.onnx_model.weights import float_weights
 from amct.record import Record, read_record
 from amct.report.activations import InputStatistics
-from amct.report.beside import QuantNotes, file_beside, read_notes
 from amct.report.content import LayerContent, LayerNote, ReportContent
 from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
 from amct.report.measuring import MeasuredReport, Measuring
@@ -110,8 +110,8 @@ def files_report(
     sizes = file_sizes(files)
     source = read_model(float_model, "float_model")
     other = read_model(quantized_file, "quantized_model", allow_quantized=True).model
-    notes = read_notes(Path(quantized_file))
-    unfolded = [layer for layer, entry in notes.layers.items() if not entry.get("absorbed")]
+    notes = notes_beside(Path(quantized_file))
+    unfolded = [layer for layer in notes.layers if layer not in notes.folded]
     reference = fold(source.model, skip=unfolded).model
     layers = _reported_layers(reference, other, Path(quantized_file), notes)
     batches = Batches(reference, data, inputs)
@@ -124,10 +124,10 @@ def files_report(
         layers=tuple(_content(layer, measured) for layer in layers),
         fused=tuple(
             LayerNote(layer=norm, text=f'folded into "{layer}"')
-            for layer, entry in notes.layers.items()
-            for norm in entry.get("absorbed", [])
+            for layer, norms in notes.folded.items()
+            for norm in norms
         ),
-        skipped=tuple(LayerNote(layer=each["layer"], text=each["reason"]) for each in notes.listed("skipped")),
+        skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in notes.skipped),
         config=notes.config,
         versions=versions(),
         created=now(),
@@ -139,18 +139,18 @@ def files_report(
 
 
 def _reported_layers(
-    reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantNotes
+    reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantJson
 ) -> list[ReportedLayer]:
     record_file = file_beside(quantized_file, "record.txt")
     record = read_record(record_file) if record_file.is_file() else Record()
     own, graph = OnnxGraph(reference), OnnxGraph(other)
-    rescaled = rescaled_layers(graph)
+    rescaled = rescaled_layers(other)
     nodes = {node.name: node for node in graph.nodes}
-    weight_bits = _weight_bits(quantized_file, notes)
+    weight_bits = notes.weight_bits(quantized_file.name)
     layers = []
     for name, found in find_all_layers(reference).found.items():
         grid, reader = None, nodes.get(found.layer.reader.name)
-        if reader is not None and not balanced_by_maker(found.layer, own, rescaled):
+        if reader is not None and not reads_rescaled(found.layer, own, rescaled):
             grid = _grid_of_nodes(graph, reader)
         grid = grid or _grid_of_record(record, name)
         if grid is not None:
@@ -174,16 +174,6 @@ def _reported_layers(
             f"DequantizeLinear, and {beside}"
         )
     return layers
-
-
-def _weight_bits(quantized_file: Path, notes: QuantNotes) -> dict[str, int]:
-    """As the notes tell them for this file."""
-    found = {}
-    for name, entry in notes.layers.items():
-        for kind, told in entry.get("files", {}).items():
-            if quantized_file.stem.endswith(kind) and "weight_bits" in told:
-                found[name] = int(told["weight_bits"])
-    return found
 
 
 def _balance(record: Record, name: str) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from onnx import ModelProto, NodeProto
 
@@ -26,12 +26,12 @@ BATCH_NORM = "BatchNormalization"
 _OTHER_WEIGHTED = frozenset(
     {"DeformConv", "Einsum", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "PRelu", "RNN"}
 )
-"""Operators with weights that have no quantized form; what is left float is told, not passed over."""
+"""Operators with weights that have no quantized form; they are reported as skipped."""
 _FLOATS = (np.float32, np.float16)
 
 
-def usual_factors() -> LayerFactors:
-    """Factors that fit every layer, for looking at layers before they have their own."""
+def placeholder_factors() -> LayerFactors:
+    """Factors that fit every layer, to read layers of a model that is not calibrated yet."""
     one = np.ones(1, dtype=np.float32)
     return LayerFactors(scale_d=1.0, offset_d=0, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
 
@@ -55,7 +55,7 @@ class FoundLayer:
 
     @property
     def binding(self) -> LayerBinding:
-        """As the exporters want it."""
+        """The binding that exporters take."""
         return LayerBinding(layer=self.name, kind=self.layer.kind, node=self.name)
 
     @property
@@ -66,7 +66,7 @@ class FoundLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """What one look at a model told.
+    """The layers of a model.
 
     Attributes:
         found: The quantizable layers by name, in graph order.
@@ -79,7 +79,7 @@ class Layers:
     operators: Mapping[str, str]
 
     def config_layers(self) -> LayerList:
-        """The nodes as the config package wants to know them."""
+        """The nodes in the form that the config package reads."""
         reasons = {skip.layer: skip.reason for skip in self.skips}
         return LayerList(self._info(name, reasons.get(name)) for name in self.operators)
 
@@ -92,7 +92,7 @@ class Layers:
 
 
 def find_all_layers(model: ModelProto) -> Layers:
-    """Look at a model whose nodes have names of their own."""
+    """Find the layers of a model whose nodes have unique names."""
     graph = OnnxGraph(model)
     found: dict[str, FoundLayer] = {}
     skips: list[Skip] = []
@@ -101,11 +101,11 @@ def find_all_layers(model: ModelProto) -> Layers:
         if node.op_type in KIND_OF_OPERATOR and id(node) not in alive:
             skips.append(Skip(node.name, "no output of the model depends on it"))
         elif node.op_type in KIND_OF_OPERATOR and node.domain in ("", "ai.onnx"):
-            looked = _look(graph, node)
-            if isinstance(looked, FoundLayer):
-                found[node.name] = looked
+            layer = _read_layer(graph, node)
+            if isinstance(layer, FoundLayer):
+                found[node.name] = layer
             else:
-                skips.append(Skip(node.name, looked))
+                skips.append(Skip(node.name, layer))
         elif node.op_type in _OTHER_WEIGHTED:
             skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
         skips += _in_bodies(node)
@@ -124,14 +124,14 @@ def _in_bodies(node: NodeProto) -> Iterator[Skip]:
             yield from _in_bodies(child)
 
 
-def _look(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
-    """The layer of a node, or why it is none."""
+def _read_layer(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
+    """The layer of a node, or the reason why it cannot be quantized."""
     binding = LayerBinding(layer=node.name, kind=KIND_OF_OPERATOR[node.op_type], node=node.name)
     problem = _operand_problem(graph, node) or _setting_problem(node)
     if problem is not None:
         return problem
     try:
-        layer = find_layer(graph, binding, usual_factors())
+        layer = find_layer(graph, binding, placeholder_factors())
     except LayerMismatchError as error:
         return error.reason
     kind = _type_of(graph, layer)
@@ -191,6 +191,14 @@ def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
     dimensions = (_rank(graph, layer) or 2) - 2
     known = ", ".join(str(rank - 2) for rank in layer.kind.torch_types)
     return f"{layer.node.op_type} over {dimensions} dimensions cannot be quantized, only over {known}"
+
+
+def reads_rescaled(layer: Layer, graph: OnnxGraph, rescaled: Collection[str]) -> bool:
+    """Whether the layer that makes this one's input, perhaps through a Relu, is among the rescaled ones."""
+    producer = graph.producer(layer.reader.input[0])
+    if producer is not None and producer.op_type == "Relu":
+        producer = graph.producer(producer.input[0])
+    return producer is not None and producer.name in rescaled
 
 
 def topology(model: ModelProto) -> Graph:

@@ -19,7 +19,7 @@ from amct.model.kinds import LayerKind
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.folding import Folded, fold
-from amct.onnx_model.layers import Layers, find_all_layers, usual_factors
+from amct.onnx_model.layers import Layers, find_all_layers, placeholder_factors
 from amct.onnx_model.weights import LayerWeights, quantize_weights
 from amct.record import Record
 
@@ -130,7 +130,7 @@ class Preparation:
 
     def rounded_model(self) -> ModelProto:
         """The folded model with the quantized weights in float."""
-        usual = dict.fromkeys(self.weights, usual_factors())
+        usual = dict.fromkeys(self.weights, placeholder_factors())
         graph, layers, _ = find_layers(self.folded.model, self.bindings, usual)
         for layer in layers:
             self.weights[layer.name].put_into(graph, layer)

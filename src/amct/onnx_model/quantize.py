@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic, log
-from amct.calibration import RecordFiles
 from amct.calibration.layer_records import complete_record
 from amct.config.ptq.quant_config import AnyConfig, plan_of
 from amct.export.fake_quant import fake_quant_model
+from amct.export.formats import RECORD
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.export.saving import RECORD, SaveRequest, layer_factors, save_files
+from amct.export.qdq.tensor_factors import observed_factors
+from amct.export.saving import SaveRequest, layer_factors, save_files
 from amct.export.writer import model_opset
 from amct.onnx_model.batches import Batches
 from amct.onnx_model.calibrating import balance_factors, calibrate
@@ -160,19 +160,7 @@ class QuantizedModel:
         request = SaveRequest.checked(path, formats, placement=placement, target=target)
         model = self._preparation.folded.model
         model = with_opset(model, opset if opset is not None else model_opset(model))
-        written: list[Path] = []
-        if request.options.formats:
-            written += save_files(request.where, model, self.record, self._preparation, self._tensors, request.options)
-        if request.with_record:
-            written += self._save_record(request.where.file("record.txt"))
-        return written
-
-    def _save_record(self, path: Path) -> list[Path]:
-        beside = {}
-        if self._tensors is not None:
-            beside[tensor_factors_path(path)] = tensor_factors_text(self._tensors)
-        RecordFiles(path).complete(self.record, beside)
-        return [path, *beside]
+        return save_files(request, model, self.record, self._preparation, self._tensors)
 
     def compare(self, data: object, inputs: BatchInputs | None = None) -> list[LayerComparison]:
         """Run the float and the quantized model on data, and compare the output of every quantized layer.

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amct import atomic, log
-from amct.calibration import RecordFiles
 from amct.calibration.layer_records import complete_record
 from amct.config.ptq.quant_config import AnyConfig, plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
+from amct.export.formats import RECORD
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.export.saving import RECORD, SaveRequest, save_files
+from amct.export.qdq.tensor_factors import observed_factors
+from amct.export.saving import SaveRequest, save_files
 from amct.pytorch.batches import Batches
 from amct.pytorch.capture.cached_trace import look
 from amct.pytorch.comparing import compare_layers
@@ -198,22 +198,9 @@ class QuantizedModel:
             FileError: a file cannot be written; nothing was.
         """
         request = SaveRequest.checked(path, formats, placement=placement, target=target)
-        written: list[Path] = []
-        if request.options.formats:
-            onnx = self._float_onnx(opset if opset is not None else DEFAULT_OPSET)
-            written += save_files(
-                request.where, onnx.model, self.record, file_notes(self._preparation), self._tensors, request.options
-            )
-        if request.with_record:
-            written += self._save_record(request.where.file("record.txt"))
-        return written
-
-    def _save_record(self, path: Path) -> list[Path]:
-        beside = {}
-        if self._tensors is not None:
-            beside[tensor_factors_path(path)] = tensor_factors_text(self._tensors)
-        RecordFiles(path).complete(self.record, beside)
-        return [path, *beside]
+        needs_onnx = bool(request.formats)
+        model = self._float_onnx(opset if opset is not None else DEFAULT_OPSET).model if needs_onnx else None
+        return save_files(request, model, self.record, file_notes(self._preparation), self._tensors)
 
     def compare(self, data: object, inputs: BatchInputs | None = None) -> list[LayerComparison]:
         """Run the float and the quantized model on data, and compare the output of every quantized layer.

@@ -18,7 +18,7 @@ from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes, Target
-from amct.export.result import ExportedModel, Skip
+from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
+    from amct.export.exported import ExportedModel
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16

@@ -15,7 +15,7 @@ from amct.errors import ExportError, did_you_mean
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import Layer
 from amct.export.onnx.messages import attribute_value
-from amct.export.result import Skip
+from amct.model import Skip
 from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
