@@ -53,8 +53,7 @@ def test_golden_nets_run_in_onnxruntime(name, golden, tmp_path):
     path = tmp_path / "out" / "net_qdq_model.onnx"
     assert written.count(path) == 1
     assert all(each.exists() for each in written)
-    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["qdq"]
-    assert report["written"] is True
+    assert json.loads((tmp_path / "out" / "net_quant.json").read_text())["files"][path.name]["format"] == "qdq"
     runner = session(path)
     unseen = batch(net, 3)
     net.forward(**unseen)
@@ -163,9 +162,8 @@ def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog, monkey
     assert not [path for path in written if path.suffix == ".onnx"]
     assert not (tmp_path / "out" / "net_qdq_model.onnx").exists()
     assert (tmp_path / "out" / "net_deploy_model.prototxt") in written
-    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["qdq"]
-    assert report["written"] is False
-    assert '"own"' in report["reason"]
+    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["not_written"]
+    assert '"own"' in report["qdq"]
     assert "no QDQ file is written" in caplog.text
 
 

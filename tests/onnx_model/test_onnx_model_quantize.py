@@ -195,7 +195,7 @@ def test_quant_json_tells_of_folded_and_skipped_layers(tmp_path):
     quantized = amct.quantize(model, images(count=1)[..., :4, :4])
     quantized.save(tmp_path / "q", formats="qdq")
     document = json.loads((tmp_path / "q_quant.json").read_text())
-    assert document["layers"]["conv"]["absorbed"] == ["norm"]
+    assert document["layers"]["conv"]["original_layers"] == ["conv", "norm"]
     assert {entry["layer"]: entry["reason"] for entry in document["skipped"]} == {
         "product": "both operands are computed; only a product with a constant weight can be quantized",
         "alone": 'not folded: it follows "product" (MatMul), which cannot take it',

@@ -104,6 +104,10 @@ class FileGroup:
         """Write a whole UTF-8 text file of the group; line ends are written as they are."""
         self.write_bytes(path, text.encode())
 
+    def written(self) -> dict[Path, Path]:
+        """The files of the group so far, each with the temporary file that holds its content."""
+        return dict(self._temporaries)
+
     def _check_complete(self) -> None:
         if self._failed is not None:
             raise FileError(f'"{self._failed}" was not completely written, so none of its group is')

@@ -19,6 +19,7 @@ from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.uninplace import remove_in_place
 from amct.errors import FileError, ModelError, ParseError
 from amct.model import Graph, Node
+from amct.model.kinds import KIND_OF_CAFFE_TYPE
 
 if TYPE_CHECKING:
     import os
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     AnyPath = str | os.PathLike[str]
 
 TEST_PHASE = 1
-WEIGHTED_TYPES = ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")
-RECURRENT_TYPES = ("LSTM", "RNN", "GRU")
+FEEDFORWARD_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.folds_batch_norm)
+"""Types with weights and without a hidden state: convolutions and inner products."""
+RECURRENT_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.is_recurrent)
 INSERTED_TYPES = (
     "Quant", "DeQuant", "AntiQuant", "IFMR", "SearchN", "LSTMQuant", "RNNQuant", "GRUQuant", "RetrainDataQuant",
     "RetrainWeightQuant",
@@ -223,7 +225,7 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
     expected = {"BatchNorm": 3, "Bias": 1, "Scale": 2 if layer.scale_param.bias_term else 1}.get(layer.type)
     if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
         return
-    if layer.type in WEIGHTED_TYPES:
+    if layer.type in FEEDFORWARD_TYPES:
         _check_bottoms(layer, source)
         options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
         expected = 2 if options.bias_term else 1
@@ -234,7 +236,7 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
             f'{source}: layer "{layer.name}" ({layer.type}) needs {expected} blob(s) of weights, the file has '
             f"{len(blobs)} for it. Do model and weights belong together?"
         )
-    if layer.type in WEIGHTED_TYPES:
+    if layer.type in FEEDFORWARD_TYPES:
         _check_outputs(layer, blobs, source)
 
 

@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale, fake_quantize, quantize, scale_and_offset
+from amct.numerics.weight_kind import WeightKind as WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
-
-
-class WeightKind(Enum):
-    """Layout of a weight: where its output channels are."""
-
-    CONV = "conv"
-    """``[Cout, Cin/groups, k...]`` of Conv1d/2d/3d."""
-    CONV_TRANSPOSE = "conv_transpose"
-    """``[Cin, Cout/groups, k...]``; group g has the rows from g·Cin/groups to (g+1)·Cin/groups."""
-    LINEAR = "linear"
-    """``[Cout, Cin]``."""
-    RNN = "rnn"
-    """``[gates · hidden, input]`` of LSTM/GRU; without channel_wise, each of ``groups`` gates has one scale."""
 
 
 @dataclass(frozen=True)
@@ -152,23 +139,16 @@ def factors_per_row(factors: WeightFactors, rows: int) -> WeightFactors:
     return WeightFactors(factors.scale.repeat_interleave(repeats), factors.offset.repeat_interleave(repeats))
 
 
-_ONNX_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
-
-
-def gates_to_onnx(rows: Tensor, recurrent: Literal["LSTM", "GRU"]) -> Tensor:
-    """Reorder the gates of a matrix, bias or factor ``[gates · hidden, ...]`` from torch's order to ONNX's.
-
-    LSTM: i, f, g, o → i, o, f, c. GRU: r, z, n → z, r, n (ONNX: z, r, h).
+def reorder_gates(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """Reorder the gates of a matrix, bias or factor ``[gates · hidden, ...]``: ``order`` names the old gates in turn.
 
     Raises:
         ArgumentError: the rows do not divide into the gates.
     """
-    order = _ONNX_GATES[recurrent]
     if rows.ndim == 0 or rows.shape[0] % len(order):
-        raise ArgumentError(
-            f"{recurrent} has {len(order)} gates; rows of shape {list(rows.shape)} do not divide into them"
-        )
-    return torch.cat([rows.chunk(len(order))[gate] for gate in order])
+        raise ArgumentError(f"expected rows of {len(order)} gates of equal size, got shape {list(rows.shape)}")
+    gates = rows.chunk(len(order))
+    return torch.cat([gates[gate] for gate in order])
 
 
 def _check_bits(bits: int) -> None:

@@ -27,7 +27,7 @@ from amct.config.ptq.pytorch import default_config, expand_config
 from amct.config.ptq.pytorch_json import make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
-from amct.export.saving import save_files
+from amct.export.saving import SaveRequest, save_files
 from amct.export.writer import SavePath
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
@@ -238,7 +238,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         logger.warning("%s", note)
     beside = tensor_factors_path(record_file)
     tensors = read_tensor_factors(beside) if beside.exists() else None
-    save_files(where, model, record, notes, tensors)
+    save_files(SaveRequest(where=where), model, record, notes, tensors)
 
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:

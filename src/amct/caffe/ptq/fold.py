@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import WEIGHTED_TYPES, blob_shapes
+from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
 from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
 from amct.errors import AmctError, ModelError
 from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 AFFINE_TYPES = ("BatchNorm", "Scale", "Bias")
 STAGES = tuple(frozenset({name}) for name in AFFINE_TYPES)
-AFTER = FusionPattern(heads=frozenset(WEIGHTED_TYPES), stages=STAGES)
+AFTER = FusionPattern(heads=frozenset(FEEDFORWARD_TYPES), stages=STAGES)
 BEFORE = FusionPattern(heads=frozenset({"Convolution", "DepthwiseConv"}), stages=STAGES[:2])
 IMAGE_RANK = 4
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.fold import FusionReport
 from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError
@@ -74,7 +74,7 @@ class QuantGraph:
 
     def has_weights(self, name: str) -> bool:
         """Whether a layer's weights are quantized."""
-        return self.model.layer(name).type in (*WEIGHTED_TYPES, *RECURRENT_TYPES)
+        return self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
 
     @property
     def not_quantized(self) -> dict[str, str]:

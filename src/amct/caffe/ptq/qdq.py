@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from amct.caffe.model import WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import NARROW, quantized_onnx, tensors_to_observe
 from amct.errors import CalibrationError, ExportError
+from amct.export.formats import file_name
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.export.writer import OutputFile, add_model
+from amct.export.writer import add_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
-    from amct.export.result import ExportedModel
+    from amct.export.exported import ExportedModel
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     if target == Target.PORTABLE.value:
         return ()
     rescaled = placement == Placement.FAST.value and target == Target.VNNI.value
-    return tuple(each for each in WEIGHTED_TYPES if not (rescaled and each == "InnerProduct"))
+    return tuple(each for each in FEEDFORWARD_TYPES if not (rescaled and each == "InnerProduct"))
 
 
 class QdqRanges:
@@ -118,15 +119,8 @@ class QdqFile:
             return cls(exported=None, reason=str(error))
         return cls(exported=exported)
 
-    def report(self) -> dict[str, Any]:
-        """For ``quant.json``: whether there is a file, what stays float in it and what to know of it."""
-        if self.exported is None:
-            return {"written": False, "reason": self.reason}
-        skipped = [{"layer": skip.name, "reason": skip.reason} for skip in self.exported.skipped]
-        return {"written": True, "skipped": skipped, "notes": list(self.exported.notes)}
-
     def write(self, group: FileGroup, path: Path) -> list[Path]:
         """Write it as part of a group; returns its files."""
         if self.exported is None:
             return []
-        return add_model(group, path, self.exported.model, OutputFile.QDQ)
+        return add_model(group, path, self.exported.model, file_name("qdq"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from amct.numerics.arq import WeightKind
+from amct.model.kinds import KIND_OF_CAFFE_TYPE
+from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,10 @@ class WeightLayout:
 
 def layout_of(layer: ProtoMessage, weight: torch.Tensor) -> WeightLayout:
     """The layout of a weighted layer's first blob."""
-    if layer.type == "InnerProduct":
-        return WeightLayout(weight=weight, kind=WeightKind.LINEAR, transposed=bool(layer.inner_product_param.transpose))
-    options = layer.convolution_param
-    if layer.type == "Deconvolution":
-        return WeightLayout(weight=weight, kind=WeightKind.CONV_TRANSPOSE, groups=options.group)
-    groups = options.group
+    kind = KIND_OF_CAFFE_TYPE[layer.type].weight_kind
+    if kind is WeightKind.LINEAR:
+        return WeightLayout(weight=weight, kind=kind, transposed=bool(layer.inner_product_param.transpose))
+    groups = layer.convolution_param.group
     if layer.type == "DepthwiseConv" and groups == 1:
         groups = weight.shape[0]
-    return WeightLayout(weight=weight, kind=WeightKind.CONV, groups=groups)
+    return WeightLayout(weight=weight, kind=kind, groups=groups)
