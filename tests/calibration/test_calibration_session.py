@@ -167,7 +167,7 @@ def test_an_error_in_the_result_names_the_layer():
 
 def test_hidden_states_are_named_in_errors():
     session = CalibrationSession([stream("rnn", name=HIDDEN)])
-    with pytest.raises(CalibrationError, match=r'layer "rnn" \(hidden state\), batch 1'):
+    with pytest.raises(CalibrationError, match=r'layer "rnn", hidden state, batch 1'):
         session.observe("rnn", torch.tensor([torch.nan]), HIDDEN)
 
 

@@ -33,6 +33,7 @@
   ``setup`` or ``reshape``: building a net finds all mistakes and allocates nothing.
 * ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for
   layers whose top *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
+* ``moves_values`` is for layers that only move or select values: deploy models run them on integers.
 * ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (``amct.caffe.onnx.forms.place`` says how); the
   types of this project have theirs in ``onnx_forms/``, so that the engine needs no onnx. A layer without one runs.
 """
@@ -111,6 +112,8 @@ class Layer:
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
     fold_axis: ClassVar[int] = -1
     """The axis of the first parameter that counts outputs, for layers others can be folded into; -1: none."""
+    moves_values: ClassVar[bool] = False
+    """Whether the layer only moves or selects values (Concat): rounding before or behind it is then the same."""
 
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         self.parameter = parameter
@@ -168,6 +171,12 @@ class Layer:
     def fold_groups(self) -> int:
         """In how many groups a foldable layer's outputs come."""
         return 1
+
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """``moves_values`` of a layer with these parameters, where it depends on them."""
+        del parameter
+        return cls.moves_values
 
     # ------------------------------------------------------------------ what the engine calls
 

@@ -33,8 +33,8 @@ def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> 
     return made
 
 
-def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str) -> None:
-    """Put an IFMR layer before every input that is quantized, in place.
+def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str = "") -> None:
+    """Put an IFMR layer before every input that is quantized, in place; the net may run without a record file.
 
     Layers that read one blob at the same index with the same settings share one. Of those that see the same values,
     one watches and the others take over its factors: those of one blob at different indices, and those of layers that
@@ -92,7 +92,7 @@ def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]
 
 @dataclass(frozen=True)
 class _End:
-    """Where values are rounded for good, and how."""
+    """The blob where values are rounded last, and the settings they are rounded with."""
 
     blob: str
     settings: object
@@ -119,7 +119,8 @@ def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: 
     options.min_percentile = settings.min_percentile  # type: ignore[union-attr]
     options.with_offset = settings.asymmetric
     options.batch_num = plan.batch_num
-    options.record_file_path = record_file
+    if record_file:
+        options.record_file_path = record_file
     options.index = index
     options.num_bits_d = settings.num_bits
 

@@ -1,4 +1,4 @@
-"""Refreshing BatchNorm statistics after weights were clustered, and folding them without touching the clusters."""
+"""Updating BatchNorm statistics after weights were clustered, and folding them without changing the clusters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
-    """Tell every BatchNorm of the modified model to refresh its statistics, and remove what an earlier run left."""
+    """Make every BatchNorm of the modified model update its statistics, and remove the files of an earlier run."""
     folder = str(Path(settings.bn_dump_dir).resolve())
     for layer in model.net.layer:
         if layer.type != "BatchNorm":
@@ -43,11 +43,11 @@ def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
         dump_path(folder, layer.name).unlink(missing_ok=True)
 
 
-def take_in(graph: QuantGraph) -> None:
-    """Put the refreshed statistics back into the graph's model and fold them.
+def fold_updated_statistics(graph: QuantGraph) -> None:
+    """Read the updated statistics into the graph's model and fold them.
 
     Raises:
-        CalibrationError: some BatchNorm has not been refreshed; says how many forwards are needed.
+        CalibrationError: the statistics of a BatchNorm were not updated; says how many forwards are needed.
     """
     settings = graph.plan.update_bn
     assert settings is not None

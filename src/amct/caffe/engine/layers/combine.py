@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Split(Layer):
     """The same values for several readers; their gradients add up."""
 
+    moves_values = True
     top_count = (1, None)
     returns_views = True
     shares_memory = True
@@ -43,6 +44,7 @@ class Split(Layer):
 class Concat(Layer):
     """The bottoms one after the other along ``axis``."""
 
+    moves_values = True
     bottom_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -79,6 +81,7 @@ class Concat(Layer):
 class Slice(Layer):
     """Cuts the bottom into tops along ``axis``, at ``slice_point`` or evenly."""
 
+    moves_values = True
     top_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -119,6 +122,8 @@ class Slice(Layer):
 @register("Tile")
 class Tile(Layer):
     """Repeats the bottom along ``axis``."""
+
+    moves_values = True
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """``tiles`` times as long."""

@@ -17,7 +17,7 @@ from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, _Ba
 from amct.caffe.engine.layers.depthwise import DepthwiseConv
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.layers.quantization import InputFactors
-from amct.caffe.engine.registry import layer_class, register
+from amct.caffe.engine.registry import find_layer_class, layer_class, register
 from amct.caffe.engine.shapes import count
 from amct.errors import AmctError
 from amct.numerics.arq import WeightKind, from_channels_first
@@ -234,10 +234,6 @@ class IntegerData(Layer):
                 blob.set_tensor((blob.tensor + factors.offset).to(factors.dtype))
 
 
-_MOVING = ("Concat", "Slice", "Reshape", "Flatten", "Permute", "Split", "ShuffleChannel", "PassThrough", "Reorg",
-           "Reverse", "Tile")  # fmt: skip
-
-
 def stays_integer(parameter: ProtoMessage) -> bool:
     """Whether a layer without weights only moves or selects values, and all its inputs have the same factors."""
     inputs = [(each.scale, each.offset, each.num_bits_d) for each in parameter.integer_param.input]
@@ -245,9 +241,6 @@ def stays_integer(parameter: ProtoMessage) -> bool:
 
 
 def moves_values(parameter: ProtoMessage) -> bool:
-    """Whether a layer only moves or selects values: rounding before it, or behind it on the same grid, is the same."""
-    if parameter.type == "Pooling":
-        return len(parameter.top) == 1 and parameter.pooling_param.pool == parameter.pooling_param.MAX
-    if parameter.type == "ReLU":
-        return not parameter.relu_param.negative_slope
-    return parameter.type in _MOVING
+    """Whether a layer only moves or selects values; a layer of an unknown type does not."""
+    kind = find_layer_class(parameter.type)
+    return kind is not None and kind.only_moves_values(parameter)

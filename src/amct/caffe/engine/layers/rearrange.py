@@ -40,6 +40,8 @@ def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tenso
 class Reorg(TensorOperator):
     """Blocks of ``stride`` x ``stride`` pixels become channels; ``reverse`` makes pixels of channels. As ATC has it."""
 
+    moves_values = True
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
@@ -93,6 +95,8 @@ class PassThrough(Reorg):
 class ShuffleChannel(TensorOperator):
     """Channels written in ``group`` rows are read column by column, as in ShuffleNet."""
 
+    moves_values = True
+
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's."""
         group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
@@ -110,6 +114,8 @@ class ShuffleChannel(TensorOperator):
 @register("Reverse")
 class Reverse(TensorOperator):
     """The last becomes the first along each ``axis`` (0 if none is given)."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axes."""

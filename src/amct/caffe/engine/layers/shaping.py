@@ -38,6 +38,8 @@ class _SameValues(Layer):
 class Flatten(_SameValues):
     """The axes from ``axis`` to ``end_axis`` become one."""
 
+    moves_values = True
+
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """Join the axes."""
         options, shape = self.parameter.flatten_param, bottoms[0]
@@ -52,6 +54,8 @@ class Flatten(_SameValues):
 @register("Reshape")
 class Reshape(_SameValues):
     """New sizes for some axes: 0 copies the bottom's, one -1 is inferred."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the sizes."""

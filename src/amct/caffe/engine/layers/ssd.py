@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Permute(Layer):
     """The axes in another order; those not named follow, in their own order."""
 
+    moves_values = True
     allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
