@@ -1,4 +1,4 @@
-"""Checks of arguments that AMCT's functions have in common: wrong types are told by function, argument and type."""
+"""Checks of arguments that AMCT's functions share; an error names the function, the argument and the type."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def check_types(function: str, expected: Mapping[str, tuple[object, tuple[type, 
         ArgumentTypeError: one has another type.
     """
     for name, (value, types) in expected.items():
-        slipped = isinstance(value, bool) and bool not in types  # a bool is an int for Python; for a user a slip
-        if not isinstance(value, types) or slipped:
+        wrong_bool = isinstance(value, bool) and bool not in types  # a bool is an int for Python
+        if not isinstance(value, types) or wrong_bool:
             accepted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
             raise ArgumentTypeError(f"{function}: {name} must be {accepted}, got {type(value).__name__}")
 
 
 def input_file(path: str | os.PathLike[str], argument: str) -> Path:
-    """A file that must be there.
+    """The path of a file that must exist.
 
     Raises:
-        FileError: it is not.
+        FileError: it does not.
     """
     file = Path(path)
     if not file.is_file():
@@ -40,7 +40,7 @@ def input_file(path: str | os.PathLike[str], argument: str) -> Path:
 
 
 def output_file(path: str | os.PathLike[str], argument: str) -> Path:
-    """A file that will be written, found to be writable before any work is done.
+    """The path of a file to be written, checked to be writable before any work is done.
 
     Raises:
         ArgumentError: it is no file name.

@@ -87,7 +87,7 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
 def implementation_of(parameter: ProtoMessage) -> str:
     """The type that runs a layer: its own, or a variant that a field of quantization asks for.
 
-    A layer on integers (deploy models) and a BatchNorm that refreshes its statistics have their plain type in the file.
+    A layer on integers (deploy models) and a BatchNorm that updates its statistics have their plain type in the file.
     """
     if parameter.HasField("integer_param"):
         return f"{parameter.type} on integers" if parameter.type in INTEGER_TYPES else "data on integers"

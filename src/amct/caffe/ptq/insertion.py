@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def taken_names(model: CaffeModel) -> set[str]:
-    """The names of all layers and blobs, so that new ones do not meet them."""
+    """The names of all layers and blobs, which new ones must differ from."""
     return model.blob_names() | {layer.name for layer in model.layers}
 
 
