@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from ptq_caffe_flow import batch, forward, prototxt, text_flow
 
 import amct_caffe as amct
 from amct.caffe.engine.net import Net
+from amct.calibration import make_observer
+from amct.config.settings import HfmgSettings
 from amct.errors import ModelError
+from amct.numerics.affine import SymmetricScale
 from amct.record import read_caffe_record
 
 NET = """
@@ -142,3 +148,29 @@ def test_two_nets_do_not_mix_their_findings(flow):
     assert not read_caffe_record(flow.record)["last"].record_d
     forward(first, 1, first_seed=1)
     amct.save_model(graph, "Fakequant", str(flow.prefix))
+
+
+def test_a_layer_may_be_calibrated_by_another_algorithm(flow):
+    """The algorithm and its settings travel in the modified prototxt, which calibrates in any process."""
+    graph = flow.init()
+    settings = HfmgSettings(num_of_bins=1024, asymmetric=False)
+    layers = [replace(plan, activations=(settings,) * len(plan.activations)) for plan in graph.plan.layers]
+    graph.plan = replace(graph.plan, layers=tuple(layers))
+    amct.weights_quantize_model(graph, *map(str, flow.modified))
+    amct.activation_quantize_model(graph, *map(str, flow.modified))
+    options = next(layer for layer in prototxt(flow.modified[0]).layer if layer.name == "left_ifmr").ifmr_param
+    assert json.loads(options.settings) == {
+        "act_algo": "hfmg", "num_bits": 8, "num_of_bins": 1024, "asymmetric": False
+    }  # fmt: skip
+    net = flow.net(*flow.modified)
+    forward(net, 2)
+    expected = make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
+    for seed in range(2):
+        expected.observe(torch.from_numpy(batch(net, seed)["data"]))
+    found = read_caffe_record(flow.record)["left"].record_d[0]
+    assert (found.scale, found.offset) == (float(expected.result().scale), 0)
+    text = flow.modified[0].read_text()
+    for wrong, says in (("hfng", 'settings: act_algo: no algorithm "hfng"'), ("hfmg, {", "settings: ")):
+        (flow.folder / "wrong.prototxt").write_text(text.replace("hfmg", wrong.replace('"', "")))
+        with pytest.raises(ModelError, match=says):
+            Net.from_file(flow.folder / "wrong.prototxt")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
+from amct.config.registry import settings_to_dict
+from amct.config.settings import IfmrSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,10 +116,13 @@ def _end_of(
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:
     settings = plan.activations[index]
-    options.search_range_start, options.search_range_end = settings.search_range  # type: ignore[union-attr]
-    options.search_step = settings.search_step  # type: ignore[union-attr]
-    options.max_percentile = settings.max_percentile  # type: ignore[union-attr]
-    options.min_percentile = settings.min_percentile  # type: ignore[union-attr]
+    if isinstance(settings, IfmrSettings):
+        options.search_range_start, options.search_range_end = settings.search_range
+        options.search_step = settings.search_step
+        options.max_percentile = settings.max_percentile
+        options.min_percentile = settings.min_percentile
+    else:
+        options.settings = json.dumps(settings_to_dict(settings))
     options.with_offset = settings.asymmetric
     options.batch_num = plan.batch_num
     if record_file:

@@ -8,6 +8,7 @@ values (``factors_from``), one of them is observed for all. A net in memory has 
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.calibration import CalibrationSession, RecordFiles, Stream
+from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
+from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult
-    from amct.numerics.observer import ActivationFactors, TensorObserver
+    from amct.config.settings import ActivationSettings
+    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
     from amct.record import Progress
 
 logger = logging.getLogger(__name__)
@@ -104,9 +107,11 @@ class IFMR(Layer):
                 same_as=None if (layer, name) == observed else observed,
             )
 
-    def _settings(self) -> IfmrSettings:
+    def _settings(self) -> ActivationSettings:
         options = self.options
         try:
+            if options.settings:
+                return settings_from_dict(json.loads(options.settings))
             return IfmrSettings(
                 num_bits=options.num_bits_d,
                 asymmetric=options.with_offset,
@@ -115,12 +120,14 @@ class IFMR(Layer):
                 search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
                 search_step=shortest(options.search_step),
             )
-        except AmctError as error:
-            raise self.error(str(error)) from error
+        except (AmctError, json.JSONDecodeError) as error:
+            raise self.error(f"settings: {error}" if options.settings else str(error)) from error
 
-    def _make_observer(self) -> IfmrLayerObserver:
+    def _make_observer(self) -> Observer:
         settings = self._settings()
         try:
+            if not isinstance(settings, IfmrSettings):
+                return make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
             return IfmrLayerObserver(
                 bits=settings.num_bits,
                 asymmetric=settings.asymmetric,
