@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import numpy as np
 import onnx
@@ -13,7 +14,8 @@ from ptq_caffe_flow import NETS, batch, cosine, golden_flow, text_flow
 from amct.caffe import quantize
 from amct.caffe.engine import registry
 from amct.caffe.engine.layer import Layer
-from amct.errors import ArgumentError, CalibrationError
+from amct.calibration import CalibrationSession
+from amct.errors import ArgumentError
 
 NET = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
@@ -97,7 +99,7 @@ def test_observed_ranges_are_those_of_the_data(tmp_path):
     net = flow.original()
     data = [batch(net, seed) for seed in range(2)]
     model = quantize(flow.model, flow.weights, data, skip("sum"))
-    factors = model._ranges.factors()
+    factors = model._tensors
     assert set(factors) == {"conv1", "conv2"}
     # The weights of the calibration net are rounded to 8 bits: a half step of 1/254 of the largest for each product.
     spans = []
@@ -176,18 +178,19 @@ def test_wrong_choices_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_blob_that_cannot_be_quantized_stays_float(tmp_path, caplog):
+def test_a_blob_that_cannot_be_quantized_stays_float(tmp_path, caplog, monkeypatch):
     flow = text_flow(NET, tmp_path)
     data = [batch(flow.original(), seed) for seed in range(2)]
-    model = quantize(flow.model, flow.weights, data, skip("sum"))
-
-    class Broken:
-        def factors(self):
-            raise CalibrationError("holds NaN")
-
-    model._ranges._ranges["conv1"] = Broken()
+    observe = CalibrationSession.observe_tensor
+    monkeypatch.setattr(
+        CalibrationSession,
+        "observe_tensor",
+        lambda session, name, x: observe(session, name, x * float("nan") if name == "conv1" else x),
+    )
+    with caplog.at_level(logging.INFO, "amct"):
+        model = quantize(flow.model, flow.weights, data, skip("sum"))
     model.save(tmp_path / "net")
-    assert 'blob "conv1" stays float in the QDQ file: holds NaN' in caplog.text
+    assert 'tensor "conv1" is not observed: the activation holds' in caplog.text
     quantized = inputs_of(onnx.load(tmp_path / "net_qdq_model.onnx"), "QuantizeLinear")
     assert "conv1" not in quantized
     assert "conv2" in quantized

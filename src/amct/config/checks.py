@@ -76,6 +76,19 @@ def check_settings(
     return checked
 
 
+def checked_settings(settings: Callable[..., Settings], values: Mapping[str, Any], *, block: str = "") -> Settings:
+    """Turn values that come from no file into a settings object.
+
+    Raises:
+        ConfigError: a value is not legal; all mistakes are listed.
+    """
+    problems = ProblemList()
+    checked = check_settings(settings, values, lambda _: None, problems, block=block)
+    problems.raise_all()
+    assert checked is not None
+    return checked
+
+
 @cache
 def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
     assert isinstance(settings, type)

@@ -7,9 +7,10 @@ nothing else.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from amct.config.checks import checked_settings
 from amct.config.qat.settings import (
     ArqRetrainSettings,
     CaffeArqRetrainSettings,
@@ -26,9 +27,12 @@ from amct.config.settings import (
     IfmrSettings,
     SnqSettings,
 )
+from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from amct.config.settings import ActivationSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +211,26 @@ SELECTIVE_PRUNE = (
 def find_algorithm(algorithms: tuple[Algorithm, ...], name: object) -> Algorithm | None:
     """The algorithm of that JSON name, or None."""
     return next((algorithm for algorithm in algorithms if algorithm.name == name), None)
+
+
+def settings_to_dict(settings: ActivationSettings) -> dict[str, Any]:
+    """The settings of an activation algorithm as plain JSON data, with its name under ``act_algo``."""
+    name = next(each.name for each in PYTORCH_ACTIVATION if each.settings is type(settings))
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(settings).items()}
+    return {"act_algo": name, **plain}
+
+
+def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
+    """The inverse of ``settings_to_dict``; what is left out takes its default.
+
+    Raises:
+        ArgumentError: no algorithm of that name is registered.
+        ConfigError: a value is not legal; all mistakes are listed.
+    """
+    name = data.get("act_algo", "ifmr")
+    found = find_algorithm(PYTORCH_ACTIVATION, name)
+    if found is None:
+        raise ArgumentError(f'act_algo: no algorithm "{name}" is registered')
+    values = {key: value for key, value in data.items() if key != "act_algo"}
+    settings: ActivationSettings = checked_settings(found.settings, values, block=found.name)
+    return settings

@@ -31,6 +31,7 @@
   ``reshape``: building a net finds all mistakes before memory is allocated.
 * ``channel_affine`` lets the engine fold a layer into the convolution before it; ``shares_memory`` marks layers whose
   top has the same memory as the bottom in Caffe (Reshape, Flatten, Split).
+* ``moves_values`` marks layers that only move or select values: deploy models run them on integers.
 * ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (see ``amct.caffe.onnx.forms.place``). For the types
   of this project it is in ``amct.caffe.onnx.forms``, so that the engine does not need onnx. It is optional.
 """
@@ -109,6 +110,8 @@ class Layer:
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
     fold_axis: ClassVar[int] = -1
     """The axis of the first parameter that indexes the outputs, for layers that others can be folded into; -1: none."""
+    moves_values: ClassVar[bool] = False
+    """Whether the layer only moves or selects values (Concat): rounding before or behind it is then the same."""
 
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         self.parameter = parameter
@@ -166,6 +169,12 @@ class Layer:
     def fold_groups(self) -> int:
         """The number of groups of a foldable layer."""
         return 1
+
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """``moves_values`` of a layer with these parameters, where it depends on them."""
+        del parameter
+        return cls.moves_values
 
     # ------------------------------------------------------------------ called by the engine
 

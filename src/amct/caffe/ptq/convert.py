@@ -89,13 +89,13 @@ def convert_model(
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:
-    """The record, found to fit the fused model, without what does not concern it."""
-    standing = {layer.name for layer in model.layers}
-    folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in standing]
+    """The record, checked against the folded model, without entries that do not concern it."""
+    left = {layer.name for layer in model.layers}
+    folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in left]
     if folded:
         raise RecordError(
             f'layer "{folded[0]}" has factors in {record.source}, but it is fused into the layer before it; remove the '
-            "entry, or set skip_fusion in the entry of the layer that takes it in"
+            "entry, or set skip_fusion in the entry of that layer"
         )
     types = {*FEEDFORWARD_TYPES, *DATA_TYPES}
     layers = record_layers(model, set(), types)

@@ -80,7 +80,7 @@ def check_save_type(function: str, save_type: str) -> None:
 
 
 def results_of(graph: QuantGraph) -> Results:
-    """Both results of a calibrated graph.
+    """Both results of a graph whose calibration has written its record file.
 
     Raises:
         RecordError: the record is not complete, or another model's.
@@ -94,6 +94,11 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
+    return results_with(graph, record)
+
+
+def results_with(graph: QuantGraph, record: CaffeRecord) -> Results:
+    """Both results of a graph and a complete record."""
     return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
 
 

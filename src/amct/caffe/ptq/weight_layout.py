@@ -1,4 +1,4 @@
-"""How the weights of each Caffe layer type lie: what numerics calls them, and how many groups there are."""
+"""The layout of the weights of each Caffe layer type, in the terms of ``amct.numerics``, and the number of groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """A weight in the layout of its kind; ``transposed`` InnerProduct weights lie the other way round in the file."""
+    """A weight and its layout; ``transposed``: an InnerProduct weight that the file has as ``[inputs, outputs]``."""
 
     weight: torch.Tensor
     kind: WeightKind
@@ -24,11 +24,11 @@ class WeightLayout:
     transposed: bool = False
 
     def rows_first(self) -> torch.Tensor:
-        """The weight as its kind wants it."""
+        """The weight in the layout of its kind: outputs first."""
         return self.weight.t().contiguous() if self.transposed else self.weight
 
     def restored(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight of the kind, as the file wants it."""
+        """A weight in the layout of its kind, in that of the file."""
         return weight.t().contiguous() if self.transposed else weight
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
 
 
@@ -37,6 +38,11 @@ class Elementwise(Layer):
 @register("ReLU")
 class ReLU(Elementwise):
     """y = max(x, 0) + negative_slope * min(x, 0)."""
+
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """Without a slope."""
+        return not parameter.relu_param.negative_slope
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read negative_slope."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class Split(Layer):
     """One top per reader of a blob, all with the bottom's values; their gradients are summed."""
 
+    moves_values = True
     top_count = (1, None)
     returns_views = True
     shares_memory = True
@@ -43,6 +44,7 @@ class Split(Layer):
 class Concat(Layer):
     """The bottoms concatenated along ``axis``."""
 
+    moves_values = True
     bottom_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -79,6 +81,7 @@ class Concat(Layer):
 class Slice(Layer):
     """Splits the bottom along ``axis`` at ``slice_point``, or into equal parts."""
 
+    moves_values = True
     top_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -119,6 +122,8 @@ class Slice(Layer):
 @register("Tile")
 class Tile(Layer):
     """Repeats the bottom ``tiles`` times along ``axis``."""
+
+    moves_values = True
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape with ``tiles`` times the size along the axis."""

@@ -153,6 +153,11 @@ class Pooling(Layer):
 
     top_count = (1, 2)
 
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """MAX without the places."""
+        return len(parameter.top) == 1 and bool(parameter.pooling_param.pool == parameter.pooling_param.MAX)
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the window."""
         options = self.options = self.parameter.pooling_param

@@ -40,6 +40,8 @@ def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tenso
 class Reorg(TensorOperator):
     """Space to depth with blocks of ``stride`` x ``stride`` pixels, or depth to space with ``reverse``; as in ATC."""
 
+    moves_values = True
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Read stride and reverse."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
@@ -93,6 +95,8 @@ class PassThrough(Reorg):
 class ShuffleChannel(TensorOperator):
     """Channels as a (group, C / group) matrix, transposed; as in ShuffleNet."""
 
+    moves_values = True
+
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
         group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
@@ -110,6 +114,8 @@ class ShuffleChannel(TensorOperator):
 @register("Reverse")
 class Reverse(TensorOperator):
     """Reverses the order of the values along each ``axis`` (default 0)."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axes."""

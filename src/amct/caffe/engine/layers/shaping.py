@@ -38,6 +38,8 @@ class _View(Layer):
 class Flatten(_View):
     """Merges the axes from ``axis`` to ``end_axis`` into one."""
 
+    moves_values = True
+
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape with the axes merged."""
         options, shape = self.parameter.flatten_param, bottoms[0]
@@ -52,6 +54,8 @@ class Flatten(_View):
 @register("Reshape")
 class Reshape(_View):
     """Sets new sizes for some axes: 0 copies the bottom's size, one -1 is inferred."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the sizes."""

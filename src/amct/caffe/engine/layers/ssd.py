@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Permute(Layer):
     """Permutes the axes; axes that ``order`` does not list follow in their own order."""
 
+    moves_values = True
     allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
