@@ -111,14 +111,14 @@ def test_every_layer_type_has_the_factors_of_the_pytorch_door(make, inputs, tmp_
 
 
 def test_batch_norms_are_folded_and_the_folded_model_computes_the_same(residual, quantized):
-    folded = quantized._preparation.folded
-    assert folded.fusions == {
-        "/stem/Conv": "/stem_norm/BatchNormalization",
-        "/depthwise/Conv": "/depthwise_norm/BatchNormalization",
+    folded = quantized.prepared.folded
+    assert quantized.prepared.folded_layers == {
+        "/stem/Conv": ("/stem_norm/BatchNormalization",),
+        "/depthwise/Conv": ("/depthwise_norm/BatchNormalization",),
     }
     x = images(7)
-    expected, got = run(residual, {"x": x})[0], run(folded.model, {"x": x})[0]
-    assert not any(each.op_type == "BatchNormalization" for each in folded.model.graph.node)
+    expected, got = run(residual, {"x": x})[0], run(folded, {"x": x})[0]
+    assert not any(each.op_type == "BatchNormalization" for each in folded.graph.node)
     # Folding rounds each weight once more: 2^-24 relative; sums of at most 128 terms round likewise.
     assert np.abs(expected - got).max() <= 128 * EPSILON * np.abs(expected).max()
 

@@ -133,6 +133,7 @@ def save_models(
     models: Mapping[OutputFile, ModelProto],
     *,
     quant_json: str | None = None,
+    extra: Mapping[Path, bytes] | None = None,
     opset: int | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
@@ -142,6 +143,7 @@ def save_models(
         save_path: where to.
         models: what; they are not changed.
         quant_json: the text of ``<prefix>_quant.json``.
+        extra: further files of the group, by path.
         opset: the opset that the models must have, when one was asked for.
         external_threshold: serialized size from which on tensors get files of their own.
 
@@ -163,6 +165,9 @@ def save_models(
         for output, model in models.items():
             path = save_path.model(output)
             written += _write_model(group, path, model, output.external_suffix, external_threshold)
+        for path, content in (extra or {}).items():
+            group.write_bytes(path, content)
+            written.append(path)
         if quant_json is not None:
             _warn_of_overwrite(save_path.quant_json)
             group.write_text(save_path.quant_json, quant_json)

@@ -16,6 +16,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from amct import atomic, log
@@ -30,8 +31,7 @@ from amct.export.writer import SavePath
 from amct.pytorch.arguments import FILE, check_types, output_file
 from amct.pytorch.capture.cached_trace import look
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
-from amct.pytorch.preparation import prepare, try_float_onnx
-from amct.pytorch.quantized_weights import as_balance
+from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.balancing import balancing_model
 from amct.pytorch.watch.calibrating import start_calibration
 from amct.pytorch.watch.fast_placement import watch_between
@@ -188,7 +188,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     traced = look(model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
     plan = _plan(content, config_file, traced)
     preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
-    onnx = try_float_onnx(preparation)
+    onnx = preparation.default_onnx
     if isinstance(onnx, ExportError):
         if traced.program is not None:
             raise onnx
@@ -259,11 +259,11 @@ def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for layer in plan.balanced:
         entry = record.layers.get(layer.name)
-        factors = as_balance(entry.tensor_balance_factor) if entry is not None else None
-        if factors is None:
+        factors = entry.tensor_balance_factor if entry is not None else ()
+        if not factors:
             raise RecordValueError(
                 f'layer "{layer.name}": the config asks for dmq_balancer, but "{record_path}" has no '
                 f"tensor_balance_factor for it; {what_to_do}"
             )
-        found[layer.name] = factors
+        found[layer.name] = torch.tensor(factors, dtype=torch.float32)
     return found

@@ -132,6 +132,16 @@ class CaffeLayerRecord:
         """The width of the quantized weights; 8 when the file does not say."""
         return DEFAULT_BITS if self.num_bits_w is None else self.num_bits_w
 
+    @property
+    def activation_type(self) -> str:
+        """The types of the quantized inputs, as ``INT8``."""
+        return "/".join(dict.fromkeys(f"INT{data.bits}" for data in self.record_d)) or DEFAULT_TYPE
+
+    @property
+    def weight_type(self) -> str:
+        """The type of the quantized weights; "no" for a layer without weights."""
+        return f"INT{self.weight_bits}" if self.scale_w else "no"
+
     def input(self, index: int) -> DataFactors | None:
         """The factors of one input, if they are known."""
         return next((factors for factors in self.record_d if factors.index == index), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +22,18 @@ from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.numerics.integer import ConvolutionGeometry
+from amct.ptq.weights import layer_error
 from amct.pytorch.adaround.activation_after import activation_after
 from amct.pytorch.adaround.finished_modules import FinishedModules
-from amct.pytorch.layer_weights import balanced_weight, channel_axis, named, weight_parts
-from amct.pytorch.quantized_weights import LayerWeights
+from amct.pytorch.layer_weights import put_weights
 from amct.pytorch.watch.layer_hooks import Balance, given_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amct.config.plan import LayerPlan
-    from amct.pytorch.preparation import Preparation
+    from amct.ptq.weights import LayerWeights
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ _SEED = 0
 
 
 def learn_rounding(
-    preparation: Preparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
+    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
 ) -> dict[str, LayerWeights]:
     """Learn the rounding of every layer that the plan gives to AdaRound.
 
@@ -54,13 +55,13 @@ def learn_rounding(
     Raises:
         CalibrationError: the data reaches a layer not at all or makes its loss not finite; names the layer.
     """
-    layers = [layer for layer in preparation.layers if isinstance(layer.weight, AdaRoundSettings)]
+    layers = [layer for layer in preparation.layer_plans if isinstance(layer.weight, AdaRoundSettings)]
     batches = list(data())  # a loader may shuffle: inputs and wanted outputs must belong to the same data
     quantized = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
         module = quantized.get_submodule(name)
         if weights.balance is not None:
-            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
     finished = FinishedModules(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, LayerWeights] = {}
@@ -70,7 +71,7 @@ def learn_rounding(
             wanted = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=finished.begin)[layer.name]
             found = _learn_layer(layer, preparation, inputs, wanted, fast=fast)
-            found.put_into(quantized.get_submodule(layer.name))
+            put_weights(quantized.get_submodule(layer.name), found.rounded)
             finished.finish(layer.name)
             learned[layer.name] = found
             advance()
@@ -78,18 +79,17 @@ def learn_rounding(
 
 
 def _learn_layer(
-    layer: LayerPlan, preparation: Preparation, inputs: list[Tensor], wanted: list[Tensor], *, fast: bool
+    layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], wanted: list[Tensor], *, fast: bool
 ) -> LayerWeights:
     before = preparation.weights[layer.name]
     module = preparation.fused.model.get_submodule(layer.name)
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
     pairs, notes = _alike(module, inputs, wanted)
-    part = weight_parts(module)[0]
-    weight = balanced_weight(module, part, before.balance)
+    part = before.parts[0]
     bias = getattr(module, "bias", None)
     described = AdaRoundLayer(
-        weight=weight,
+        weight=part.with_balance(before.balance),
         bias=bias.detach().float() if isinstance(bias, Tensor) else None,
         geometry=_geometry(module),
         activation=activation_after(layer.name, preparation.traced, preparation.fused),
@@ -98,15 +98,7 @@ def _learn_layer(
     for note in (*notes, *result.notes):
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
-    return LayerWeights(
-        rounded={part.attribute: result.weight},
-        factors={part.attribute: result.factors},
-        bits=before.bits,
-        balance=before.balance,
-        learned=True,
-        can_pack=before.can_pack,
-        notes=(*notes, *result.notes),
-    )
+    return replace(before, rounded={part.name: result.weight}, factors={part.name: result.factors}, learned=True)
 
 
 def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool) -> AdaRoundResult:
@@ -138,7 +130,7 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
                 progress=tell,
             )
         except AmctError as error:
-            raise named(layer.name, error) from error
+            raise layer_error(layer.name, error) from error
 
 
 def _geometry(module: nn.Module) -> ConvolutionGeometry | None:

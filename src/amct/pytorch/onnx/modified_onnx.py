@@ -23,8 +23,8 @@ from amct.errors import ArgumentError, ExportError, FileError, ParseError
 from amct.export.binding import LayerKind
 from amct.export.onnx.messages import tensor_array
 from amct.export.writer import save_model
+from amct.ptq.weights import GATES
 from amct.pytorch.capture.layer_types import own_weight
-from amct.pytorch.layer_weights import GATES
 from amct.record import RecordLayer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.model import LayerFacts
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
 
 KEY = "amct"
 
@@ -76,7 +76,7 @@ class FileNotes(BaseModel):
         ]
 
 
-def file_notes(preparation: Preparation, failure: str = "") -> FileNotes:
+def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
     """What the file of a prepared model says."""
     modules = preparation.fused.model
     return FileNotes(

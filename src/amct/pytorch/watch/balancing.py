@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from amct.calibration import BalanceSession
 from amct.errors import AmctError
 from amct.numerics.dmq import dmq
+from amct.ptq.weights import layer_error
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.fuse import fuse
-from amct.pytorch.layer_weights import named, weight_parts
+from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.watch.layer_hooks import observe_balance, run_inside
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ def _factors(model: nn.Module, name: str, maximum: Tensor, strength: float) -> T
     module = model.get_submodule(name)
     part = weight_parts(module)[0]
     try:
-        return dmq(maximum, part.of(module).cpu(), part.kind, part.groups, strength)
+        return dmq(maximum, part.tensor.cpu(), part.kind, part.groups, strength)
     except AmctError as error:
-        raise named(name, error) from error
+        raise layer_error(name, error) from error
 
 
 def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments]) -> dict[str, Tensor]:

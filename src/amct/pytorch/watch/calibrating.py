@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.calibration import CalibrationSession, RecordFiles
-from amct.calibration.layer_records import complete_record, plan_streams
+from amct.calibration.layer_records import plan_streams
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.capture.operators import MARK
-from amct.pytorch.layer_weights import channel_axis
 from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_inside
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationResult
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments
 
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Calibration:
+class CalibrationModel:
     """A model to be run on calibration data, and the session that watches it."""
 
     model: nn.Module
@@ -39,8 +38,8 @@ class Calibration:
 
 
 def start_calibration(
-    preparation: Preparation, *, record_file: Path | None = None, between: TensorWatch | None = None
-) -> Calibration:
+    preparation: TorchPreparation, *, record_file: Path | None = None, between: TensorWatch | None = None
+) -> CalibrationModel:
     """Make the calibration model.
 
     Args:
@@ -61,7 +60,7 @@ def start_calibration(
         if files is not None:
             text = tensor_factors_text(observed_factors(result.tensors)) if between is not None else None
             beside = {tensor_factors_path(files.record): text} if text is not None else {}
-            files.complete(complete_record(preparation.record(), result), beside)
+            files.complete(preparation.complete_record(result), beside)
         for undo in cleanup:
             undo()
 
@@ -69,7 +68,7 @@ def start_calibration(
         name for name in preparation.weights if isinstance(preparation.fused.model.get_submodule(name), nn.RNNBase)
     ]
     session = CalibrationSession(
-        plan_streams(preparation.layers, recurrent),
+        plan_streams(preparation.layer_plans, recurrent),
         tensors=between.observers() if between is not None else None,
         on_progress=files.note if files is not None else None,
         on_end=end,
@@ -77,11 +76,11 @@ def start_calibration(
     cleanup += _attach(model, preparation, session, between)
     if files is not None:
         files.begin(preparation.record(), session.progress)
-    return Calibration(model=model, session=session)
+    return CalibrationModel(model=model, session=session)
 
 
 def _attach(
-    model: nn.Module, preparation: Preparation, session: CalibrationSession, between: TensorWatch | None
+    model: nn.Module, preparation: TorchPreparation, session: CalibrationSession, between: TensorWatch | None
 ) -> list[Callable[[], None]]:
     """Hook the session up; returns what unhooks it."""
     handles: list[RemovableHandle] = []
@@ -89,7 +88,7 @@ def _attach(
         module = model.get_submodule(name)
         setattr(module, MARK, True)
         if weights.balance is not None:  # stays when calibration is over: the weights are balanced
-            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         handles += observe_inputs(session, name, module)
     watching = between.attach(model, session) if between is not None else None
 

@@ -18,15 +18,15 @@ from amct.pytorch.watch.intermediate_tensors import LayerInput, find_tensors
 
 if TYPE_CHECKING:
     from amct.pytorch.onnx.float_onnx import FloatOnnx
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
 
 logger = logging.getLogger(__name__)
 
 
-def watch_between(preparation: Preparation, onnx: FloatOnnx) -> TensorWatch | None:
+def watch_between(preparation: TorchPreparation, onnx: FloatOnnx) -> TensorWatch | None:
     """What to observe; None when the placement is not possible at all, with the reason in the log."""
-    layers = {layer.name: layer for layer in preparation.layers}
+    layers = {layer.name: layer for layer in preparation.layer_plans}
     facts = preparation.traced.layers
     if any(facts[name].dtype != "float32" for name in layers):
         logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
@@ -41,7 +41,7 @@ def watch_between(preparation: Preparation, onnx: FloatOnnx) -> TensorWatch | No
     return replace(watch, given=_layer_inputs(preparation, onnx))
 
 
-def _layer_inputs(preparation: Preparation, onnx: FloatOnnx) -> dict[str, LayerInput]:
+def _layer_inputs(preparation: TorchPreparation, onnx: FloatOnnx) -> dict[str, LayerInput]:
     """By the first layer that reads it: each tensor whose channels are watched.
 
     Those are the inputs of 8-bit convolutions and linear layers that are rounded in the plain way, which the QDQ file
@@ -49,7 +49,7 @@ def _layer_inputs(preparation: Preparation, onnx: FloatOnnx) -> dict[str, LayerI
     """
     inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
     readers: dict[str, list[str]] = {}
-    for layer in preparation.layers:
+    for layer in preparation.layer_plans:
         weights = preparation.weights[layer.name]
         eight_bits = layer.activation.num_bits == weights.bits == 8
         plain = weights.balance is None and not weights.learned
