@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amct.config.ptq.quant_config import QuantConfig
+from amct.config.settings import ArqSettings, IfmrSettings, LayerConfig, SnqSettings
+
 if TYPE_CHECKING:
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.quantized_model import QuantizedCaffeModel, compare, quantize, report
 
-__all__ = ["QuantizedCaffeModel", "compare", "equalize_model", "export_onnx", "quantize", "report"]
+__all__ = [
+    "ArqSettings",
+    "IfmrSettings",
+    "LayerConfig",
+    "QuantConfig",
+    "QuantizedCaffeModel",
+    "SnqSettings",
+    "compare",
+    "equalize_model",
+    "export_onnx",
+    "quantize",
+    "report",
+]
 
 
 def __getattr__(name: str) -> object:

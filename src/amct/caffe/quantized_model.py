@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sized
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amct import log
-from amct.atomic import read_bytes
 from amct.caffe.amct_api import fold, quantize_folded, with_real_weights
 from amct.caffe.arguments import input_file, output_file
 from amct.caffe.comparing import ModelSide, both_sides, float_side, measure
@@ -25,9 +23,8 @@ from amct.caffe.ptq.qdq import QdqFile, QdqRanges, types_with_ready_integers
 from amct.caffe.ptq.save import check_save_type, results_of, save_results
 from amct.caffe.reporting import Runs, files_report, model_report
 from amct.caffe.running import batches_of, build_net, feed, run_net
-from amct.config.ptq.caffe import default_config, expand_config
-from amct.config.ptq.caffe_json import make_plan, read_config
-from amct.errors import ArgumentTypeError, CalibrationError, ConfigError
+from amct.config.ptq.quant_config import CAFFE, AnyConfig, QuantConfig, plan_of
+from amct.errors import CalibrationError, ConfigError
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
 from amct.record import CaffeRecord, write_record
@@ -48,7 +45,6 @@ if TYPE_CHECKING:
     from amct.report.measuring import Metric
 
 AnyPath = str | os.PathLike[str]
-SOURCE = "config"
 
 
 class QuantizedCaffeModel:
@@ -257,7 +253,7 @@ def quantize(
     model: AnyPath,
     weights: AnyPath,
     data: object,
-    config: AnyPath | Mapping[str, Any] | None = None,
+    config: AnyConfig = None,
     *,
     equalize: bool = False,
 ) -> QuantizedCaffeModel:
@@ -268,7 +264,8 @@ def quantize(
         weights: The caffemodel.
         data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays with labels behind them;
             every batch is used, unless the config says how many.
-        config: A simple config (``.cfg``), a JSON config, its content as a dict, or nothing for the defaults.
+        config: A simple config (``.cfg``), a JSON config, its content as a dict, a ``QuantConfig``, or None for the
+            defaults.
         equalize: Make the channels between layers more equal first, from a round of forwards of its own: 8 bits lose
             less then, most of all in nets with depthwise convolutions. The record is that of the equalized float
             model, which ``save`` writes too.
@@ -282,7 +279,8 @@ def quantize(
     input_file(weights, "weights")
     layers = layer_list(model)
     batches = batches_of(data)
-    if (config is None or equalize) and not isinstance(batches, Sized):
+    open_ended = config is None or (isinstance(config, QuantConfig) and config.batch_num is None)
+    if (open_ended or equalize) and not isinstance(batches, Sized):
         batches = list(batches)  # how many there are decides when calibration ends; equalization goes through them too
     plan = _plan(config, layers, len(batches) if isinstance(batches, Sized) else 0)
     if plan.update_bn is not None:
@@ -302,18 +300,11 @@ def quantize(
         return QuantizedCaffeModel(graph, results_of(graph), ranges, next(iter(first), None))
 
 
-def _plan(config: AnyPath | Mapping[str, Any] | None, layers: LayerList, batches: int) -> Plan:
-    if config is None:
-        if not batches:
-            raise CalibrationError("quantize: data has no batch")
-        return make_plan(default_config(layers, batch_num=batches), layers)
-    if isinstance(config, Mapping):
-        return make_plan(read_config(json.dumps(config), SOURCE, layers), layers)
-    if not isinstance(config, (str, os.PathLike)):
-        raise ArgumentTypeError(f"quantize: config must be a path, a dict or None, got {type(config).__name__}")
-    content = read_bytes(config)
-    reader = read_config if content.lstrip()[:1] == b"{" else expand_config
-    return make_plan(reader(content, os.fspath(config), layers), layers)
+def _plan(config: AnyConfig, layers: LayerList, batches: int) -> Plan:
+    plan, open_ended = plan_of(config, layers, batches, CAFFE)
+    if open_ended and not batches:
+        raise CalibrationError("quantize: data has no batch")
+    return plan
 
 
 def _equalize(graph: QuantGraph, batches: Iterable[Batch]) -> None:

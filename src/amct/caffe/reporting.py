@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from amct.caffe.comparing import both_sides, measure, watched_layers
 from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
 from amct.caffe.ptq.weight_layout import layout_of
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.numerics.arq import channels_first
 from amct.report.beside import read_notes
 from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent

@@ -76,6 +76,19 @@ def check_settings(
     return checked
 
 
+def checked_settings(settings: Callable[..., Settings], values: Mapping[str, Any], *, block: str = "") -> Settings:
+    """Turn values that come from no file into a settings object.
+
+    Raises:
+        ConfigError: a value is not legal; all mistakes are listed.
+    """
+    problems = ProblemList()
+    checked = check_settings(settings, values, lambda _: None, problems, block=block)
+    problems.raise_all()
+    assert checked is not None
+    return checked
+
+
 @cache
 def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
     assert isinstance(settings, type)
@@ -85,7 +98,8 @@ def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
 def _report(
     settings: Callable[..., Any], detail: Mapping[str, Any], locate: Locate, problems: ProblemList, name: str
 ) -> None:
-    kind, path, context = str(detail["type"]), tuple(detail["loc"]), detail.get("ctx", {})
+    path, context = tuple(detail["loc"]), detail.get("ctx", {})
+    kind = str(detail["type"]).replace("_parsing", "_type").replace("int_from_float", "int_type")
     given = detail["input"]
     if kind == "value_error" and isinstance(context.get("error"), SettingsError):
         broken: SettingsError = context["error"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct.calibration.layer_records import complete_record
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.errors import CalibrationError
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.saving import save_files

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
 from amct.export.saving import DEFAULT_FORMATS, SaveRequest

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
+from amct.config.settings import IfmrSettings
+from amct.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,10 +115,12 @@ def _end_of(
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:
     settings = plan.activations[index]
-    options.search_range_start, options.search_range_end = settings.search_range  # type: ignore[union-attr]
-    options.search_step = settings.search_step  # type: ignore[union-attr]
-    options.max_percentile = settings.max_percentile  # type: ignore[union-attr]
-    options.min_percentile = settings.min_percentile  # type: ignore[union-attr]
+    if not isinstance(settings, IfmrSettings):
+        raise ConfigError(f'layer "{plan.name}": an IFMR layer cannot calibrate with {type(settings).__name__}')
+    options.search_range_start, options.search_range_end = settings.search_range
+    options.search_step = settings.search_step
+    options.max_percentile = settings.max_percentile
+    options.min_percentile = settings.min_percentile
     options.with_offset = settings.asymmetric
     options.batch_num = plan.batch_num
     options.record_file_path = record_file

@@ -15,7 +15,7 @@ from amct.caffe.model_files import write_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.calibration.record_files import progress_path, read_progress
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
 from amct.record import encode_record, read_caffe_record, validate_record
 
