@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Set before torch is imported. Networks as small as these gain nothing from more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")  # the demo tells itself what it does; amct_log/ has the rest
+os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")  # the demo prints its own lines
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from amct.caffe.ptq.save import save_model
 from amct.caffe.pycaffe.install import install_as_caffe
 from amct.caffe.uninplace import uninplace_model
 
-#: ``from amct_caffe import amct``, as the guide's samples write it.
+#: ``from amct_caffe import amct``, as in the samples of AMCT's guide.
 amct = sys.modules[__name__]
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The names of AMCT for PyTorch, for scripts that say ``import amct_pytorch as amct``; the work is done in ``amct``."""
+"""The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
 from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
 

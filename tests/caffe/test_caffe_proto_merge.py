@@ -203,7 +203,7 @@ def read_and_resolve(text):
         ("message M { optional int32 x = 1.5; }", "expected a whole number"),
         ("message M { optional int32 x = 1; optional int32 y = 1; }", "field y = 1 has the name or number of x = 1"),
         ("message M { optional int32 x = 1 [default = ]; }", "expected a value"),
-        ('syntax = "proto3";', "only proto2 is understood"),
+        ('syntax = "proto3";', "only proto2, which Caffe uses, is supported"),
         ('import "other.proto";', '"import" is not supported'),
         ("message M { optional group G = 1 { } }", '"group" is not supported'),
         ("message M { map<int32, int32> m = 1; }", '"map" is not supported'),
@@ -221,7 +221,7 @@ def test_mistakes_have_their_place(text, message):
 
 
 def test_a_type_nobody_defines(tmp_path):
-    with pytest.raises(ConfigError, match=r'nobody defines the type FilerParameter\. Did you mean "FillerParameter"'):
+    with pytest.raises(ConfigError, match=r'the type FilerParameter is not defined\. Did you mean "FillerParameter"'):
         merged(tmp_path, "message My { optional FilerParameter f = 1; }")
     with pytest.raises(FileError, match=r"none\.proto"):
         proto_merge.load_custom_schema(tmp_path / "none.proto")

@@ -151,7 +151,7 @@ def test_arrays_in_blob_messages():
     vector = caffe.io.arraylist_to_blobprotovector_str([values, values + 1])
     np.testing.assert_array_equal(caffe.io.blobprotovector_str_to_arraylist(vector), [values, values + 1])
     blob.data.append(1)
-    with pytest.raises(ParseError, match=r"7 values do not fill its shape \(1, 2, 3\)"):
+    with pytest.raises(ParseError, match=r"7 values do not match its shape \(1, 2, 3\)"):
         caffe.io.blobproto_to_array(blob)
 
 

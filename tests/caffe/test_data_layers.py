@@ -201,7 +201,7 @@ def test_the_old_place_of_the_transformation():
         ('mean_value: 1 mean_file: "m"', "Cannot specify mean_file and mean_value at the same time"),
         ("force_color: true force_gray: true", "cannot set both force_color and force_gray"),
         ('mean_file: "other.binaryproto"', r"the mean file has shape \(1, 2, 2\), the data \(3, 5, 7\)"),
-        ('mean_file: "flat.npy"', r"must hold a picture, its shape is \(3,\)"),
+        ('mean_file: "flat.npy"', r"must hold an image \(3 axes\), its shape is \(3,\)"),
     ],
 )
 def test_transformations_that_do_not_fit(transform, message):
@@ -412,7 +412,11 @@ def test_one_file_and_whole_numbers():
         ),
         (lambda: Path("a.h5").write_text("text"), ParseError, r"Failed opening HDF5 file: a.h5"),
         (lambda: shutil.copy("a.h5", "list.txt"), ParseError, r"not a text file; source must list HDF5 files"),
-        (lambda: write_hdf5("a.h5", 3, label=np.arange(2)), ParseError, r"all datasets must have as many rows"),
+        (
+            lambda: write_hdf5("a.h5", 3, label=np.arange(2)),
+            ParseError,
+            r"must have the same number of rows",
+        ),
         (lambda: write_hdf5("a.h5", 0), ParseError, 'dataset "data" is empty'),
         (lambda: write_hdf5("a.h5", 1, label=np.array([b"a"])), ParseError, 'dataset "label" must hold numbers'),
         (
@@ -447,7 +451,7 @@ def test_files_of_different_rows():
     Path("list.txt").write_text("a.h5 b.h5")
     net = make_net(hdf5_layer())
     net.forward()
-    with pytest.raises(ParseError, match=r"b.h5: its rows have shapes \[\(4,\), \(\)\], those of the file before"):
+    with pytest.raises(ParseError, match=r"b.h5: its rows have shapes \[\(4,\), \(\)\], the previous file"):
         net.forward()
 
 
@@ -607,7 +611,7 @@ DATA, LABELS = np.zeros((4, 1, 2, 2), np.float32), np.zeros(4, np.float32)
         (DATA[:, :, :, ::-1], LABELS, "data array must be C contiguous"),
         (DATA[0], LABELS, r"data array must be 4-d, got shape \(1, 2, 2\)"),
         (DATA, LABELS[:2], "data and labels must have the same first dimension: 4 and 2"),
-        (np.zeros((4, 2, 2, 2), np.float32), LABELS, "data array has wrong number of channels: 2, the layer says 1"),
+        (np.zeros((4, 2, 2, 2), np.float32), LABELS, "data array has wrong number of channels: 2, the layer expects 1"),
         (np.zeros((4, 1, 3, 2), np.float32), LABELS, "data array has wrong height"),
         (np.zeros((4, 1, 2, 3), np.float32), LABELS, "data array has wrong width"),
     ],

@@ -13,6 +13,12 @@ from amct.errors import ModelError
 random = np.random.RandomState(17)
 
 
+@pytest.fixture(autouse=True)
+def _same_values_in_every_order():
+    """Each test draws from the beginning, whichever tests ran before it."""
+    random.seed(17)
+
+
 def rand(*shape):
     return random.uniform(-2, 2, shape).astype(np.float32)
 
@@ -308,7 +314,7 @@ def test_no_regions():
 
 
 def test_region_of_a_picture_that_is_not_there():
-    with pytest.raises(ModelError, match="a region is of picture 2, the batch has 1"):
+    with pytest.raises(ModelError, match="a region is in image 2, the batch has 1"):
         run("ROIPooling", "roi_pooling_param { pooled_h: 1 pooled_w: 1 }", np.ones((1, 1, 2, 2)), [[2, 0, 0, 1, 1]])
 
 
@@ -435,7 +441,7 @@ OUTPUT = "detection_output_param { num_classes: 2 %s }"
         ("DetectionOutput", "", BOXES, "must specify num_classes"),
         ("DetectionOutput", OUTPUT % "", [(1, 4), (1, 4), (1, 2, 8)], "match number of location predictions: 2 priors"),
         ("DetectionOutput", OUTPUT % "", [(1, 8), (1, 6), (1, 2, 8)], "match number of confidence predictions"),
-        ("DetectionOutput", OUTPUT % "", [(2, 8), (1, 4), (1, 2, 8)], "are of 2 and 1 pictures"),
+        ("DetectionOutput", OUTPUT % "", [(2, 8), (1, 4), (1, 2, 8)], "offsets are for 2 images, scores for 1"),
         ("DetectionOutput", OUTPUT % "nms_param { nms_threshold: -1 }", BOXES, "nms_threshold must be non negative"),
         ("DetectionOutput", OUTPUT % "nms_param { eta: 0 }", BOXES, "eta must lie above 0"),
         ("ROIPooling", "", [(1, 2, 3, 3), (4, 5)], "pooled_h and pooled_w must be > 0, got 0 and 0"),
@@ -462,7 +468,7 @@ OUTPUT = "detection_output_param { num_classes: 2 %s }"
             [(1, 18, 2, 2), (1, 36, 2, 2), (1, 3)],
             "post_nms_topn must be > 0",
         ),
-        ("SmoothL1Loss", "", [(2, 3), (2, 4)], "they must agree"),
+        ("SmoothL1Loss", "", [(2, 3), (2, 4)], "they must be equal"),
     ],
 )
 def test_mistakes(kind, parameters, shapes, message):

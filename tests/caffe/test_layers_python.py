@@ -153,7 +153,7 @@ def test_allowed_by_context(write):
     with caffe.allow_python_layers():
         net = caffe.Net(path, caffe.TEST)
     assert net.forward(x=np.ones((2, 3)))["y"].max() == 2.5
-    with pytest.raises(ModelError, match="nobody allowed"):
+    with pytest.raises(ModelError, match="not allowed by default"):
         caffe.Net(path, caffe.TEST)
 
 
@@ -237,7 +237,7 @@ def test_mistakes_while_building(write, layer, module, message):
 
 def test_module_that_wants_caffe(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "caffe", None)
-    with pytest.raises(ModelError, match=r"wants the module caffe: call amct_caffe.install_as_caffe"):
+    with pytest.raises(ModelError, match=r"imports the module caffe: call amct_caffe.install_as_caffe"):
         caffe.Net(prototxt(write), caffe.TEST, allow_python=True)
 
 

@@ -173,7 +173,7 @@ def test_data_layers_are_inputs(tmp_path):
     )
     exported = float_onnx(net_of(text))
     assert names(exported.model.graph.input) == ["data"]
-    assert "data must be fed instead" in exported.notes[0]
+    assert "data become ONNX inputs" in exported.notes[0]
 
 
 @pytest.mark.usefixtures("new_type")
@@ -195,7 +195,7 @@ def test_random_data_and_average_unpooling_are_refused():
         'layer { name: "r" type: "DummyData" top: "r" '
         'dummy_data_param { shape { dim: 2 } data_filler { type: "uniform" } } }'
     )
-    with pytest.raises(ExportError, match=r'"r" \(DummyData\): its data is drawn anew'):
+    with pytest.raises(ExportError, match=r'"r" \(DummyData\): its data is random'):
         float_onnx(net_of(random))
     unpool = (
         INPUT

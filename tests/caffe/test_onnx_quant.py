@@ -228,7 +228,7 @@ def test_data_of_other_bits_stays_float():
     net = net_of(LAYERS % SINGLE["softmax"])
     record = CaffeRecord({"it": CaffeLayerRecord(record_d=(DataFactors(scale=0.1, offset=0, num_bits=12),))})
     exported = quantized_onnx(net, record, placement="exact")
-    assert exported.skipped[0].name == "it"
+    assert exported.skipped[0].layer == "it"
     assert "12 bits stays float" in exported.skipped[0].reason
     assert all(node.op_type == "Softmax" for node in exported.model.graph.node)
 
@@ -241,7 +241,7 @@ def test_recurrent_layers_stay_float():
     """
     record = CaffeRecord({"it": CaffeLayerRecord(scale_w=(0.1,), record_d=(DataFactors(scale=0.1, offset=0),))})
     exported = quantized_onnx(net_of(text), record)
-    assert [(skip.name, skip.reason) for skip in exported.skipped] == [("it", "LSTM layers stay float in QDQ files")]
+    assert [(skip.layer, skip.reason) for skip in exported.skipped] == [("it", "LSTM layers stay float in QDQ files")]
 
 
 def test_a_record_of_another_model(conv):

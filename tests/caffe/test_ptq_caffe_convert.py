@@ -288,7 +288,9 @@ def test_one_call_mistakes(tmp_path):
     data = [batch(flow.original(), 0)["data"]]
     with pytest.raises(CalibrationError, match="data has no batch"):
         quantize(flow.model, flow.weights, [])
-    with pytest.raises(RecordError, match="seen 1 of 3"):
+    with pytest.raises(CalibrationError, match="data has no batch"):
+        quantize(flow.model, flow.weights, iter([]))
+    with pytest.raises(CalibrationError, match="2 more batches needed for"):
         quantize(flow.model, flow.weights, data, flow.config)
     with pytest.raises(ArgumentTypeError, match="config must be a path, a dict or None, got int"):
         quantize(flow.model, flow.weights, data, 3)

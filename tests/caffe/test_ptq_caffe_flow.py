@@ -122,7 +122,7 @@ def test_quant_json_names_layers_of_both_nets(resnet):
         names, blobs = {layer.name for layer in net.layer}, {blob for layer in net.layer for blob in layer.top}
         for name, entry in document["layers"].items():
             assert name in names
-            assert set(entry["inserted"][kind]) <= names
+            assert set(entry["files"][kind].get("inserted", [])) <= names
             assert set(entry["output"]) <= blobs
     folded = [name for entry in document["layers"].values() for name in entry["original_layers"][1:]]
     original = prototxt(resnet.model)

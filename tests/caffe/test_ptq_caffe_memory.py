@@ -64,4 +64,5 @@ def test_small_tensors_are_counted_when_many_batches_come(batch_num, kept, tmp_p
     net = flow.net(*flow.modified)
     net.forward(**batch(net, 0))
     (watching,) = [layer for layer in net.layer_dict.values() if isinstance(layer, IFMR)]
-    assert watching.observer._samples.exact is kept
+    ((watched,),) = (own.values() for own in watching.session._layers.values())
+    assert watched.observer.exact is kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import numpy as np
 import onnx
@@ -13,7 +14,8 @@ from ptq_caffe_flow import NETS, batch, cosine, golden_flow, text_flow
 from amct.caffe import quantize
 from amct.caffe.engine import registry
 from amct.caffe.engine.layer import Layer
-from amct.errors import ArgumentError, CalibrationError
+from amct.calibration import CalibrationSession
+from amct.errors import ArgumentError
 
 NET = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
@@ -53,8 +55,7 @@ def test_golden_nets_run_in_onnxruntime(name, golden, tmp_path):
     path = tmp_path / "out" / "net_qdq_model.onnx"
     assert written.count(path) == 1
     assert all(each.exists() for each in written)
-    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["qdq"]
-    assert report["written"] is True
+    assert json.loads((tmp_path / "out" / "net_quant.json").read_text())["files"][path.name]["format"] == "qdq"
     runner = session(path)
     unseen = batch(net, 3)
     net.forward(**unseen)
@@ -98,7 +99,7 @@ def test_observed_ranges_are_those_of_the_data(tmp_path):
     net = flow.original()
     data = [batch(net, seed) for seed in range(2)]
     model = quantize(flow.model, flow.weights, data, skip("sum"))
-    factors = model._ranges.factors()
+    factors = model._tensors
     assert set(factors) == {"conv1", "conv2"}
     # The weights of the calibration net are rounded to 8 bits: a half step of 1/254 of the largest for each product.
     spans = []
@@ -163,9 +164,8 @@ def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog, monkey
     assert not [path for path in written if path.suffix == ".onnx"]
     assert not (tmp_path / "out" / "net_qdq_model.onnx").exists()
     assert (tmp_path / "out" / "net_deploy_model.prototxt") in written
-    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["qdq"]
-    assert report["written"] is False
-    assert '"own"' in report["reason"]
+    report = json.loads((tmp_path / "out" / "net_quant.json").read_text())["not_written"]
+    assert '"own"' in report["qdq"]
     assert "no QDQ file is written" in caplog.text
 
 
@@ -178,18 +178,19 @@ def test_wrong_choices_write_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_blob_that_cannot_be_quantized_stays_float(tmp_path, caplog):
+def test_a_blob_that_cannot_be_quantized_stays_float(tmp_path, caplog, monkeypatch):
     flow = text_flow(NET, tmp_path)
     data = [batch(flow.original(), seed) for seed in range(2)]
-    model = quantize(flow.model, flow.weights, data, skip("sum"))
-
-    class Broken:
-        def factors(self):
-            raise CalibrationError("holds NaN")
-
-    model._ranges._ranges["conv1"] = Broken()
+    observe = CalibrationSession.observe_tensor
+    monkeypatch.setattr(
+        CalibrationSession,
+        "observe_tensor",
+        lambda session, name, x: observe(session, name, x * float("nan") if name == "conv1" else x),
+    )
+    with caplog.at_level(logging.INFO, "amct"):
+        model = quantize(flow.model, flow.weights, data, skip("sum"))
     model.save(tmp_path / "net")
-    assert 'blob "conv1" stays float in the QDQ file: holds NaN' in caplog.text
+    assert 'tensor "conv1" is not observed: the activation holds' in caplog.text
     quantized = inputs_of(onnx.load(tmp_path / "net_qdq_model.onnx"), "QuantizeLinear")
     assert "conv1" not in quantized
     assert "conv2" in quantized

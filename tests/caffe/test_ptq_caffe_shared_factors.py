@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from ptq_caffe_flow import batch, forward, prototxt, text_flow
 
 import amct_caffe as amct
 from amct.caffe.engine.net import Net
+from amct.calibration import make_observer
+from amct.config.settings import HfmgSettings
 from amct.errors import ModelError
+from amct.numerics.affine import SymmetricScale
 from amct.record import read_caffe_record
 
 NET = """
@@ -55,22 +61,28 @@ def test_layers_that_only_move_values_follow_the_reader_of_their_result(flow):
     }
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("kernel_size: 2 stride: 2", "kernel_size: 2 stride: 2 pool: AVE"),  # makes new values
-        ('bottom: "again" bottom: "last"', 'bottom: "again" bottom: "last" bottom: "join"'),
-    ],
-    ids=["average", "another reader"],
-)
-def test_other_layers_watch_for_themselves(old, new, tmp_path):
-    text = NET.replace(old, new)
-    if "join" in new:
-        text = text.replace('type: "Eltwise"', 'type: "Silence"').replace(' top: "sum"', "")
+def test_a_layer_that_makes_new_values_is_watched_itself(tmp_path):
+    text = NET.replace("kernel_size: 2 stride: 2", "kernel_size: 2 stride: 2 pool: AVE")
     found = sources(text_flow(text, tmp_path).configure())
-    assert found["pool_ifmr"] is None or found["pool_ifmr"] == "last_ifmr"
-    assert found["join_ifmr_0"] in (None, "pool_ifmr")
-    assert found["join_ifmr_0"] != "last_ifmr"
+    assert {name: found[name] for name in ("join_ifmr_0", "join_ifmr_1", "pool_ifmr", "last_ifmr")} == {
+        "join_ifmr_0": "pool_ifmr",
+        "join_ifmr_1": "pool_ifmr",
+        "pool_ifmr": None,
+        "last_ifmr": None,
+    }
+
+
+def test_a_blob_with_another_reader_is_watched_itself(tmp_path):
+    """The Silence layer reads the Concat's result unquantized, so that rounding before it would change its input."""
+    text = NET.replace('bottom: "again" bottom: "last"', 'bottom: "again" bottom: "last" bottom: "join"')
+    text = text.replace('type: "Eltwise"', 'type: "Silence"').replace(' top: "sum"', "")
+    found = sources(text_flow(text, tmp_path).configure())
+    assert {name: found[name] for name in ("join_ifmr_0", "join_ifmr_1", "pool_ifmr", "last_ifmr")} == {
+        "join_ifmr_0": None,
+        "join_ifmr_1": None,
+        "pool_ifmr": None,
+        "last_ifmr": None,
+    }
 
 
 def test_other_settings_are_watched_apart(tmp_path):
@@ -136,3 +148,29 @@ def test_two_nets_do_not_mix_their_findings(flow):
     assert not read_caffe_record(flow.record)["last"].record_d
     forward(first, 1, first_seed=1)
     amct.save_model(graph, "Fakequant", str(flow.prefix))
+
+
+def test_a_layer_may_be_calibrated_by_another_algorithm(flow):
+    """The algorithm and its settings travel in the modified prototxt, which calibrates in any process."""
+    graph = flow.init()
+    settings = HfmgSettings(num_of_bins=1024, asymmetric=False)
+    layers = [replace(plan, activations=(settings,) * len(plan.activations)) for plan in graph.plan.layers]
+    graph.plan = replace(graph.plan, layers=tuple(layers))
+    amct.weights_quantize_model(graph, *map(str, flow.modified))
+    amct.activation_quantize_model(graph, *map(str, flow.modified))
+    options = next(layer for layer in prototxt(flow.modified[0]).layer if layer.name == "left_ifmr").ifmr_param
+    assert json.loads(options.settings) == {
+        "act_algo": "hfmg", "num_bits": 8, "num_of_bins": 1024, "asymmetric": False
+    }  # fmt: skip
+    net = flow.net(*flow.modified)
+    forward(net, 2)
+    expected = make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
+    for seed in range(2):
+        expected.observe(torch.from_numpy(batch(net, seed)["data"]))
+    found = read_caffe_record(flow.record)["left"].record_d[0]
+    assert (found.scale, found.offset) == (float(expected.result().scale), 0)
+    text = flow.modified[0].read_text()
+    for wrong, says in (("hfng", 'settings: act_algo: no algorithm "hfng"'), ("hfmg, {", "settings: ")):
+        (flow.folder / "wrong.prototxt").write_text(text.replace("hfmg", wrong.replace('"', "")))
+        with pytest.raises(ModelError, match=says):
+            Net.from_file(flow.folder / "wrong.prototxt")

@@ -324,7 +324,7 @@ def test_contradictions_about_nets(base, message):
 def test_missing_files():
     with pytest.raises(FileError, match=r"File not found: none.prototxt"):
         caffe.SGDSolver("none.prototxt")
-    with pytest.raises(FileError, match=r'net: "nonet.prototxt".*count from the current folder'):
+    with pytest.raises(FileError, match=r'net: "nonet.prototxt".*relative to the current folder'):
         caffe.SGDSolver(write_solver(base='net: "nonet.prototxt"'))
     with pytest.raises(FileError, match=r"Could not open file none.caffemodel"):
         make('weights: "none.caffemodel"')
@@ -412,7 +412,7 @@ def test_the_weights_are_found_beside_the_state(folder, caplog):
     solver = make()
     solver.restore("moved/sv_iter_2.solverstate")
     np.testing.assert_array_equal(solver.net.params["ip"][0].data, wanted)
-    assert any("names sv_iter_2.caffemodel, which is not there; using moved" in line for line in messages(caplog))
+    assert any("names sv_iter_2.caffemodel, which does not exist; using moved" in line for line in messages(caplog))
     (folder / "moved" / "sv_iter_2.caffemodel").unlink()
     with pytest.raises(FileError, match=r'the caffemodel it names, "sv_iter_2.caffemodel", is neither there'):
         solver.restore("moved/sv_iter_2.solverstate")
@@ -492,7 +492,7 @@ def test_signals_become_requests_and_the_second_stop_is_the_programs_own(caplog)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGHUP)) == before
-    assert "SIGINT: stopping after this iteration; once more to stop at once" in messages(caplog)
+    assert "SIGINT: stopping after this iteration; send it again to stop at once" in messages(caplog)
 
 
 def test_signals_without_effect_stay_as_they_are():
@@ -513,5 +513,5 @@ def test_the_engines_solver_needs_no_pycaffe():
 
 def test_test_nets_keep_no_gradients():
     solver = make("test_iter: 1 test_interval: 1")
-    with pytest.raises(ModelError, match=r"was made without gradients"):
+    with pytest.raises(ModelError, match=r"was created without gradients"):
         solver.test_nets[0].backward()

@@ -167,7 +167,7 @@ def test_an_error_in_the_result_names_the_layer():
 
 def test_hidden_states_are_named_in_errors():
     session = CalibrationSession([stream("rnn", name=HIDDEN)])
-    with pytest.raises(CalibrationError, match=r'layer "rnn" \(hidden state\), batch 1'):
+    with pytest.raises(CalibrationError, match=r'layer "rnn", hidden state, batch 1'):
         session.observe("rnn", torch.tensor([torch.nan]), HIDDEN)
 
 
@@ -315,3 +315,48 @@ def test_a_session_that_is_given_up_takes_its_bar_away(monkeypatch):
     del again  # forgotten by its user
     gc.collect()
     assert shows_cursor in terminal.text
+
+
+def follower(layer, leader):
+    return stream(layer, 2, same_as=(leader, "input"))
+
+
+def test_a_stream_takes_over_the_factors_of_one_that_sees_the_same_values():
+    session = CalibrationSession([follower("concat", "conv"), stream("conv", 2)])
+    for seed in (1, 2):
+        session.observe("concat", torch.zeros(2, 3))
+        session.observe("conv", data(seed))
+        assert session.progress["concat"] == session.progress["conv"]
+    found = session.result.layers
+    assert found["concat"]["input"] is found["conv"]["input"]
+    assert session.result.shapes == {"concat": {"input": (2, 3)}, "conv": {"input": tuple(data(1).shape)}}
+
+
+def test_layers_that_have_enough_are_told_when_they_are_reached_again():
+    ready, ended = [], []
+    session = CalibrationSession(
+        [stream("a"), stream("b"), stream("never")], on_ready=ready.append, on_end=ended.append
+    )
+    for _ in range(3):
+        session.observe("a", data(1), ends_batch=False)
+        session.observe("b", data(2), ends_batch=False)
+    assert [list(result.layers) for result in ready] == [["a", "b"]]
+    assert not ended
+    session.observe("never", data(3), ends_batch=False)
+    assert list(ended[0].layers) == ["a", "b", "never"]
+    assert ended[0].layers["a"]["input"] is ready[0].layers["a"]["input"]
+
+
+def test_progress_is_told_at_the_end_of_a_forward_pass():
+    told = []
+    session = CalibrationSession([stream("a", 2), stream("b", 2)], on_progress=told.append)
+    session.observe("a", data(1), ends_batch=False)
+    assert not told
+    session.observe("b", data(1), ends_batch=True)
+    assert told == [{"a": (1, 2), "b": (1, 2)}]
+
+
+def test_a_stream_may_bring_its_own_observer():
+    session = CalibrationSession([stream("a", make_observer=lambda: IfmrObserver(bits=4))])
+    session.observe("a", data(1))
+    assert session.result.layers["a"]["input"].bits == 4

@@ -9,7 +9,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind, TensorFactors
+from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+from amct.model.kinds import LayerKind
 
 KINDS = {
     "Conv": LayerKind.CONV,

@@ -15,9 +15,10 @@ from onnx import helper, numpy_helper
 
 from amct.errors import ExportError, FileError, ParseError, RecordValueError
 from amct.export.ascend import ascend_model
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind, TensorFactors, bindings_by_name
+from amct.export.binding import LayerBinding, LayerFactors, TensorFactors, bindings_by_name
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path, tensor_factors_text
+from amct.model.kinds import LayerKind
 
 GOOD = {"scale_d": 0.1, "offset_d": 0, "scale_w": np.ones(1)}
 

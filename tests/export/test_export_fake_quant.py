@@ -233,7 +233,7 @@ def test_layers_without_factors_stay_float_and_are_named():
     factors, _ = calibrate(net, model)
     del factors["second"]
     exported = fake_quant_model(model, net.bindings(), factors)
-    assert [(skip.name, skip.reason) for skip in exported.skipped] == [("second", "it has no quantization factors")]
+    assert [(skip.layer, skip.reason) for skip in exported.skipped] == [("second", "it has no quantization factors")]
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in exported.model.graph.initializer}
     original = next(tensor for tensor in model.graph.initializer if tensor.name == "second.w")
     assert np.array_equal(weights["second.w"], numpy_helper.to_array(original))

@@ -274,7 +274,7 @@ def test_tensors_without_factors_are_returned_with_the_consequence(tmp_path):
     factors, tensors = calibrate(net, model)
     del tensors["second_out"]
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    assert [skip.name for skip in exported.skipped] == ["second_out"]
+    assert [skip.layer for skip in exported.skipped] == ["second_out"]
     assert 'onnxruntime computes convolution "second" in float' in exported.skipped[0].reason
     count = kernels(exported.model, tmp_path)
     assert (count.integer, count.total) == (3, 4)
@@ -287,7 +287,7 @@ def test_an_elementwise_operator_without_factors_stays_float():
     del tensors["scaled_out"]
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
     assert ("scaled_out", "no factors were observed for this tensor; Mul stays float") in {
-        (skip.name, skip.reason) for skip in exported.skipped
+        (skip.layer, skip.reason) for skip in exported.skipped
     }
     assert error(model, exported.model, net.data()) < 0.06
 
@@ -371,7 +371,7 @@ def test_sixteen_bit_activations_stay_float_in_older_opsets_and_it_is_said():
     net, model = residual()
     factors, tensors = calibrate(net, model, act_bits=16)
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    assert [skip.name for skip in exported.skipped if "16-bit activations need opset 21" in skip.reason] == [
+    assert [skip.layer for skip in exported.skipped if "16-bit activations need opset 21" in skip.reason] == [
         *net.layers
     ]
     assert not any(node.op_type == "QuantizeLinear" for node in exported.model.graph.node)
@@ -385,7 +385,7 @@ def test_a_tensor_that_a_sixteen_bit_layer_reads_is_not_made_eight_bits():
     wide, _ = calibrate(net, model, act_bits=16)
     factors["second"] = wide["second"]
     exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    assert [(skip.name, skip.reason.split(";")[0]) for skip in exported.skipped] == [
+    assert [(skip.layer, skip.reason.split(";")[0]) for skip in exported.skipped] == [
         ("first_relu_out", "it feeds a layer of another bit width")
     ]
     assert error(model, exported.model, net.data()) < 0.06

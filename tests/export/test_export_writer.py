@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import stat
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -12,22 +14,32 @@ import pytest
 from export_nets import calibrate, residual, run
 from onnx import TensorProto, helper, numpy_helper
 
-from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
+from amct.arguments import check_file_name
+from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError, ParseError
 from amct.export.ascend import ascend_model
 from amct.export.fake_quant import fake_quant_model
+from amct.export.formats import file_name
 from amct.export.onnx.inspect import count_integer_kernels
 from amct.export.qdq.exporter import qdq_model
-from amct.export.quant_json import quant_json
-from amct.export.result import Skip
+from amct.export.saving import quant_document
 from amct.export.writer import (
-    OutputFile,
     SavePath,
-    check_file_name,
     check_opset,
     model_opset,
     save_model,
     save_models,
 )
+from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
+
+DEPLOY, FAKE_QUANT, QDQ = (file_name(name) for name in ("deploy", "fake_quant", "qdq"))
+DOCUMENT = QuantJson(version=VERSION, model="net", layers={}, skipped=(), files={})
+
+
+@dataclass
+class Notes:
+    fusions: dict
+    skipped: dict
+    config: str = ""
 
 
 def listed(folder):
@@ -39,9 +51,9 @@ def exported():
     net, model = residual()
     factors, tensors = calibrate(net, model)
     return {
-        OutputFile.DEPLOY: ascend_model(model, net.bindings(), factors),
-        OutputFile.FAKE_QUANT: fake_quant_model(model, net.bindings(), factors),
-        OutputFile.QDQ: qdq_model(model, net.bindings(), factors, tensors=tensors),
+        DEPLOY: ascend_model(model, net.bindings(), factors),
+        FAKE_QUANT: fake_quant_model(model, net.bindings(), factors),
+        QDQ: qdq_model(model, net.bindings(), factors, tensors=tensors),
     }
 
 
@@ -65,18 +77,13 @@ def models(exported):
 )
 def test_files_are_named_after_the_save_path(save_path, deploy, report):
     path = SavePath.parse(save_path)
-    assert str(path.model(OutputFile.DEPLOY)) == deploy
+    assert str(path.file(DEPLOY)) == deploy
     assert str(path.quant_json) == report
 
 
 def test_all_models_have_their_names():
-    names = [SavePath.parse("p").model(output).name for output in OutputFile]
+    names = [SavePath.parse("p").file(file_name(name)).name for name in ("deploy", "fake_quant", "qdq")]
     assert names == ["p_deploy_model.onnx", "p_fake_quant_model.onnx", "p_qdq_model.onnx"]
-    assert [output.external_suffix for output in OutputFile] == [
-        "_deploy.external",
-        "_fakequant.external",
-        "_qdq.external",
-    ]
 
 
 def test_a_prefix_may_have_241_characters():
@@ -112,7 +119,7 @@ def test_file_names_are_checked():
 
 def test_models_and_report_are_written_and_run(tmp_path, models):
     target = SavePath.parse(str(tmp_path / "new" / "folder" / "net"))
-    written = save_models(target, models, quant_json="{}\n", opset=17)
+    written = save_models(target, models, document=DOCUMENT)
     assert [path.name for path in written] == [
         "net_deploy_model.onnx",
         "net_fake_quant_model.onnx",
@@ -122,7 +129,7 @@ def test_models_and_report_are_written_and_run(tmp_path, models):
     assert listed(written[0].parent) == sorted(path.name for path in written)
     assert stat.S_IMODE(written[0].stat().st_mode) == 0o640
     assert stat.S_IMODE(written[0].parent.stat().st_mode) == 0o750
-    for output, path in zip(OutputFile, written, strict=False):
+    for output, path in zip(models, written, strict=False):
         assert onnx.load(path) == models[output]
     net, _ = residual()
     assert run(str(written[2]), net.data())["y"].shape == (2, 5)
@@ -132,9 +139,9 @@ def test_overwriting_only_warns(tmp_path, models, caplog):
     target = SavePath.parse(str(tmp_path / "net"))
     save_models(target, models)
     with caplog.at_level(logging.WARNING):
-        save_models(target, models, quant_json="{}")
+        save_models(target, models, document=DOCUMENT)
     assert [record.message for record in caplog.records] == [
-        f"{target.model(output)} exists and is replaced" for output in OutputFile
+        f"{target.file(output)} exists and is replaced" for output in models
     ]
 
 
@@ -149,14 +156,6 @@ def test_a_name_that_is_a_folder_is_said_and_nothing_is_written(tmp_path, models
     with pytest.raises(FileError, match="it is a folder"):
         save_models(SavePath.parse(str(tmp_path / "net")), models)
     assert listed(tmp_path) == ["net_qdq_model.onnx"]
-
-
-def test_another_opset_than_asked_for_is_an_error_before_anything_is_written(tmp_path, models):
-    with pytest.raises(
-        ExportError, match=r'opset 16 was asked for, but the exporter made "net_deploy_model.onnx" with opset 17'
-    ):
-        save_models(SavePath.parse(str(tmp_path / "net")), models, opset=16)
-    assert listed(tmp_path) == []
 
 
 def test_opsets_that_can_be_asked_for():
@@ -178,28 +177,26 @@ def test_opset_of_a_model():
 
 def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models):
     target = SavePath.parse(str(tmp_path / "net"))
-    model = {OutputFile.FAKE_QUANT: models[OutputFile.FAKE_QUANT]}
-    size = len(model[OutputFile.FAKE_QUANT].SerializeToString())
-    before = model[OutputFile.FAKE_QUANT].SerializeToString()
+    model = {FAKE_QUANT: models[FAKE_QUANT]}
+    size = len(model[FAKE_QUANT].SerializeToString())
+    before = model[FAKE_QUANT].SerializeToString()
     written = save_models(target, model, external_threshold=size - 3000)
     # first.w and second.w (2304 bytes each) are the largest; two are needed to save 3000 bytes.
     assert sorted(path.name for path in written[1:]) == ["first.w_fakequant.external", "second.w_fakequant.external"]
     assert {path.stat().st_size for path in written[1:]} == {2304}
     assert written[0].stat().st_size < size - 3000
-    assert model[OutputFile.FAKE_QUANT].SerializeToString() == before
+    assert model[FAKE_QUANT].SerializeToString() == before
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(written[0]).graph.initializer}
-    expected = {tensor.name: numpy_helper.to_array(tensor) for tensor in model[OutputFile.FAKE_QUANT].graph.initializer}
+    expected = {tensor.name: numpy_helper.to_array(tensor) for tensor in model[FAKE_QUANT].graph.initializer}
     assert stored.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(stored[name], value)
     net, _ = residual()
-    np.testing.assert_array_equal(
-        run(str(written[0]), net.data())["y"], run(model[OutputFile.FAKE_QUANT], net.data())["y"]
-    )
+    np.testing.assert_array_equal(run(str(written[0]), net.data())["y"], run(model[FAKE_QUANT], net.data())["y"])
 
 
 def test_small_models_stay_whole(tmp_path, models):
-    model = models[OutputFile.QDQ]
+    model = models[QDQ]
     size = len(model.SerializeToString())
     assert len(save_model(tmp_path / "whole.onnx", model, external_threshold=size + 8)) == 1
     assert len(save_model(tmp_path / "split.onnx", model, external_threshold=size - 8)) == 2
@@ -224,7 +221,7 @@ def test_a_model_that_cannot_be_split_is_refused(tmp_path, models):
     with pytest.raises(
         ExportError, match="bytes remain besides the tensors that can be stored apart; the limit is 100"
     ):
-        save_model(tmp_path / "m.onnx", models[OutputFile.QDQ], external_threshold=100)
+        save_model(tmp_path / "m.onnx", models[QDQ], external_threshold=100)
     assert listed(tmp_path) == []
 
 
@@ -235,26 +232,58 @@ def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported):
     net, model = residual()
     factors, tensors = calibrate(net, model)
     del tensors["second_out"]
-    results = {output.value: result for output, result in exported.items()}
-    results["qdq_model"] = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    text = quant_json(results, absorbed={"stem": ["bn1"]}, skipped=[Skip("norm", "LayerNorm is not quantizable")])
-    document = json.loads(text)
-    assert document["version"] == 1
+    results = {output.removesuffix("_model.onnx"): result for output, result in exported.items()}
+    results["qdq"] = qdq_model(model, net.bindings(), factors, tensors=tensors)
+    notes = Notes({"stem": ["bn1"]}, {"norm": "LayerNorm is not quantizable"})
+    document = json.loads(quant_json_text(quant_document("net", results, notes, SavePath.parse("net"))))
+    assert document["version"] == 2
     assert list(document["layers"]) == ["stem", "first", "second", "fc"]
     stem = document["layers"]["stem"]
-    assert (stem["kind"], stem["activation_bits"], stem["absorbed"]) == ("conv", 8, ["bn1"])
-    assert stem["files"]["deploy_model"] == {
+    assert (stem["type"], stem["kind"], stem["data_bits"]) == ("Conv2d", "conv", [8])
+    assert stem["original_layers"] == ["stem", "bn1"]
+    assert stem["files"]["deploy"] == {
         "node": "stem",
         "operator": "Conv",
         "weight_bits": 8,
         "inserted": ["stem.quant", "stem.dequant"],
     }
-    assert stem["files"]["qdq_model"]["weight_bits"] == 7
-    assert document["layers"]["fc"]["absorbed"] == []
+    assert stem["files"]["qdq"]["weight_bits"] == 7
+    assert document["layers"]["fc"]["original_layers"] == ["fc"]
     assert document["skipped"] == [{"layer": "norm", "reason": "LayerNorm is not quantizable"}]
-    assert [skip["name"] for skip in document["files"]["qdq_model"]["skipped"]] == ["second_out"]
-    nodes = {node.name for node in exported[OutputFile.DEPLOY].model.graph.node}
-    assert all(set(entry["files"]["deploy_model"]["inserted"]) <= nodes for entry in document["layers"].values())
+    assert [skip["layer"] for skip in document["files"]["net_qdq_model.onnx"]["skipped"]] == ["second_out"]
+    nodes = {node.name for node in exported[DEPLOY].model.graph.node}
+    assert all(set(entry["files"]["deploy"]["inserted"]) <= nodes for entry in document["layers"].values())
+
+
+def test_quant_json_lists_the_files_and_refuses_those_of_another_save(tmp_path, models):
+    target = SavePath.parse(tmp_path / "net")
+    others = {tmp_path / "net_record.txt": b"record"}
+    written = save_models(target, models, document=DOCUMENT, others=others)
+    document = read_quant_json(target.quant_json)
+    assert set(document.files) == {path.name for path in written} - {"net_quant.json"}
+    record = document.files["net_record.txt"]
+    assert (record.format, record.size, record.sha256) == ("txt", 6, hashlib.sha256(b"record").hexdigest())
+    (tmp_path / "net_deploy_model.onnx").unlink()
+    read_quant_json(target.quant_json)
+    (tmp_path / "net_record.txt").write_bytes(b"Record")
+    with pytest.raises(FileError, match=r'net_record\.txt" is not the file that "net_quant\.json" was written with'):
+        read_quant_json(target.quant_json)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda content: {**content, "version": 1}, "at version"),
+        (lambda content: {**content, "surprise": 1}, "at surprise"),
+        (lambda content: {**content, "skipped": [{"layer": 3, "reason": "x"}]}, r"at skipped\.0\.layer"),
+        (lambda content: [content], "at the whole file"),
+    ],
+)
+def test_a_quant_json_of_another_shape_is_refused(tmp_path, change, place):
+    path = tmp_path / "net_quant.json"
+    path.write_text(json.dumps(change(json.loads(quant_json_text(DOCUMENT)))))
+    with pytest.raises(ParseError, match=rf"expected what quantization wrote.*version 2.*{place}"):
+        read_quant_json(path)
 
 
 def test_kernels_of_a_float_model_are_counted_as_float(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError, CalibrationError
+from amct.model.kinds import LayerKind
 from amct.numerics.affine import SymmetricScale, quantize_bias
 from amct.numerics.arq import (
     WeightFactors,
@@ -21,10 +22,12 @@ from amct.numerics.arq import (
     factors_per_row,
     fake_quantize_weight,
     from_channels_first,
-    gates_to_onnx,
     quantize_weight,
+    reorder_gates,
 )
 from amct.numerics.fold import fold_batch_norm
+
+LSTM_GATES, GRU_GATES = LayerKind.LSTM.onnx_gates, LayerKind.GRU.onnx_gates
 
 CONV, TRANSPOSE, LINEAR, RNN = WeightKind.CONV, WeightKind.CONV_TRANSPOSE, WeightKind.LINEAR, WeightKind.RNN
 
@@ -199,7 +202,7 @@ def test_wrong_arguments_are_named():
         fake_quantize_weight(weight, arq(weight, kind=LINEAR), LINEAR, 1)
     with pytest.raises(ArgumentError, match=r"groups: expected a positive divisor.*\[4, 6\], got 3"):
         arq(weight, kind=TRANSPOSE, groups=3)
-    with pytest.raises(ArgumentError, match="groups: a linear weight has none, got 2"):
+    with pytest.raises(ArgumentError, match="groups: expected 1 for a linear weight, got 2"):
         arq(weight, kind=LINEAR, groups=2)
     with pytest.raises(ArgumentError, match=r"at least 2 dimensions and one value, got shape \[4\]"):
         arq(weight[:, 0], kind=LINEAR)
@@ -209,16 +212,16 @@ def test_wrong_arguments_are_named():
         quantize_weight(weight, WeightFactors(torch.ones(3), torch.zeros(3)), LINEAR)
     with pytest.raises(ArgumentError, match="0 scales do not fit"):
         factors_per_row(WeightFactors(torch.ones(0), torch.zeros(0)), 4)
-    with pytest.raises(ArgumentError, match=r"rows of shape \[4, 5\] are not those of a linear weight \[4, 6\]"):
+    with pytest.raises(ArgumentError, match=r"rows of shape \[4, 5\] do not fit a linear weight of shape \[4, 6\]"):
         from_channels_first(weight[:, :5], weight.shape, LINEAR)
-    with pytest.raises(ArgumentError, match="LSTM has 4 gates; rows of shape"):
-        gates_to_onnx(torch.zeros(6), "LSTM")
+    with pytest.raises(ArgumentError, match=r"rows of 4 gates of equal size, got shape \[6\]"):
+        reorder_gates(torch.zeros(6), LSTM_GATES)
 
 
 def test_gates_are_reordered():
-    assert gates_to_onnx(torch.arange(8), "LSTM").tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert gates_to_onnx(torch.arange(6), "GRU").tolist() == [2, 3, 0, 1, 4, 5]
-    assert gates_to_onnx(torch.arange(8).reshape(4, 2), "LSTM").tolist() == [[0, 1], [6, 7], [2, 3], [4, 5]]
+    assert reorder_gates(torch.arange(8), LSTM_GATES).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert reorder_gates(torch.arange(6), GRU_GATES).tolist() == [2, 3, 0, 1, 4, 5]
+    assert reorder_gates(torch.arange(8).reshape(4, 2), LSTM_GATES).tolist() == [[0, 1], [6, 7], [2, 3], [4, 5]]
 
 
 # ---- the reference's own records
@@ -287,7 +290,10 @@ def test_records_of_recurrent_layers(reference, recurrent, matrix):
     """The record has ONNX's gate order."""
     name = f"{recurrent.lower()}/rnn"
     factors = arq(reference[f"{name}/weight_{matrix}"], kind=RNN)
-    assert_reproduced(gates_to_onnx(factors.scale, recurrent), reference[f"{name}/scale_{matrix}"])
+    assert_reproduced(
+        reorder_gates(factors.scale, LSTM_GATES if recurrent == "LSTM" else GRU_GATES),
+        reference[f"{name}/scale_{matrix}"],
+    )
 
 
 @pytest.mark.parametrize("layer", ["conv1", "layer1.0.conv1", "layer2.1.conv2"])

@@ -98,7 +98,7 @@ def test_the_factors_are_those_of_the_pytorch_door_on_the_same_net(quantized):
 )
 def test_every_layer_type_has_the_factors_of_the_pytorch_door(make, inputs, tmp_path):
     theirs = torch_door.quantize(seeded(make), [inputs])
-    model = theirs._float_onnx(18).model  # its layers are called as in torch
+    model = theirs.prepared.float_model(18)  # its layers are called as in torch
     ours = amct.quantize(model, [tuple(tensor.numpy() for tensor in inputs)])
     assert ours.layers == theirs.layers
     same_records(ours.record, theirs.record, {name: name for name in theirs.layers})
@@ -165,9 +165,9 @@ def test_the_files_run_in_integer_kernels_and_stay_near_float(residual, quantize
         "q_qdq_model.onnx",
         "q_deploy_model.onnx",
         "q_fake_quant_model.onnx",
-        "q_quant.json",
         "q_record.txt",
         "q_record.txt.qdq.json",
+        "q_quant.json",
     ]
     kernels = count_integer_kernels(tmp_path / "q_qdq_model.onnx")
     assert kernels.integer == kernels.total == 4
@@ -195,7 +195,7 @@ def test_quant_json_tells_of_folded_and_skipped_layers(tmp_path):
     quantized = amct.quantize(model, images(count=1)[..., :4, :4])
     quantized.save(tmp_path / "q", formats="qdq")
     document = json.loads((tmp_path / "q_quant.json").read_text())
-    assert document["layers"]["conv"]["absorbed"] == ["norm"]
+    assert document["layers"]["conv"]["original_layers"] == ["conv", "norm"]
     assert {entry["layer"]: entry["reason"] for entry in document["skipped"]} == {
         "product": "both operands are computed; only a product with a constant weight can be quantized",
         "alone": 'not folded: it follows "product" (MatMul), which cannot take it',

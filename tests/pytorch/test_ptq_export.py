@@ -139,7 +139,7 @@ def test_save_writes_the_four_files_and_a_report_with_fusions_and_skips(tmp_path
     names = ["q_deploy_model.onnx", "q_fake_quant_model.onnx", "q_qdq_model.onnx", "q_quant.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     report = json.loads((tmp_path / "out" / "q_quant.json").read_text())
-    assert report["layers"]["c"]["absorbed"] == ["bn"]
+    assert report["layers"]["c"]["original_layers"] == ["c", "bn"]
     (skip,) = report["skipped"]
     assert skip["layer"] == "fc"
     assert skip["reason"].startswith(f"switched off: config file ({flow.config}:")
@@ -177,7 +177,9 @@ def test_without_the_factors_between_layers_the_qdq_file_is_exact(tmp_path, capl
         flow.save()
     assert 'placement "exact" instead of "fast"' in caplog.text
     report = json.loads((tmp_path / "out" / "q_quant.json").read_text())
-    assert any("no factors of the tensors between layers" in note for note in report["files"]["qdq_model"]["notes"])
+    assert any(
+        "no factors of the tensors between layers" in note for note in report["files"]["q_qdq_model.onnx"]["notes"]
+    )
 
 
 def test_half_precision_models_are_quantized_and_run(tmp_path):

@@ -2,7 +2,7 @@
 
 create_quant_config → init → weights_quantize_model → (BatchNorm updates by the user's forwards) →
 activation_quantize_model → the user's own forwards of the modified model → save_model. The calibration is done by the
-IFMR layers of the modified model: whoever runs it calibrates.
+IFMR layers of the modified model: running it calibrates.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 from typing import TYPE_CHECKING
 
 from amct import log
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.engine import device
-from amct.caffe.layer_list import layer_list
+from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq import update_bn as ptq_update_bn
@@ -31,8 +31,6 @@ from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from amct.caffe.model import CaffeModel
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +87,7 @@ def create_quant_config(
     target = output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
-    read_model(model_file, weights_file)
-    layers = layer_list(model_file)
+    layers = layer_infos(read_model(model_file, weights_file).net)
     if config_defination is not None:
         source = input_file(config_defination, "config_defination")
         config = expand_config(read_bytes(source), str(config_defination), layers)
@@ -132,12 +129,12 @@ def init(
     for name, (value, _) in list(arguments.items())[:3]:
         input_file(value, name)
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
-    layers = layer_list(model_file)
+    original = read_model(model_file, weights_file)
+    layers = layer_infos(original.net)
     config = read_config(read_bytes(config_file), str(config_file), layers)
     plan = make_plan(config, layers)
     for warning in plan.warnings:
         logger.warning("%s", warning)
-    original = read_model(model_file, weights_file)
     if plan.update_bn is None:
         check_global_statistics(original.net)
     record = record.resolve()
@@ -147,9 +144,9 @@ def init(
 
 
 def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
-    """Fuse, quantize the weights, write their factors into the record and the modified model to files.
+    """Fold, quantize the weights, write their factors into the record and the modified model to files.
 
-    With ``update_bn`` in the config nothing is fused yet: the BatchNorm layers of the modified model refresh their
+    With ``update_bn`` in the config nothing is folded yet: the BatchNorm layers of the modified model update their
     statistics in the first forwards.
 
     Args:
@@ -165,25 +162,20 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     graph = check_graph("weights_quantize_model", graph)
     files = _output_files("weights_quantize_model", modified_model_file, modified_weights_file)
     log.start("amct_caffe")
-    prepare_weights(graph)
-    modified = with_real_weights(graph)
+    fold(graph)
+    quantize_folded(graph)
+    modified = graph.with_quantized_weights()
     if graph.plan.update_bn is not None:
         ptq_update_bn.prepare(modified, graph.plan.update_bn)
-    write_record(CaffeRecord({name: weights.record() for name, weights in graph.weights.items()}), graph.record_file)
+    write_record(graph.weights_record(), graph.calibration_file())
     with FileGroup() as group:
         write_model(group, modified, *files)
     graph.stage = Stage.WEIGHTS_QUANTIZED
     logger.info("Quantized the weights of %d layers.", len(graph.weights))
 
 
-def prepare_weights(graph: QuantGraph) -> None:
-    """Fuse the graph's model, unless BatchNorm updates come first, and quantize its weights."""
-    fold(graph)
-    quantize_folded(graph)
-
-
 def fold(graph: QuantGraph) -> None:
-    """Begin with the original and fuse it, unless BatchNorm updates come first."""
+    """Make the graph's model a folded copy of the original; with ``update_bn`` it is folded after the updates."""
     plan = graph.plan
     graph.model = graph.original.copy()
     graph.fusion = type(graph.fusion)()
@@ -196,7 +188,7 @@ def fold(graph: QuantGraph) -> None:
 
 
 def quantize_folded(graph: QuantGraph) -> None:
-    """Quantize the weights of the graph's model as it is now."""
+    """Quantize the weights of the graph's model."""
     graph.weights = {
         name: quantize_weights(
             graph.model.layer(name),
@@ -210,19 +202,11 @@ def quantize_folded(graph: QuantGraph) -> None:
     }
 
 
-def with_real_weights(graph: QuantGraph) -> CaffeModel:
-    """A copy of the graph's model with weights rounded to their grids."""
-    model = graph.model.copy()
-    for name, weights in graph.weights.items():
-        model.weights[name] = weights.real_blobs(model.weights[name])
-    return model
-
-
 def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
     """Put IFMR layers before every quantized input and write the calibration model to files.
 
-    After ``batch_num`` forwards of it the record holds the factors of the data. With ``update_bn`` the refreshed
-    statistics are taken in and folded first; the record is then ``<record>_update.txt``.
+    After ``batch_num`` forwards of it the record holds the factors of the data. With ``update_bn`` the updated
+    BatchNorm statistics are read and folded first; the record is then ``<record>_update.txt``.
 
     Args:
         graph: As ``weights_quantize_model`` left it.
@@ -232,21 +216,21 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         FileError: a file cannot be written.
-        CalibrationError: called out of order, or the BatchNorm layers have not been refreshed.
+        CalibrationError: called out of order, or the BatchNorm statistics have not been updated.
     """
     graph = check_graph("activation_quantize_model", graph)
     files = _output_files("activation_quantize_model", modified_model_file, modified_weights_file)
     log.start("amct_caffe")
     graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
-    record = graph.record_file
+    record = graph.calibration_file()
     if graph.plan.update_bn is not None and graph.stage is Stage.WEIGHTS_QUANTIZED:
-        ptq_update_bn.take_in(graph)
+        ptq_update_bn.fold_updated_statistics(graph)
     if graph.plan.update_bn is not None:
         record = record.with_name(f"{record.stem}_update{record.suffix}")
-    write_record(CaffeRecord({name: weights.record() for name, weights in graph.weights.items()}), record, form="text")
+    write_record(graph.weights_record(), record, form="text")
     progress_path(record).unlink(missing_ok=True)
     graph.calibration_record = record
-    model = with_real_weights(graph)
+    model = graph.with_quantized_weights()
     plans = graph.plans()
     insert_ifmr(model, plans, str(record))
     restore_in_place(model.net)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from amct import progress
-from amct.caffe.arguments import input_file
+from amct.arguments import input_file
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model, read_test_net
 from amct.caffe.running import batches_of, build_net, run_net, samples_of
 from amct.errors import ArgumentTypeError, ModelError
+from amct.model.quant_json import file_beside, notes_beside
 from amct.record import DataFactors
 from amct.report.activations import InputStatistics
-from amct.report.beside import file_beside, read_notes
 from amct.report.measuring import Measuring
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def quantized_files(pair: object, argument: str = "quantized_model") -> Quantize
 def both_sides(float_model: object, quantized_model: object) -> tuple[ModelSide, QuantizedFiles]:
     """Two pairs of files; a warning where their blobs cannot be alike. Errors as ``float_side``."""
     reference, quantized = float_side(float_model), quantized_files(quantized_model)
-    changed = read_notes(quantized.model_file).listed("equalized")
+    changed = notes_beside(quantized.model_file).equalized
     equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
     given, _ = _files(float_model, "float_model")
     if changed and given.name != equalized.name:

@@ -1,4 +1,4 @@
-"""The layers of a prototxt as the config package wants to know them; needs the file only, no weights and no torch."""
+"""The layers of a prototxt as a config needs them; read from the file alone, without weights and without torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ def layer_list(prototxt: str | os.PathLike[str]) -> LayerList:
     Raises:
         FileError: the file cannot be read.
         ParseError: it is no prototxt.
-        ModelError: it is one that no Caffe would take.
+        ModelError: it is not a valid net.
     """
     net = upgrade_net(read_message(prototxt, "NetParameter"), str(prototxt))
     net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
-    return LayerList(layer_info(layer) for layer in filter_net(net).layer)
+    return layer_infos(filter_net(net))
+
+
+def layer_infos(net: ProtoMessage) -> LayerList:
+    """Every layer of a net whose layers are those of the TEST phase."""
+    return LayerList(layer_info(layer) for layer in net.layer)
 
 
 def layer_info(layer: ProtoMessage) -> LayerInfo:

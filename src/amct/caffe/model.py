@@ -1,6 +1,6 @@
 """A Caffe model in memory, ready to be changed: the layers of the TEST phase without in-place blobs, and their weights.
 
-No net is built for it: layers nobody here can run (a user's own, Python layers) pass through untouched.
+No net is built for it: layers that the engine cannot run (a user's own, Python layers) stay as they are.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.uninplace import remove_in_place
 from amct.errors import FileError, ModelError, ParseError
 from amct.model import Graph, Node
+from amct.model.kinds import KIND_OF_CAFFE_TYPE
 
 if TYPE_CHECKING:
     import os
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     AnyPath = str | os.PathLike[str]
 
 TEST_PHASE = 1
-WEIGHTED_TYPES = ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")
-RECURRENT_TYPES = ("LSTM", "RNN", "GRU")
+FEEDFORWARD_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.folds_batch_norm)
+"""Types with weights and without a hidden state: convolutions and inner products."""
+RECURRENT_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.is_recurrent)
 INSERTED_TYPES = (
     "Quant", "DeQuant", "AntiQuant", "IFMR", "SearchN", "LSTMQuant", "RNNQuant", "GRUQuant", "RetrainDataQuant",
     "RetrainWeightQuant",
 )  # fmt: skip
-"""What this toolkit puts into nets: a model that has one was quantized before."""
+"""Layer types that this toolkit inserts: a model that has one is quantized already."""
 
 
 @dataclass
@@ -55,7 +57,7 @@ class CaffeModel:
         return next(layer for layer in self.net.layer if layer.name == name)
 
     def set_layers(self, layers: Iterable[ProtoMessage]) -> None:
-        """Exchange the layers; weights of layers that went go too."""
+        """Replace the layers; weights of layers that are gone are removed."""
         kept = type(self.net)()
         kept.layer.extend(layers)
         del self.net.layer[:]
@@ -93,25 +95,25 @@ def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
     Raises:
         FileError: a file cannot be read.
         ParseError: it is not what it should be.
-        ModelError: the net is none, its weights are another's, or it is quantized already.
+        ModelError: the net is empty, the weights belong to another net, or the model is quantized already.
     """
     net = read_net(model_file)
     model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
     for layer in net.layer:
         check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
-        _forget_sharing(layer)
+        _unshare_weights(layer)
     return model
 
 
 def read_net(model_file: AnyPath) -> ProtoMessage:
-    """The layers of the TEST phase in today's form, none of them in place; errors as ``read_model``."""
+    """The layers of the TEST phase in the current format, none of them in place; errors as ``read_model``."""
     net = read_test_net(model_file)
     check_is_float(net, str(model_file))
     return remove_in_place(net)
 
 
 def read_test_net(model_file: AnyPath) -> ProtoMessage:
-    """The layers of the TEST phase in today's form, of a float or a quantized model; errors as ``read_model``."""
+    """The layers of the TEST phase in the current format, of a float or quantized model; errors as ``read_model``."""
     net = upgrade_net(read_message(model_file, "NetParameter"), str(model_file))
     net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
     filter_net(net)
@@ -153,7 +155,7 @@ def check_is_float(net: ProtoMessage, source: str) -> None:
 def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[torch.Tensor]]]:
     layers = {layer.name: layer for layer in net.layer}
     for layer in net.layer:
-        if layer.blobs:  # weights that stand in the prototxt itself; the file's replace them
+        if layer.blobs:  # weights in the prototxt itself; those of the caffemodel replace them
             contents = [read_blob(blob.SerializeToString(), "prototxt") for blob in layer.blobs]
             layer.ClearField("blobs")
             yield layer.name, [_tensor(blob, layer, index, "prototxt") for index, blob in enumerate(contents)]
@@ -205,25 +207,25 @@ def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> t
         )
     values = torch.from_numpy(np.array(blob.values, np.float32))
     keeps_axes = index == 0 and layer.type in ("Convolution", "DepthwiseConv", "Deconvolution")
-    return values.reshape(_today(shape) if blob.is_legacy and not keeps_axes else shape)
+    return values.reshape(_without_leading_ones(shape) if blob.is_legacy and not keeps_axes else shape)
 
 
-def _today(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape of four axes without the ones in front."""
+def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A legacy shape of four axes without the leading axes of length 1."""
     lead = next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1)
     return shape[lead:]
 
 
 def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:
-    """Refuse weights that are missing or another net's, and give old four-axis blobs their shape of today.
+    """Refuse weights that are missing or of another net, and give legacy four-axis blobs their current shape.
 
     Raises:
-        ModelError: they are.
+        ModelError: they are missing or of another net.
     """
     expected = {"BatchNorm": 3, "Bias": 1, "Scale": 2 if layer.scale_param.bias_term else 1}.get(layer.type)
     if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
         return
-    if layer.type in WEIGHTED_TYPES:
+    if layer.type in FEEDFORWARD_TYPES:
         _check_bottoms(layer, source)
         options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
         expected = 2 if options.bias_term else 1
@@ -234,7 +236,7 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
             f'{source}: layer "{layer.name}" ({layer.type}) needs {expected} blob(s) of weights, the file has '
             f"{len(blobs)} for it. Do model and weights belong together?"
         )
-    if layer.type in WEIGHTED_TYPES:
+    if layer.type in FEEDFORWARD_TYPES:
         _check_outputs(layer, blobs, source)
 
 
@@ -274,7 +276,7 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
         blobs[1] = blobs[1].reshape(-1)
 
 
-def _forget_sharing(layer: ProtoMessage) -> None:
+def _unshare_weights(layer: ProtoMessage) -> None:
     """Give a layer weights of its own: layers that share them may be folded and quantized differently."""
     for spec in layer.param:
         spec.ClearField("name")
@@ -282,7 +284,7 @@ def _forget_sharing(layer: ProtoMessage) -> None:
 
 
 def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
-    """The shapes of all blobs; raises whatever building the net raises (a layer nobody here can run)."""
+    """The shapes of all blobs; raises what building the net raises (a layer that the engine cannot run)."""
     from amct.caffe.engine.net import Net
 
     built = Net(net, phase=TEST_PHASE, with_gradients=False)

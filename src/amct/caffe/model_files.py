@@ -37,7 +37,7 @@ def caffemodel_parts(model: CaffeModel) -> list[bytes | memoryview]:
 
 
 def _head(layer: object) -> bytes:
-    """What a caffemodel says of a layer besides its weights: the names; its options stand in the prototxt."""
+    """What a caffemodel holds of a layer besides its weights: the names; its options are in the prototxt."""
     head = new_message("LayerParameter", name=layer.name, type=layer.type)  # type: ignore[attr-defined]
     head.bottom.extend(layer.bottom)  # type: ignore[attr-defined]
     head.top.extend(layer.top)  # type: ignore[attr-defined]

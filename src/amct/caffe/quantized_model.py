@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sized
+from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.caffe.amct_api import fold, quantize_folded, with_real_weights
-from amct.caffe.arguments import input_file, output_file
+from amct.arguments import input_file, output_file
+from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, both_sides, float_side, measure
-from amct.caffe.layer_list import layer_list
+from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET
+from amct.caffe.ptq.calibration import start_calibration
 from amct.caffe.ptq.equalization import divide_channels, find_factors
-from amct.caffe.ptq.graph import QuantGraph, Stage
-from amct.caffe.ptq.insertion import insert_ifmr
-from amct.caffe.ptq.qdq import QdqFile, QdqRanges, types_with_ready_integers
-from amct.caffe.ptq.save import check_save_type, results_of, save_results
+from amct.caffe.ptq.graph import QuantGraph
+from amct.caffe.ptq.qdq import QdqFile, qdq_observers, types_with_ready_integers
+from amct.caffe.ptq.save import check_save_type, results_with, save_results
 from amct.caffe.reporting import Runs, files_report, model_report
 from amct.caffe.running import batches_of, build_net, feed, run_net
-from amct.config.ptq.quant_config import CAFFE, AnyConfig, QuantConfig, plan_of
+from amct.calibration.layer_records import complete_caffe_record
+from amct.calibration.replay import Replay
+from amct.config.plan import OPEN_ENDED
+from amct.config.ptq.quant_config import CAFFE, AnyConfig, plan_of
 from amct.errors import CalibrationError, ConfigError
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.record import CaffeRecord, write_record
+from amct.export.qdq.tensor_factors import observed_factors
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
     import numpy as np
     import numpy.typing as npt
 
@@ -39,8 +43,11 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.deploy import Results
     from amct.caffe.running import Batch, BatchInputs
+    from amct.calibration import CalibrationResult
     from amct.config.layers import LayerList
     from amct.config.plan import Plan
+    from amct.export.binding import TensorFactors
+    from amct.record import CaffeRecord
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Metric
 
@@ -50,10 +57,12 @@ AnyPath = str | os.PathLike[str]
 class QuantizedCaffeModel:
     """A quantized Caffe model: run it (``model(batch)``), compare it, report on it, save it."""
 
-    def __init__(self, graph: QuantGraph, results: Results, ranges: QdqRanges, example: Batch = None) -> None:
+    def __init__(
+        self, graph: QuantGraph, results: Results, tensors: Mapping[str, TensorFactors], example: Batch = None
+    ) -> None:
         self._graph = graph
         self._results = results
-        self._ranges = ranges
+        self._tensors = tensors
         self._example = example
         self._nets: dict[str, Net] = {}
 
@@ -114,7 +123,7 @@ class QuantizedCaffeModel:
         check_save_type("save", save_type)
         graph = self._graph
         net = build_net(self._results.float_model(rounded=types_with_ready_integers(placement, target)))
-        qdq = QdqFile.of(net, self.record, self._ranges, placement=placement, target=target, opset=opset)
+        qdq = QdqFile.of(net, self.record, self._tensors, placement=placement, target=target, opset=opset)
         return save_results(
             self._results,
             path,
@@ -249,6 +258,7 @@ def report(
     return where
 
 
+@log.screen_only()
 def quantize(
     model: AnyPath,
     weights: AnyPath,
@@ -274,35 +284,30 @@ def quantize(
         FileError, ParseError, ModelError, ConfigError: a file is not what it should be.
         CalibrationError: the data is not enough or cannot be used.
     """
-    log.start("amct_caffe")
     input_file(model, "model")
     input_file(weights, "weights")
-    layers = layer_list(model)
-    batches = batches_of(data)
-    open_ended = config is None or (isinstance(config, QuantConfig) and config.batch_num is None)
-    if (open_ended or equalize) and not isinstance(batches, Sized):
-        batches = list(batches)  # how many there are decides when calibration ends; equalization goes through them too
-    plan = _plan(config, layers, len(batches) if isinstance(batches, Sized) else 0)
+    original = read_model(model, weights)
+    batches = Replay(batches_of(data))
+    if equalize:
+        batches.keep()
+    plan = _plan(config, layer_infos(original.net), batches.length)
     if plan.update_bn is not None:
         raise ConfigError("quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on")
-    original = read_model(model, weights)
-    with tempfile.TemporaryDirectory() as folder:
-        graph = QuantGraph(original=original, plan=plan, record_file=Path(folder) / "record.txt", model=original.copy())
-        fold(graph)
-        if equalize:
-            _equalize(graph, islice(batches, plan.batch_num))
-        quantize_folded(graph)
-        record = CaffeRecord({name: each.record() for name, each in graph.weights.items()})
-        write_record(record, graph.record_file)
-        source = iter(batches)
-        first = list(islice(source, 1))
-        ranges = _calibrate(graph, chain(first, source))
-        return QuantizedCaffeModel(graph, results_of(graph), ranges, next(iter(first), None))
+    graph = QuantGraph(original=original, plan=plan, model=original.copy())
+    fold(graph)
+    if equalize:
+        _equalize(graph, islice(batches, plan.batch_num))
+    quantize_folded(graph)
+    source = iter(batches)
+    first = list(islice(source, 1))
+    result = _calibrate(graph, chain(first, source))
+    record = complete_caffe_record(graph.weights_record(), result)
+    return QuantizedCaffeModel(graph, results_with(graph, record), observed_factors(result.tensors), *first)
 
 
-def _plan(config: AnyConfig, layers: LayerList, batches: int) -> Plan:
+def _plan(config: AnyConfig, layers: LayerList, batches: int | None) -> Plan:
     plan, open_ended = plan_of(config, layers, batches, CAFFE)
-    if open_ended and not batches:
+    if open_ended and batches == 0:
         raise CalibrationError("quantize: data has no batch")
     return plan
 
@@ -315,16 +320,17 @@ def _equalize(graph: QuantGraph, batches: Iterable[Batch]) -> None:
     graph.equalized = tuple(factors)
 
 
-def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> QdqRanges:
-    ranges = QdqRanges(build_net(graph.model), graph.plans())
-    calibration = with_real_weights(graph)
-    insert_ifmr(calibration, graph.plans(), str(graph.record_file))
-    graph.calibration_record = graph.record_file
-    graph.stage = Stage.CALIBRATING
-    net = build_net(calibration, keep_blobs=ranges.names)
+def _calibrate(graph: QuantGraph, batches: Iterable[Batch]) -> CalibrationResult:
+    calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()))
+    seen = 0
     for batch in islice(batches, graph.plan.batch_num):
-        feed(net, batch)
-        del batch  # the net has a copy; one batch is enough to hold
-        net.forward()
-        ranges.observe(net)
-    return ranges
+        feed(calibration.net, batch)
+        del batch  # the net has a copy: one batch in memory is enough
+        calibration.forward()
+        seen += 1
+    if graph.plan.batch_num == OPEN_ENDED:
+        if not seen:
+            raise CalibrationError("quantize: data has no batch")
+        calibration.session.finish()
+        graph.plan = replace(graph.plan, batch_num=seen)
+    return calibration.session.result

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct.caffe.comparing import both_sides, measure, watched_layers
-from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.weight_layout import layout_of
 from amct.config.plan import config_text
+from amct.model.quant_json import notes_beside
 from amct.numerics.arq import channels_first
-from amct.report.beside import read_notes
 from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
 from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
 from amct.report.measuring import MeasuredReport
@@ -134,17 +134,13 @@ def files_report(
 
 
 def _facts_of_files(name: str, quantized: QuantizedFiles) -> Facts:
-    notes = read_notes(quantized.model_file)
-    layers = notes.layers
-    folded = {head: [each for each in entry["original_layers"] if each != head] for head, entry in layers.items()}
-    not_folded = [{**each, "reason": f"not folded: {each['reason']}"} for each in notes.listed("not_fused")]
-    left = [*notes.listed("not_quantized"), *not_folded]
+    notes = notes_beside(quantized.model_file)
     return Facts(
         model=name,
         weights=quantized.real_weights(),
-        weight_bits={head: entry["weight_bits"] for head, entry in layers.items() if entry.get("weight_bits")},
-        fused=tuple(_folded(folded, [str(each) for each in notes.listed("accelerated")])),
-        skipped=tuple(LayerNote(layer=each["layer"], text=each["reason"]) for each in left),
+        weight_bits={head: entry.weight_bits for head, entry in notes.layers.items() if entry.weight_bits},
+        fused=tuple(_folded(notes.folded, notes.accelerated)),
+        skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in notes.skipped),
         config=notes.config,
     )
 
@@ -213,7 +209,7 @@ def _weight_rows(kind: str, message: ProtoMessage, blobs: Sequence[torch.Tensor]
     """A row each output channel; of a recurrent layer, all its matrices."""
     if kind in RECURRENT_TYPES:
         yield from (blob for blob in blobs if blob.ndim == 2)
-    elif kind in WEIGHTED_TYPES and blobs:
+    elif kind in FEEDFORWARD_TYPES and blobs:
         layout = layout_of(message, blobs[0])
         yield channels_first(layout.rows_first(), layout.kind, layout.groups)
 

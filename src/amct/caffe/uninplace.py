@@ -1,8 +1,7 @@
-"""Nets without in-place layers: every layer writes a blob of its own, so that each step can be looked at and changed.
+"""Nets without in-place layers: every layer writes a blob of its own, so that each step can be observed and changed.
 
-The last layer that writes a blob keeps its name, so whoever asks for a blob after a forward gets the same values as
-before; what stood there in between is called ``<layer>_out``. Only the inputs of a net keep theirs in any case: scripts
-fill them by name.
+The last layer that writes a blob keeps the blob's name, so that after a forward the blob has the same values as before;
+earlier contents are called ``<layer>_out``. The inputs of a net always keep their names: scripts fill them by name.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from amct import log
+from amct.arguments import check_types, output_file
 from amct.atomic import write_text
-from amct.caffe.arguments import check_types, output_file
 from amct.schema import format_text
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def restore_in_place(net: ProtoMessage) -> None:
 
 
 def free_name(wanted: str, taken: set[str]) -> str:
-    """A name that nobody has: the wanted one, or with a number behind; it is taken from then on."""
+    """A name that is not taken: the wanted one, or with a number appended; it is added to ``taken``."""
     name, number = wanted, 1
     while name in taken:
         number += 1

@@ -1,4 +1,4 @@
-"""What a calibration watches of a planned layer, and what it puts into the record of AMCT's PyTorch dialect."""
+"""What a calibration observes of a planned layer, and what it puts into the record, in both dialects of AMCT."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from amct.calibration.session import HIDDEN, INPUT, Stream
-from amct.record import LayerRecord
+from amct.record import CaffeLayerRecord, DataFactors, LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from amct.calibration.session import CalibrationResult
     from amct.config.plan import LayerPlan
     from amct.numerics.observer import ActivationFactors
-    from amct.record import Record
+    from amct.record import CaffeRecord, Record
 
 RECORDED_BITS = (4, 6, 7, 8)
 
@@ -72,3 +72,39 @@ def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactor
     if hidden is None:
         return entry
     return replace(entry, scale_h=float(hidden.scale), offset_h=int(hidden.offset))
+
+
+IMAGE_AXES = 4
+
+
+def caffe_stream(index: int) -> str:
+    """The name of the stream of one bottom of a Caffe layer."""
+    return f"{INPUT} {index}"
+
+
+def caffe_inputs(result: CalibrationResult) -> dict[str, list[DataFactors]]:
+    """The factors of all inputs of each Caffe layer, with the size of those that are images."""
+    return {
+        layer: [
+            _data_factors(int(name.removeprefix(INPUT)), factors, result.shapes[layer][name])
+            for name, factors in found.items()
+        ]
+        for layer, found in result.layers.items()
+    }
+
+
+def _data_factors(index: int, factors: ActivationFactors, shape: Sequence[int]) -> DataFactors:
+    sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
+    return DataFactors(
+        index=index, scale=float(factors.scale), offset=int(factors.offset), num_bits=factors.bits, **sizes
+    )
+
+
+def complete_caffe_record(record: CaffeRecord, result: CalibrationResult) -> CaffeRecord:
+    """A record of weights (layers without weights have no entry) with the factors of the activations."""
+    found = caffe_inputs(result)
+    entries = {
+        layer: replace(record.layers.get(layer, CaffeLayerRecord()), record_d=tuple(inputs))
+        for layer, inputs in found.items()
+    }
+    return record.with_layers(entries)

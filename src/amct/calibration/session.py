@@ -1,7 +1,8 @@
 """One calibration: counts the batches of every layer, feeds its observers, and ends when the last layer has enough.
 
 A layer has one or more streams (its input; each bottom of a Caffe layer; the hidden state of an LSTM), and a stream has
-an observer. The tensors between layers, which only some exports need, are observed alongside and never hold up the end.
+an observer, or takes over the factors of another stream that sees the same values. The tensors between layers, which
+only some exports need, are observed alongside and never delay the end.
 
 The front door wraps each forward pass in ``with session.batch():`` and calls ``observe`` whenever a layer is reached.
 Activations are given to the observers at once and not kept. Batches beyond the number asked for are ignored.
@@ -47,6 +48,8 @@ class Stream:
         batch_num: How many batches are needed.
         force_fp16: Whether the scale is rounded to half precision.
         symmetric_scale: What a symmetric range is divided by.
+        make_observer: Makes the observer where ``settings`` and ``symmetric_scale`` do not say everything.
+        same_as: Layer and name of the stream that sees the same values: it is observed, and both get its factors.
     """
 
     layer: str
@@ -55,14 +58,20 @@ class Stream:
     batch_num: int = 1
     force_fp16: bool = False
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    make_observer: Callable[[], Observer] | None = None
+    same_as: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """The factors found: by layer and stream, and of the tensors between layers that were seen."""
+    """The factors found: by layer and stream, and of the tensors between layers that were seen.
+
+    ``shapes`` are those of the last tensor of each stream.
+    """
 
     layers: Mapping[str, Mapping[str, ActivationFactors]]
     tensors: Mapping[str, ActivationFactors] = field(default_factory=dict)
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 class CalibrationSession:
@@ -72,6 +81,8 @@ class CalibrationSession:
         streams: what to observe, in the order of the model.
         tensors: observers of the tensors between layers, by name; they see what is seen until the end.
         on_progress: called after each batch that was not the last, with (seen, needed) of every layer.
+        on_ready: called with the result of the layers that have enough, when one of them is reached once more while
+            others still need batches: those may never be run. Called again only when more layers have enough.
         on_end: called once, with the result, when the last layer has enough.
     """
 
@@ -81,20 +92,27 @@ class CalibrationSession:
         *,
         tensors: Mapping[str, TensorObserver] | None = None,
         on_progress: Callable[[Mapping[str, Progress]], None] | None = None,
+        on_ready: Callable[[CalibrationResult], None] | None = None,
         on_end: Callable[[CalibrationResult], None] | None = None,
     ) -> None:
         self._layers: dict[str, dict[str, _Watched]] = {}
-        for stream in streams:
+        for stream in (wanted := list(streams)):
             own = self._layers.setdefault(stream.layer, {})
             if stream.name in own:
                 raise ArgumentError(f'layer "{stream.layer}": "{stream.name}" is to be observed twice')
             own[stream.name] = _Watched(stream)
+        for stream in wanted:
+            if stream.same_as is not None:
+                self._find(stream.layer, stream.name).follow(self._find(*stream.same_as))
         if not self._layers:
             raise CalibrationError("there is no layer to calibrate: every layer is switched off")
         self._tensors = dict(tensors or {})
         self._on_progress = on_progress
+        self._on_ready = on_ready
         self._on_end = on_end
         self._depth = 0
+        self._ready = 0
+        """How many layers ``on_ready`` was told of."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
         self._bar = _Bar(most if most < OPEN_ENDED else None)
@@ -145,8 +163,14 @@ class CalibrationSession:
         if self._depth == 0:
             self._after_batch()
 
-    def observe(self, layer: str, x: Tensor, name: str = INPUT) -> None:
-        """Take in one batch of a stream; outside ``batch()`` it is a batch of its own.
+    def observe(self, layer: str, x: Tensor, name: str = INPUT, *, ends_batch: bool = True) -> None:
+        """Observe one batch of a stream.
+
+        Args:
+            layer: the layer.
+            x: the activation.
+            name: the stream.
+            ends_batch: outside ``batch()``, whether it is the last one of a forward pass.
 
         Raises:
             CalibrationError: the data cannot be used (NaN, infinity, empty range); names the layer and the batch.
@@ -155,18 +179,18 @@ class CalibrationSession:
         if self.done:
             return
         watched = self._find(layer, name)
-        if watched.seen >= watched.stream.batch_num:
+        watched.shape = tuple(x.shape)
+        if watched.leader is not None:
             return
-        try:
-            watched.observer.observe(x)
-        except AmctError as error:
-            raise CalibrationError(f"{watched.described}, batch {watched.seen + 1}: {error}") from error
-        watched.seen += 1
-        if self._depth == 0:
+        if watched.has_enough:
+            self._tell_ready()
+            return
+        watched.observe(x)
+        if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
 
     def observe_tensor(self, name: str, x: Tensor) -> None:
-        """Take in one batch of a tensor between layers. One that cannot be used is left out of the result."""
+        """Observe one batch of a tensor between layers. One that cannot be used is left out of the result."""
         observer = None if self.done else self._tensors.get(name)
         if observer is None:
             return
@@ -198,8 +222,19 @@ class CalibrationSession:
         self._end()
 
     def close(self) -> None:
-        """Take the progress bar away before the end, when calibration is given up."""
+        """Remove the progress bar before the end, when calibration is given up."""
         self._bar.close()
+
+    def _waiting(self) -> bool:
+        return any(not watched.has_enough for own in self._layers.values() for watched in own.values())
+
+    def _tell_ready(self) -> None:
+        if self._on_ready is None:
+            return
+        ready = {layer: own for layer, own in self._layers.items() if all(each.has_enough for each in own.values())}
+        if len(ready) > self._ready:
+            self._on_ready(_result_of(ready))
+            self._ready = len(ready)
 
     def _find(self, layer: str, name: str) -> _Watched:
         own = self._layers.get(layer)
@@ -222,24 +257,25 @@ class CalibrationSession:
 
     def _end(self) -> None:
         self._bar.close()
-        layers = {}
-        for layer, own in self._layers.items():
-            layers[layer] = {name: watched.factors() for name, watched in own.items()}
-        result = CalibrationResult(layers=layers, tensors=self._tensor_factors())
+        result = replace(_result_of(self._layers), tensors=self._tensor_factors())
         if self._on_end is not None:
             self._on_end(result)
         self._result = result
         batches = max(seen for seen, _ in self.progress.values())
         count = len(self._layers)
         logger.info("calibrated %d of %d layers (%d %s)", count, count, batches, "batch" if batches == 1 else "batches")
-        for own in self._layers.values():
-            for watched in own.values():
-                watched.forget()
         self._tensors = {}
 
     def _tensor_factors(self) -> dict[str, ActivationFactors]:
         seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
         return {name: factors for name, observer in seen.items() if (factors := _tensor_factors(name, observer))}
+
+
+def _result_of(layers: Mapping[str, Mapping[str, _Watched]]) -> CalibrationResult:
+    return CalibrationResult(
+        layers={layer: {name: each.factors() for name, each in own.items()} for layer, own in layers.items()},
+        shapes={layer: {name: each.last_shape for name, each in own.items()} for layer, own in layers.items()},
+    )
 
 
 def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
@@ -255,51 +291,86 @@ _SHOWN_LAYERS = 5
 
 @dataclass
 class _Watched:
-    """A stream with its observer and what it has seen."""
+    """A stream with its observer and what it has seen; one with a leader only has a shape of its own."""
 
     stream: Stream
-    observer: Observer = field(init=False)
-    seen: int = 0
+    leader: _Watched | None = None
+    observer: Observer | None = None
+    shape: tuple[int, ...] = ()
+    _seen: int = 0
+    _found: ActivationFactors | None = None
 
     def __post_init__(self) -> None:
-        self.observer = make_observer(self.stream.settings, symmetric_scale=self.stream.symmetric_scale)
+        stream = self.stream
+        if stream.make_observer is not None:
+            self.observer = stream.make_observer()
+        else:
+            self.observer = make_observer(stream.settings, symmetric_scale=stream.symmetric_scale)
+
+    def follow(self, leader: _Watched) -> None:
+        self.leader, self.observer = leader, None
 
     @property
     def described(self) -> str:
-        what = "" if self.stream.name == INPUT else f" ({self.stream.name})"
+        what = "" if self.stream.name == INPUT else f", {self.stream.name}"
         return f'layer "{self.stream.layer}"{what}'
 
+    @property
+    def seen(self) -> int:
+        return self._seen if self.leader is None else self.leader.seen
+
+    @property
+    def has_enough(self) -> bool:
+        return self.seen >= self.stream.batch_num
+
+    @property
+    def last_shape(self) -> tuple[int, ...]:
+        return self.shape or (self.leader.last_shape if self.leader is not None else ())
+
+    def observe(self, x: Tensor) -> None:
+        assert self.observer is not None, "the factors of a leader are not searched twice"
+        try:
+            self.observer.observe(x)
+        except AmctError as error:
+            raise CalibrationError(f"{self.described}, batch {self.seen + 1}: {error}") from error
+        self._seen += 1
+        logger.debug("%s: %d/%d batches", self.described, self.seen, self.stream.batch_num)
+
     def factors(self) -> ActivationFactors:
+        """Searched once; the observer and its data are freed then."""
+        if self._found is None:
+            self._found = self._search() if self.leader is None else self.leader.factors()
+            self.observer = None
+            if bool(self._found.near_zero.any()):
+                logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.described)
+        return self._found
+
+    def _search(self) -> ActivationFactors:
+        assert self.observer is not None, "searched once"
         try:
             found = self.observer.result()
         except AmctError as error:
             raise CalibrationError(f"{self.described}: {error}") from error
-        if bool(found.tiny.any()):
-            logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.described)
         if self.stream.force_fp16:
             found = replace(found, scale=round_scale_to_fp16(found.scale))
         return found
 
-    def forget(self) -> None:
-        """Let the data go, once the factors are known."""
-        self.observer = make_observer(self.stream.settings, symmetric_scale=self.stream.symmetric_scale)
-
 
 def _progress(own: Mapping[str, _Watched]) -> Progress:
     """Of a layer: its slowest stream."""
-    slowest = min(own.values(), key=lambda watched: watched.seen - watched.stream.batch_num)
+    slowest = min(own.values(), key=lambda each: each.seen - each.stream.batch_num)
     return slowest.seen, slowest.stream.batch_num
 
 
 class _Bar:
-    """A progress bar that lives as long as the user's loop: drawn from the first batch on, gone with the last."""
+    """The progress bar of the user's loop: drawn from the first batch on, removed after the last one."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._shown = 0
         self._stack = ExitStack()
         self._advance: progress.Advance | None = None
-        # A loop that never comes to its end must not leave the terminal without a cursor.
+        # A loop that is aborted must not leave the terminal without a cursor.
         self._cleanup = finalize(self, self._stack.close)
 
     def move_to(self, done: int) -> None:

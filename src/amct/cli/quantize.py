@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,9 @@ def quantize(  # noqa: PLR0913  the options of a command
     report: Annotated[
         bool, typer.Option("--report", help="Also write OUTPUT_report.html: what each layer lost.")
     ] = False,
+    formats: Annotated[
+        str | None, typer.Option(help='Which files, such as "qdq,record"; all that the model can have unless given.')
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")] = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -49,15 +53,16 @@ def quantize(  # noqa: PLR0913  the options of a command
 
     Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
     """
+    files = _Files(output, report, formats)
     with few_lines():
         if equalize and weights is None:
             raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
         if weights is not None:
-            result = _quantize_caffe(model, weights, data, config, output, report, equalize=equalize)
+            result = _quantize_caffe(model, weights, data, config, files, equalize=equalize)
         elif model.endswith(ONNX_ENDING):
-            result = _quantize_onnx(model, data, config, output, report)
+            result = _quantize_onnx(model, data, config, files)
         elif ":" in model:
-            result = _quantize_torch(model, data, config, output, report)
+            result = _quantize_torch(model, data, config, files)
         else:
             raise ArgumentError(
                 'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
@@ -66,64 +71,80 @@ def quantize(  # noqa: PLR0913  the options of a command
     typer.echo(printing.as_json(result) if as_json else _as_text(result))
 
 
-def _files(quantized: Any, batches: Iterable[Any], output: Path, report: bool) -> list[str]:  # noqa: ANN401  of any front door
-    """Write the model, and its report if one is wanted."""
-    files = quantized.save(output)
-    if report:
-        files = [*files, quantized.report(output.with_name(f"{output.name}_report.html"), batches, files=files)]
-    return [str(path) for path in files]
+@dataclass(frozen=True)
+class _Files:
+    """What is written, and where to."""
+
+    output: Path
+    report: bool
+    formats: str | None
+
+    def check(self) -> None:
+        """Check what the user chose before the long work."""
+        from amct import atomic
+        from amct.export.formats import check_formats
+
+        atomic.check_writable(self.output.parent)
+        check_formats(self._names())
+
+    def _names(self) -> tuple[str, ...]:
+        return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
+
+    def save(self, quantized: Any, batches: Iterable[Any]) -> list[str]:  # noqa: ANN401  of any front door
+        """Write the model, and its report if one is wanted."""
+        names = self._names()
+        files = quantized.save(self.output, formats=names) if names else quantized.save(self.output)
+        if self.report:
+            page = self.output.with_name(f"{self.output.name}_report.html")
+            files = [*files, quantized.report(page, batches, files=files)]
+        return [str(path) for path in files]
 
 
 def _quantize_caffe(
-    model: str, weights: Path, options: DataOptions, config: Path | None, output: Path, report: bool, *, equalize: bool
+    model: str, weights: Path, options: DataOptions, config: Path | None, files: _Files, *, equalize: bool
 ) -> dict[str, Any]:
     import amct.caffe as front_door
-    from amct import atomic
 
-    atomic.check_writable(output.parent)
+    files.check()
     batches = options.open()
     quantized = front_door.quantize(model, weights, batches, config=config, equalize=equalize)
     return {
         "quantized": list(quantized.layers),
         "left float": dict(quantized.not_quantized),
         "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": _files(quantized, batches, output, report),
+        "files": files.save(quantized, batches),
     }
 
 
-def _quantize_torch(
-    reference: str, options: DataOptions, config: Path | None, output: Path, report: bool
-) -> dict[str, Any]:
+def _quantize_torch(reference: str, options: DataOptions, config: Path | None, files: _Files) -> dict[str, Any]:
     import torch
 
     import amct.pytorch as front_door
-    from amct import atomic
     from amct.cli.model_layers import load_reference
 
-    atomic.check_writable(output.parent)
+    files.check()
     batches = [torch.from_numpy(batch) for batch in options.open()]
     quantized = front_door.quantize(load_reference(reference), batches, config=config)
     return {
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
         "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": _files(quantized, batches, output, report),
+        "files": files.save(quantized, batches),
     }
 
 
-def _quantize_onnx(model: str, options: DataOptions, config: Path | None, output: Path, report: bool) -> dict[str, Any]:
+def _quantize_onnx(model: str, options: DataOptions, config: Path | None, files: _Files) -> dict[str, Any]:
     import amct.onnx_model as front_door
-    from amct import atomic
     from amct.cli.onnx_data import onnx_data
 
-    atomic.check_writable(output.parent)
+    files.check()
     batches = onnx_data(model, options)
     quantized = front_door.quantize(model, batches, config=config)
     return {
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
         "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": _files(quantized, batches, output, report),
+        "files": files.save(quantized, batches),
     }
 
 

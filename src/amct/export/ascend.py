@@ -21,13 +21,13 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError
-from amct.export.binding import LayerKind
+from amct.export.exported import ExportedModel
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
 from amct.export.qdq.balance import insert_balance
-from amct.export.result import ExportedModel
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,10 +44,6 @@ _RECURRENT_OPERATOR = {
     LayerKind.GRU: "BasicGRUInplaceFillWindowCache",
 }
 _QUANT_DTYPE = {8: 2, 16: 6}
-_DEFAULT_ACTIVATIONS: dict[LayerKind, tuple[list[str], ...]] = {
-    LayerKind.LSTM: (["Sigmoid", "Tanh", "Tanh"], []),
-    LayerKind.GRU: (["Sigmoid", "Tanh"], []),
-}
 _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LINEAR: 0}
 
 
@@ -69,12 +65,12 @@ def ascend_model(
     quantizers: dict[tuple[str, float, int, int], str] = {}
     reports = []
     for layer in layers:
-        before = len(graph.nodes)
+        before, output = len(graph.nodes), layer.output
         if layer.kind.is_recurrent:
             _replace_recurrent(graph, layer)
         else:
             _quantize_layer(graph, layer, quantizers)
-        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]]))
+        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
 
 
@@ -216,7 +212,7 @@ def _check_recurrent(layer: Layer) -> None:
         "its activation has 4 bits; Ascend has 8 and 16": layer.factors.act_bits not in _QUANT_DTYPE,
         "layout=1 (batch first inside the operator)": attribute_value(node, "layout", 0) != 0,
         "peephole weights": layer.kind is LayerKind.LSTM and len(node.input) > 7 and bool(node.input[7]),
-        f"activations {activations}": activations not in _DEFAULT_ACTIVATIONS[layer.kind],
+        f"activations {activations}": activations not in ([], list(layer.kind.onnx_activations)),
         "linear_before_reset=0": layer.kind is LayerKind.GRU and not attribute_value(node, "linear_before_reset", 0),
     }
     found = [problem for problem, present in problems.items() if present]

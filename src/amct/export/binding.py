@@ -6,12 +6,12 @@ A front door fills these in; everything else (weight, bias, groups, a bias added
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from amct.errors import ExportError, RecordValueError
+from amct.model.kinds import KIND_OF_OPERATOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,40 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from amct.model.kinds import LayerKind
+
 ACTIVATION_BITS = (4, 8, 16)
 WEIGHT_BITS = (4, 6, 7, 8)
-
-
-class LayerKind(str, Enum):
-    """What a layer computes."""
-
-    CONV = "conv"
-    CONV_TRANSPOSE = "conv_transpose"
-    LINEAR = "linear"
-    """A Gemm, or a MatMul with a constant second input, with or without an Add of a constant bias behind it."""
-    AVERAGE_POOL = "average_pool"
-    LSTM = "lstm"
-    GRU = "gru"
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the layer has a hidden state."""
-        return self in (LayerKind.LSTM, LayerKind.GRU)
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """The ONNX operators that this kind of layer is exported as."""
-        return _OPERATORS[self]
-
-
-_OPERATORS = {
-    LayerKind.CONV: ("Conv",),
-    LayerKind.CONV_TRANSPOSE: ("ConvTranspose",),
-    LayerKind.LINEAR: ("Gemm", "MatMul"),
-    LayerKind.AVERAGE_POOL: ("AveragePool",),
-    LayerKind.LSTM: ("LSTM",),
-    LayerKind.GRU: ("GRU",),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +41,15 @@ def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBind
         ExportError: no node has the name, or its operator is not that of a quantizable layer.
     """
     operators = {node.name: node.op_type for node in model.graph.node}
-    kinds = {operator: kind for kind, names in _OPERATORS.items() for operator in names}
     bindings = []
     for layer in layers:
-        if operators.get(layer) not in kinds:
+        if operators.get(layer) not in KIND_OF_OPERATOR:
             found = f"it is a {operators[layer]}" if layer in operators else "there is no node of this name"
             raise ExportError(
-                f'layer "{layer}": expected a node of one of the operators {", ".join(sorted(kinds))}, but {found}; '
-                "save the model that the record belongs to"
+                f'layer "{layer}": expected a node of one of the operators {", ".join(sorted(KIND_OF_OPERATOR))}, but '
+                f"{found}; save the model that the record belongs to"
             )
-        bindings.append(LayerBinding(layer=layer, kind=kinds[operators[layer]], node=layer))
+        bindings.append(LayerBinding(layer=layer, kind=KIND_OF_OPERATOR[operators[layer]], node=layer))
     return bindings
 
 

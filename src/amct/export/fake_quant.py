@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import TensorProto, helper
 
+from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.weights import replace_bias, replace_weight, straighten_gemm
 from amct.export.qdq.balance import along_channels, insert_balance
-from amct.export.result import ExportedModel
 from amct.numerics.affine import integer_range
 
 if TYPE_CHECKING:
@@ -45,17 +45,21 @@ def fake_quant_model(
     graph, layers, skipped = find_layers(model, bindings, factors)
     quantizers: dict[tuple[str, float, int, int], str] = {}
     reports = []
+    outputs: dict[str, str] = {}
     for layer in layers:
-        before = len(graph.nodes)
+        before, output = len(graph.nodes), layer.output
         if layer.kind.is_recurrent:
             _recurrent(graph, layer)
         else:
-            _quantize_layer(graph, layer, quantizers)
-        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]]))
-    return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
+            outputs[layer.name] = _quantize_layer(graph, layer, quantizers)
+        reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
+    exported = graph.build()
+    write_metadata(exported, outputs=outputs)
+    return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped))
 
 
-def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:
+def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> str:
+    """Let a layer compute with integers; returns the tensor of its dequantized result."""
     tensor = layer.reader.input[0]
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{layer.name}.quant.fakequant.cast", [tensor], to=TensorProto.FLOAT)
@@ -71,7 +75,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
         replace_weight(graph, layer, layer.integer_weight().astype(np.float32))
         if layer.adds_integers:
             replace_bias(graph, layer, layer.integer_bias().astype(np.float32))
-    _insert_dequantizer(graph, layer)
+    return _insert_dequantizer(graph, layer)
 
 
 def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, offset: int, bits: int) -> str:
@@ -91,28 +95,27 @@ def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, off
     return graph.add_node("Sub", f"{prefix}.sub", [clipped, shift])
 
 
-def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> None:
+def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
     scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", along_channels(layer, layer.dequant_scale()))
     name = f"{layer.name}.fakedequant.mul"
     last = name if layer.is_wide_float else f"{layer.name}.fakedequant.cast"
     read, write = graph.tap(layer.output, f"{last}.output0")
     if layer.is_wide_float:
-        graph.add_node("Mul", name, [read, scale], [write])
-        return
+        return graph.add_node("Mul", name, [read, scale], [write])
     for tensor in (layer.node.output[0], read):
         graph.forget_type(tensor)
     wide = graph.add_node("Mul", name, [read, scale])
-    graph.add_node("Cast", last, [wide], [write], to=layer.element_type)
+    return graph.add_node("Cast", last, [wide], [write], to=layer.element_type)
 
 
 def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
     factors, node = layer.factors, layer.node
     dtype = helper.tensor_dtype_to_np_dtype(layer.element_type)
-    graph.set_input(node, 0, _there_and_back(graph, layer, "", node.input[0], factors.scale_d, factors.offset_d))
+    graph.set_input(node, 0, _quantize_dequantize(graph, layer, "", node.input[0], factors.scale_d, factors.offset_d))
     if len(node.input) > 5 and node.input[5]:
         assert factors.scale_h is not None
         assert factors.offset_h is not None
-        state = _there_and_back(graph, layer, "1", node.input[5], factors.scale_h, factors.offset_h)
+        state = _quantize_dequantize(graph, layer, "1", node.input[5], factors.scale_h, factors.offset_h)
         graph.set_input(node, 5, state)
     weight = layer.integer_weight() * layer.row_scales().reshape(-1, 1)
     recurrent = layer.integer_recurrent_weight() * layer.recurrent_row_scales().reshape(-1, 1)
@@ -123,7 +126,7 @@ def _recurrent(graph: OnnxGraph, layer: Layer) -> None:
         replace_weight(graph, layer, bias[np.newaxis].astype(dtype), index=3)
 
 
-def _there_and_back(graph: OnnxGraph, layer: Layer, number: str, tensor: str, scale: float, offset: int) -> str:
+def _quantize_dequantize(graph: OnnxGraph, layer: Layer, number: str, tensor: str, scale: float, offset: int) -> str:
     """Quantize and dequantize x (number "") or the hidden state (number "1") of a recurrent layer."""
     name = f"{layer.name}.quant{number}"
     if not layer.is_wide_float:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from amct import atomic
-from amct.errors import ArgumentError, did_you_mean
-from amct.export.ascend import ascend_model
 from amct.export.binding import LayerFactors, bindings_by_name
-from amct.export.fake_quant import fake_quant_model
-from amct.export.qdq.exporter import Placement, qdq_model
-from amct.export.qdq.nodes import Target
-from amct.export.quant_json import quant_json
-from amct.export.result import ExportedModel, Skip
-from amct.export.writer import OutputFile, SavePath, check_opset, save_models
+from amct.export.formats import RECORD, ExportOptions, check_formats, export_formats, file_name
+from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.writer import SavePath, check_opset, save_models
+from amct.model import Skip
+from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson
+from amct.record import encode_record
 
 if TYPE_CHECKING:
     import os
@@ -27,14 +25,12 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.binding import TensorFactors
+    from amct.export.exported import ExportedModel, LayerReport
+    from amct.export.formats import Exported
     from amct.record import LayerRecord, Record
 
 logger = logging.getLogger(__name__)
 
-RECORD = "record"
-"""The factors, among the formats that ``QuantizedModel.save`` takes."""
-FORMATS = {"deploy": OutputFile.DEPLOY, "fake_quant": OutputFile.FAKE_QUANT, "qdq": OutputFile.QDQ}
-"""Names of the exported models, as ``QuantizedModel.save`` takes them."""
 DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
 """What ``QuantizedModel.save`` writes."""
 
@@ -75,50 +71,22 @@ class ModelNotes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Which models are exported, and how the QDQ file is made.
-
-    Attributes:
-        formats: Of ``FORMATS``.
-        placement: "fast" or "exact".
-        target: "portable", "vnni" or "exact8".
-
-    Raises:
-        ArgumentError: an unknown format, placement or target.
-    """
-
-    formats: tuple[str, ...] = tuple(FORMATS)
-    placement: str = Placement.FAST.value
-    target: str = Target.PORTABLE.value
-
-    def __post_init__(self) -> None:
-        for name in self.formats:
-            if name not in FORMATS:
-                raise ArgumentError(
-                    f'formats: "{name}" is unknown.{did_you_mean(str(name), FORMATS)} Choose from {", ".join(FORMATS)}'
-                )
-        for argument, kind in (("placement", Placement), ("target", Target)):
-            known = [item.value for item in kind]
-            value = getattr(self, argument)
-            if value not in known:
-                raise ArgumentError(f"{argument}: expected one of {', '.join(known)}, got {value!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What ``QuantizedModel.save`` was asked for.
+    """What ``QuantizedModel.save`` was called with.
 
     Attributes:
         where: The folder and the prefix, which can be written to.
-        options: Which models, and how.
+        formats: The names of the exported models.
+        options: How the QDQ file is made.
         with_record: Whether the factors are written too.
         opset: Of the ONNX files; None: the door's default.
     """
 
     where: SavePath
-    options: ExportOptions
-    with_record: bool
+    formats: tuple[str, ...] = ("deploy", "fake_quant", "qdq")
     opset: int | None = None
+    options: ExportOptions = field(default_factory=ExportOptions)
+    with_record: bool = False
 
     @classmethod
     def checked(
@@ -135,57 +103,92 @@ class SaveRequest:
         where = SavePath.parse(path)
         atomic.check_writable(where.folder)
         names = (formats,) if isinstance(formats, str) else tuple(formats)
-        models = tuple(name for name in names if name != RECORD)
-        options = ExportOptions(formats=models, placement=placement, target=target)
-        return cls(where=where, options=options, with_record=RECORD in names, opset=opset)
+        check_formats(names)
+        return cls(
+            where=where,
+            formats=tuple(name for name in dict.fromkeys(names) if name != RECORD),
+            options=ExportOptions(placement=placement, target=target),
+            with_record=RECORD in names,
+            opset=opset,
+        )
 
 
 def save_files(
-    save_path: SavePath,
+    request: SaveRequest,
     model: ModelProto | None,
     record: Record,
     notes: ModelNotes,
     tensors: Mapping[str, TensorFactors] | None,
-    options: ExportOptions = ExportOptions(),  # noqa: B008  frozen
-    extra: Mapping[Path, bytes] | None = None,
 ) -> list[Path]:
-    """Export the models asked for and write them, with their report, all or none.
+    """Export a model and write all files of one save as one group: models, record, tensor factors, quant.json.
 
     Args:
-        save_path: where to.
-        model: the float ONNX model; its nodes carry the names of their layers. None when no format is asked for.
+        request: what to write, and where to.
+        model: the float ONNX model; its nodes carry the names of their layers. Only the record can be saved without.
         record: complete and checked.
         notes: what else is known of the model.
         tensors: factors of the tensors between layers; None when nothing was observed.
-        options: what to export.
-        extra: further files of the same group, by path.
 
     Raises:
         ExportError: a model cannot be exported.
         FileError: a file cannot be written; nothing was.
     """
-    if model is None:
-        return save_models(save_path, {}, extra=extra)
-    bindings = bindings_by_name(model, record)
-    factors = {name: layer_factors(entry) for name, entry in record.items()}
-    exported: dict[OutputFile, ExportedModel] = {}
-    for output in dict.fromkeys(FORMATS[name] for name in options.formats):
-        if output is OutputFile.DEPLOY:
-            exported[output] = ascend_model(model, bindings, factors)
-        elif output is OutputFile.FAKE_QUANT:
-            exported[output] = fake_quant_model(model, bindings, factors)
-        else:
-            placement, target = Placement(options.placement), Target(options.target)
-            exported[output] = qdq_model(model, bindings, factors, tensors=tensors, placement=placement, target=target)
-        for note in exported[output].notes:
-            logger.info("%s: %s", output.value, note)
-    report = quant_json(
-        {output.value: result for output, result in exported.items()},
-        absorbed=notes.fusions,
-        skipped=[Skip(name, reason) for name, reason in notes.skipped.items()],
-        config=notes.config,
-    )
-    models = {output: result.model for output, result in exported.items()}
-    written = save_models(save_path, models, quant_json=report, extra=extra)
+    exported: dict[str, Exported] = {}
+    if model is not None:
+        factors = {name: layer_factors(entry) for name, entry in record.items()}
+        bindings = bindings_by_name(model, record)
+        exported = export_formats(request.formats, model, bindings, factors, tensors, request.options)
+    others: dict[Path, bytes] = {}
+    if request.with_record:
+        path = request.where.file("record.txt")
+        others[path] = encode_record(record, "text")
+        if tensors is not None:
+            others[tensor_factors_path(path)] = tensor_factors_text(tensors).encode()
+    files = {
+        file_name(name): result if isinstance(result, bytes) else result.model for name, result in exported.items()
+    }
+    name = "" if model is None else model.graph.name
+    document = quant_document(name, exported, notes, request.where) if exported else None
+    written = save_models(request.where, files, others=others, document=document)
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written
+
+
+def quant_document(name: str, exported: Mapping[str, Exported], notes: ModelNotes, where: SavePath) -> QuantJson:
+    """The content of quant.json for exported ONNX models."""
+    layers: dict[str, LayerEntry] = {}
+    files: dict[str, FileEntry] = {}
+    for format_name, result in exported.items():
+        file = where.file(file_name(format_name)).name
+        files[file] = FileEntry(format=format_name) if isinstance(result, bytes) else file_entry(format_name, result)
+        for report in () if isinstance(result, bytes) else result.layers:
+            before = layers.get(report.layer) or _layer_entry(report, notes.fusions.get(report.layer, ()))
+            here = LayerInFile(
+                node=report.layer, operator=report.operator, weight_bits=report.weight_bits, inserted=report.inserted
+            )
+            layers[report.layer] = replace(before, files={**before.files, format_name: here})
+    skipped = tuple(Skip(layer, reason) for layer, reason in notes.skipped.items())
+    return QuantJson(version=VERSION, model=name, layers=layers, skipped=skipped, files=files, config=notes.config)
+
+
+def file_entry(format_name: str, result: ExportedModel) -> FileEntry:
+    """What quant.json says of one exported ONNX file."""
+    return FileEntry(
+        format=format_name,
+        tensors=result.tensors,
+        rescaled=result.rescaled,
+        skipped=result.skipped,
+        notes=result.notes,
+    )
+
+
+def _layer_entry(report: LayerReport, folded: Sequence[str]) -> LayerEntry:
+    return LayerEntry(
+        type=report.type,
+        kind=report.kind,
+        quantized=True,
+        original_layers=(report.layer, *folded),
+        output=(report.output,),
+        data_bits=(report.activation_bits,),
+        weight_bits=report.weight_bits,
+    )

@@ -2,7 +2,7 @@
 
 =====================================  =================================================================================
 ``save_path`` "out/net"                out/net_deploy_model.onnx, out/net_fake_quant_model.onnx,
-                                       out/net_qdq_model.onnx, out/net_quant.json
+                                       out/net_qdq_model.onnx, out/net_quant.json, out/net_record.txt
 "out/" or ""                           out/deploy_model.onnx, …; deploy_model.onnx, … in the current folder
 a model of 2 000 000 000 bytes or      its largest tensors in files of their own, ``<tensor>_deploy.external``,
 more                                   ``<tensor>_fakequant.external``, ``<tensor>_qdq.external``
@@ -15,42 +15,29 @@ import logging
 import os
 import re
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx import ModelProto, TensorProto
 
+from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx.messages import copy_fields, tensor_array
+from amct.model.quant_json import QUANT_JSON, write_quant_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+
+    from amct.model.quant_json import QuantJson
 
 logger = logging.getLogger(__name__)
 
 EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
 LONGEST_PREFIX = 241
-LONGEST_NAME = 254
 OPSETS = range(16, 22)
 """Opsets that can be asked for."""
-
-
-class OutputFile(str, Enum):
-    """The models that belong to one save path, by name without prefix and suffix."""
-
-    DEPLOY = "deploy_model"
-    FAKE_QUANT = "fake_quant_model"
-    QDQ = "qdq_model"
-
-    @property
-    def external_suffix(self) -> str:
-        """What the files of its large tensors end with."""
-        return {"deploy_model": "_deploy", "fake_quant_model": "_fakequant", "qdq_model": "_qdq"}[
-            self.value
-        ] + ".external"
 
 
 @dataclass(frozen=True)
@@ -86,31 +73,10 @@ class SavePath:
         """``<prefix>_<name>`` in the folder, or just ``<name>``."""
         return self.folder / (f"{self.prefix}_{name}" if self.prefix else name)
 
-    def model(self, output: OutputFile) -> Path:
-        """The path of one of the models."""
-        return self.file(f"{output.value}.onnx")
-
     @property
     def quant_json(self) -> Path:
-        """The path of the report on layers and nodes."""
-        return self.file("quant.json")
-
-
-def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
-    """Check the name of a file that is to be written.
-
-    Raises:
-        ArgumentTypeError: it is not text or a path.
-        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
-    text = os.fspath(path)
-    name = text.rpartition("/")[2]
-    if name in ("", ".", "..") or "\0" in text:
-        raise ArgumentError(f'{argument}: expected the name of a file, got "{text}"')
-    if len(name) > LONGEST_NAME:
-        raise ArgumentError(f"{argument}: a file name may have {LONGEST_NAME} characters, got {len(name)}")
+        """The path of the report on layers and files."""
+        return self.file(QUANT_JSON)
 
 
 def check_opset(opset: int) -> None:
@@ -130,49 +96,45 @@ def model_opset(model: ModelProto) -> int:
 
 def save_models(
     save_path: SavePath,
-    models: Mapping[OutputFile, ModelProto],
+    files: Mapping[str, ModelProto | bytes],
     *,
-    quant_json: str | None = None,
-    extra: Mapping[Path, bytes] | None = None,
-    opset: int | None = None,
+    others: Mapping[Path, bytes] | None = None,
+    document: QuantJson | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
-    """Write models and report as one group: after a kill or an error, all files are the old ones or all are new.
+    """Write the files of one save as one group: after a kill or an error, all are the old ones or all are new.
 
     Args:
         save_path: where to.
-        models: what; they are not changed.
-        quant_json: the text of ``<prefix>_quant.json``.
-        extra: further files of the group, by path.
-        opset: the opset that the models must have, when one was asked for.
+        files: models (or the bytes of other exported files) by file name without the prefix; they are not changed.
+        others: further files of the group, by path.
+        document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256.
         external_threshold: serialized size from which on tensors get files of their own.
 
     Returns:
-        The files, in the order of writing.
+        The files: models, quant.json, others.
 
     Raises:
-        ExportError: a model has another opset, or cannot be made small enough.
+        ExportError: a model cannot be made small enough.
         FileError: a file cannot be written; nothing was.
     """
-    for output, model in models.items():
-        if opset is not None and model_opset(model) != opset:
-            raise ExportError(
-                f'opset {opset} was asked for, but the exporter made "{save_path.model(output).name}" with opset '
-                f"{model_opset(model)}; ask for that one, or for another in {OPSETS[0]}..{OPSETS[-1]}"
-            )
     written: list[Path] = []
     with FileGroup() as group:
-        for output, model in models.items():
-            path = save_path.model(output)
-            written += _write_model(group, path, model, output.external_suffix, external_threshold)
-        for path, content in (extra or {}).items():
-            group.write_bytes(path, content)
-            written.append(path)
-        if quant_json is not None:
+        for name, content in files.items():
+            path = save_path.file(name)
+            if isinstance(content, bytes):
+                _warn_of_overwrite(path)
+                group.write_bytes(path, content)
+                written.append(path)
+            else:
+                written += add_model(group, path, content, name, external_threshold)
+        for path, data in (others or {}).items():
+            group.write_bytes(path, data)
+        if document is not None:
             _warn_of_overwrite(save_path.quant_json)
-            group.write_text(save_path.quant_json, quant_json)
+            write_quant_json(group, save_path.quant_json, document)
             written.append(save_path.quant_json)
-    return written
+    return [*written, *(others or {})]
 
 
 def save_model(
@@ -188,13 +150,23 @@ def save_model(
         return _write_model(group, path, model, external_suffix, external_threshold)
 
 
-def add_model(group: FileGroup, path: Path, model: ModelProto, output: OutputFile) -> list[Path]:
-    """Write one model as part of a group that has other files too; returns its files.
+def add_model(
+    group: FileGroup, path: Path, model: ModelProto, name: str, external_threshold: int = EXTERNAL_THRESHOLD
+) -> list[Path]:
+    """Write one model as part of a group; returns its files.
+
+    Args:
+        group: takes the files.
+        path: of the model.
+        model: is not changed.
+        name: its file name without the prefix, after which files of large tensors are named.
+        external_threshold: serialized size from which on tensors get files of their own.
 
     Raises:
         ExportError: it cannot be made small enough.
     """
-    return _write_model(group, path, model, output.external_suffix, EXTERNAL_THRESHOLD)
+    suffix = f"_{Path(name).stem.removesuffix('_model').replace('_', '')}.external"
+    return _write_model(group, path, model, suffix, external_threshold)
 
 
 def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:

@@ -1,13 +1,12 @@
-"""One small graph for every kind of model: which layer feeds which, what can be folded, and why something cannot.
+"""What a network is to every front door: layer kinds, facts of layers, one graph, fusion patterns, quant.json.
 
-Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``Node``s and its quantizable layers as
-``LayerFacts``s. What a front door leaves out is a ``Skip`` with the reason, never silence. Nothing here needs torch.
+Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``Node`` and its quantizable layers as
+``LayerFacts``. A layer that is left out is reported as a ``Skip`` with the reason. Nothing here imports torch.
 """
 
 from amct.model.fusion import Fusion, FusionPattern, find_fusions, find_leading_fusions
 from amct.model.graph import Graph, Node
-from amct.model.layer_facts import LayerFacts
-from amct.model.skip import Skip
+from amct.model.layers import LayerFacts, Skip
 
 __all__ = [
     "Fusion",

@@ -1,6 +1,6 @@
 """Which layers may be folded into which: Conv → BatchNorm, and Caffe's Conv → BatchNorm → Scale → Bias.
 
-Finding is apart from folding: this module only reads the graph; the front door folds the weights it is told to.
+This module only finds the fusions in the graph; the front door folds the weights.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from amct.model.graph import Graph, Node
-from amct.model.skip import Skip
+from amct.model.layers import Skip
 
 Refusal = Callable[[Node, Node], str | None]
-"""Asked with (head, candidate): None to allow the fold, or the reason against it."""
+"""Called with (head, candidate): None allows the fold, a text is the reason against it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionPattern:
-    """Heads take what follows them: at most one node of each stage, in the order of the stages, none obligatory."""
+    """What may be folded into a head: at most one node of each stage, in the order of the stages; each is optional."""
 
     heads: frozenset[str]
     stages: tuple[frozenset[str], ...]
 
     @property
     def foldable(self) -> frozenset[str]:
-        """Every op that some stage would fold."""
+        """The ops of all stages."""
         return frozenset().union(*self.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """``folded`` nodes disappear into ``head``, in this order (for a leading fusion they stand before it)."""
+    """``folded`` nodes disappear into ``head``, in this order (for a leading fusion they come before it)."""
 
     head: Node
     folded: tuple[Node, ...]
@@ -43,10 +43,10 @@ def find_fusions(
     skip: Collection[str] = (),
     refuse: Refusal | None = None,
 ) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
-    """Find every head with foldable nodes after it, and tell of every foldable node that stays, and why.
+    """Find every head with foldable nodes after it, and report every foldable node that stays, with the reason.
 
-    A node is folded when it alone reads what stands before it. ``skip`` names heads (or foldable nodes) the user wants
-    left alone.
+    A node is folded when it is the only consumer of the node before it. ``skip`` names heads (or foldable nodes) that
+    the user excluded.
     """
     fusions: list[Fusion] = []
     taken: set[str] = set()
@@ -114,8 +114,8 @@ def find_leading_fusions(
 ) -> tuple[tuple[Fusion, ...], tuple[Skip, ...]]:
     """Find heads with foldable nodes *before* them (Caffe's BatchNorm → Scale → Conv), read only by the next in line.
 
-    The stages must appear in their order and touch the head; ``Fusion.folded`` is in execution order. Only refusals of
-    ``refuse`` and ``skip`` are told: that a node stands before no head is no news.
+    The stages must appear in their order directly before the head; ``Fusion.folded`` is in execution order. Only folds
+    that ``refuse`` or ``skip`` prevent are reported; foldable nodes without a head behind them are not.
     """
     fusions: list[Fusion] = []
     skips: list[Skip] = []

@@ -16,9 +16,9 @@ from amct.calibration.session import HIDDEN
 from amct.errors import AmctError, CalibrationError
 from amct.export.onnx.layer_lookup import find_layers
 from amct.numerics.dmq import balance_activation, dmq
-from amct.onnx_model.layers import find_all_layers, usual_factors
+from amct.onnx_model.layers import find_all_layers, placeholder_factors
 from amct.onnx_model.runtime import Runner, as_tensor
-from amct.onnx_model.weights import channel_axis, weight_parts
+from amct.onnx_model.weights import weight_parts
 from amct.ptq.door import Calibration
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelPro
     Returns:
         The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
     """
-    usual = dict.fromkeys(prepared.weights, usual_factors())
-    graph, layers, _ = find_layers(model, prepared.bindings, usual)
+    placeholders = dict.fromkeys(prepared.weights, placeholder_factors())
+    graph, layers, _ = find_layers(model, prepared.bindings, placeholders)
     watched = {}
     for layer in layers:
         if layer.kind.is_recurrent and not layer.node.output[0]:
@@ -142,7 +142,7 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
         values = runner.run(feeds)
         with session.batch():
             for name, layer in layers.items():
-                session.observe(name, as_tensor(values[layer.node.input[0]]), channel_axis(layer))
+                session.observe(name, as_tensor(values[layer.node.input[0]]), layer.kind.channel_axis)
     return {name: _balance(layers[name], maximum, strengths[name]) for name, maximum in maxima.items()}
 
 

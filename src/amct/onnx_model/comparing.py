@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from amct.errors import ModelError
+from amct.export.exported import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.numerics.dmq import balance_activation
 from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
-from amct.onnx_model.rescaled import rescaled_layers
 from amct.onnx_model.runtime import Runner, as_tensor
 from amct.ptq import compare as flow_compare
 from amct.ptq.door import ModelOutput
@@ -210,14 +210,14 @@ def _matched(what: str, own: list[str], others: list[str]) -> dict[str, str]:
 def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[str, str]]:
     """The layers of the float model whose result the other model has too, with the tensor in each."""
     own, theirs = OnnxGraph(reference), OnnxGraph(other)
-    rescaled = rescaled_layers(theirs)
+    rescaled, outputs = rescaled_layers(other), layer_outputs(other)
     found = {}
     for name, layer in find_all_layers(reference).found.items():
         if name in rescaled:
             continue
         tensor = next(filter(None, (_compared(own, theirs, result) for result in _results(layer.layer))), None)
         if tensor is not None:
-            found[name] = (tensor, _dequantized(theirs, tensor))
+            found[name] = (tensor, outputs.get(name, tensor))
     return found
 
 
@@ -243,11 +243,3 @@ def _sole_norm(graph: OnnxGraph, tensor: str) -> NodeProto | None:
 
 def _is_norm(node: NodeProto | None) -> bool:
     return node is not None and node.op_type == BATCH_NORM
-
-
-def _dequantized(graph: OnnxGraph, tensor: str) -> str:
-    """In a fake-quant file a layer makes integers: what stands for its result is dequantized behind it."""
-    user = graph.only_consumer(tensor)
-    if user is None or not user.name.endswith((".fakedequant.mul", ".fakedequant.cast")):
-        return tensor
-    return _dequantized(graph, user.output[0])

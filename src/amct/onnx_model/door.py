@@ -12,22 +12,22 @@ import torch
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
-from amct.export.binding import LayerKind
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.exporter import observed_tensors
 from amct.export.saving import layer_factors
 from amct.export.writer import model_opset
+from amct.model.kinds import LayerKind
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, WatchedInputs
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, usual_factors
+from amct.onnx_model.layers import find_all_layers, placeholder_factors
 from amct.onnx_model.opset import with_opset
 from amct.onnx_model.runtime import Runner
-from amct.onnx_model.weights import channel_axis, put_weights, weight_parts
+from amct.onnx_model.weights import put_weights, weight_parts
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 
@@ -118,7 +118,7 @@ class OnnxPreparation(Preparation):
         return self._with_rounded_weights(rounded) if rounded else self.folded
 
     def _with_rounded_weights(self, names: Collection[str]) -> ModelProto:
-        placeholders = dict.fromkeys(self.weights, usual_factors())
+        placeholders = dict.fromkeys(self.weights, placeholder_factors())
         graph, layers, _ = find_layers(self.folded, self.bindings, placeholders)
         for layer in layers:
             if layer.name in names:
@@ -201,7 +201,7 @@ class OnnxDoor:
                 layer,
                 weight_parts(after[layer.name].layer),
                 balance=balance.get(layer.name),
-                channel_axis=channel_axis(after[layer.name].layer),
+                channel_axis=after[layer.name].layer.kind.channel_axis,
                 can_pack=after[layer.name].can_pack,
             )
             for layer in chosen

@@ -14,19 +14,18 @@ import numpy as np
 import torch
 
 from amct.errors import ModelError
+from amct.export.exported import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
-from amct.model import Skip
+from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.comparing import Pair, WatchedInputs
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers
+from amct.onnx_model.layers import find_all_layers, reads_rescaled
 from amct.onnx_model.reading import read_model
-from amct.onnx_model.rescaled import balanced_by_maker, rescaled_layers
-from amct.onnx_model.weights import channel_axis, weight_parts
+from amct.onnx_model.weights import weight_parts
 from amct.ptq.compare import measure
 from amct.ptq.weights import LayerWeights
 from amct.record import Record, read_record
-from amct.report.beside import QuantNotes, file_beside, read_notes
 from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
 
@@ -96,15 +95,15 @@ def files_report(
     """
     source = read_model(float_model, "float_model")
     other = read_model(quantized_file, "quantized_model", allow_quantized=True).model
-    notes = read_notes(Path(quantized_file))
-    unfolded = [layer for layer, entry in notes.layers.items() if not entry.get("absorbed")]
+    notes = notes_beside(Path(quantized_file))
+    unfolded = [layer for layer in notes.layers if layer not in notes.folded]
     reference = fold(source.model, skip=unfolded).model
     layers = _layers(reference, other, Path(quantized_file), notes)
     subject = ReportSubject(
         model=name or source.name,
         layers=tuple(layer.reported() for layer in layers),
-        fused=folded_notes({layer: entry.get("absorbed", []) for layer, entry in notes.layers.items()}),
-        skipped=tuple(Skip(each["layer"], each["reason"]) for each in notes.listed("skipped")),
+        fused=folded_notes(notes.folded),
+        skipped=notes.skipped,
         config=notes.config,
     )
     watched = {
@@ -123,17 +122,17 @@ def files_report(
 # -- the layers --------------------------------------------------------------------------------------------------------
 
 
-def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantNotes) -> list[_Layer]:
+def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantJson) -> list[_Layer]:
     record_file = file_beside(quantized_file, "record.txt")
     record = read_record(record_file) if record_file.is_file() else Record()
     own, graph = OnnxGraph(reference), OnnxGraph(other)
-    rescaled = rescaled_layers(graph)
+    rescaled = rescaled_layers(other)
     nodes = {node.name: node for node in graph.nodes}
-    weight_bits = _weight_bits(quantized_file, notes)
+    weight_bits = notes.weight_bits(quantized_file.name)
     layers = []
     for name, found in find_all_layers(reference).found.items():
         grid, reader = None, nodes.get(found.layer.reader.name)
-        if reader is not None and not balanced_by_maker(found.layer, own, rescaled):
+        if reader is not None and not reads_rescaled(found.layer, own, rescaled):
             grid = _grid_of_nodes(graph, reader)
         grid = grid or _grid_of_record(record, name)
         if grid is not None:
@@ -150,16 +149,6 @@ def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, note
     return layers
 
 
-def _weight_bits(quantized_file: Path, notes: QuantNotes) -> dict[str, int]:
-    """As the notes tell them for this file."""
-    found = {}
-    for name, entry in notes.layers.items():
-        for kind, told in entry.get("files", {}).items():
-            if quantized_file.stem.endswith(kind) and "weight_bits" in told:
-                found[name] = int(told["weight_bits"])
-    return found
-
-
 def _float_weights(layer: Layer, record: Record) -> LayerWeights:
     """The weights of the float model, with the balance factors of the record."""
     factors = record[layer.name].tensor_balance_factor if layer.name in record.layers else ()
@@ -168,7 +157,7 @@ def _float_weights(layer: Layer, record: Record) -> LayerWeights:
         rounded={},
         factors={},
         balance=torch.tensor(factors) if factors else None,
-        channel_axis=channel_axis(layer),
+        channel_axis=layer.kind.channel_axis,
     )
 
 

@@ -1,4 +1,4 @@
-"""Folds batch norms into the layers before them. The outputs stay what they were, to rounding.
+"""Folds batch norms into the layers before them. The outputs change by rounding errors only.
 
 The layer takes over the name of what the batch norm made, so that every tensor that both models have has the same
 values in both.
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from amct.errors import AmctError
-from amct.export.binding import LayerBinding, LayerKind
+from amct.export.binding import LayerBinding
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_weight
 from amct.model import FusionPattern, Node, Skip, find_fusions
-from amct.numerics.arq import WeightKind
+from amct.model.kinds import KIND_OF_OPERATOR
 from amct.numerics.fold import fold_batch_norm
-from amct.onnx_model.layers import BATCH_NORM, topology, usual_factors
+from amct.onnx_model.layers import BATCH_NORM, placeholder_factors, topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -34,12 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {
-    "Conv": (LayerKind.CONV, WeightKind.CONV),
-    "ConvTranspose": (LayerKind.CONV_TRANSPOSE, WeightKind.CONV_TRANSPOSE),
-    "Gemm": (LayerKind.LINEAR, WeightKind.LINEAR),
-}
-_PATTERN = FusionPattern(heads=frozenset(_KINDS), stages=(frozenset({BATCH_NORM}),))
+_HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # a MatMul has no place for the bias
+_PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
@@ -53,12 +49,12 @@ class Folded:
 
 
 def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded:
-    """Fold every batch norm that alone reads the result of a convolution or Gemm; tell of each that stays.
+    """Fold every batch norm that is the only reader of a convolution or Gemm; report each that stays, with the reason.
 
     Args:
-        model: its nodes have names of their own; it is not changed.
+        model: its nodes have unique names; it is not changed.
         do_fusion: False folds nothing.
-        skip: layers (or batch norms) to leave alone, AMCT's ``skip_fusion_layers``.
+        skip: layers (or batch norms) to leave as they are, AMCT's ``skip_fusion_layers``.
     """
     if not do_fusion:
         norms = [node.name for node in model.graph.node if node.op_type == BATCH_NORM]
@@ -104,22 +100,22 @@ def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
 
 
 def _layer(graph: OnnxGraph, head: NodeProto) -> Layer | str:
-    kind, _ = _KINDS[head.op_type]
+    binding = LayerBinding(layer=head.name, kind=KIND_OF_OPERATOR[head.op_type], node=head.name)
     try:
-        return find_layer(graph, LayerBinding(layer=head.name, kind=kind, node=head.name), usual_factors())
+        return find_layer(graph, binding, placeholder_factors())
     except LayerMismatchError as error:
         return error.reason
 
 
 def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
     layer = _layer(graph, head)
-    assert not isinstance(layer, str)  # asked before
+    assert not isinstance(layer, str)  # checked by _refusal
     assert layer.weight is not None
     scale, shift, mean, variance = (_tensor(graph.constant(name)) for name in norm.input[1:])
     weight, bias = fold_batch_norm(
         _tensor(layer.weight),
         None if layer.bias is None else _tensor(layer.bias),
-        _KINDS[head.op_type][1],
+        layer.kind.weight_kind,
         layer.groups,
         mean,
         variance,
@@ -136,5 +132,5 @@ def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
 
 
 def _tensor(array: NDArray[np.floating] | None) -> torch.Tensor:
-    assert array is not None  # asked before
+    assert array is not None  # checked by _refusal
     return torch.from_numpy(np.array(array))

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind
+from amct.export.binding import LayerBinding, LayerFactors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.model import Graph, Node, Skip
+from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
 
 BATCH_NORM = "BatchNormalization"
-_SPATIAL_TYPES = MappingProxyType(
-    {
-        "Conv": {3: "Conv1d", 4: "Conv2d", 5: "Conv3d"},
-        "ConvTranspose": {3: "ConvTranspose1d", 4: "ConvTranspose2d"},
-        "AveragePool": {4: "AvgPool2d"},
-    }
-)
-_TYPES = MappingProxyType({"Gemm": "Linear", "MatMul": "Linear", "LSTM": "LSTM", "GRU": "GRU"})
-_KINDS = MappingProxyType({operator: kind for kind in LayerKind for operator in kind.operators})
 _OTHER_WEIGHTED = frozenset(
     {"DeformConv", "Einsum", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "PRelu", "RNN"}
 )
-"""Operators with weights that have no quantized form; what is left float is told, not passed over."""
+"""Operators with weights that have no quantized form; they are reported as skipped."""
 _FLOATS = (np.float32, np.float16)
-_USUAL_ACTIVATIONS: Mapping[str, tuple[list[str], ...]] = MappingProxyType(
-    {"LSTM": (["Sigmoid", "Tanh", "Tanh"], []), "GRU": (["Sigmoid", "Tanh"], [])}
-)
 
 
-def usual_factors() -> LayerFactors:
-    """Factors that fit every layer, for looking at layers before they have their own."""
+def placeholder_factors() -> LayerFactors:
+    """Factors that fit every layer, to read layers of a model that is not calibrated yet."""
     one = np.ones(1, dtype=np.float32)
     return LayerFactors(scale_d=1.0, offset_d=0, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
 
@@ -67,7 +55,7 @@ class FoundLayer:
 
     @property
     def binding(self) -> LayerBinding:
-        """As the exporters want it."""
+        """The binding that exporters take."""
         return LayerBinding(layer=self.name, kind=self.layer.kind, node=self.name)
 
     @property
@@ -78,7 +66,7 @@ class FoundLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """What one look at a model told.
+    """The layers of a model.
 
     Attributes:
         found: The quantizable layers by name, in graph order.
@@ -91,7 +79,7 @@ class Layers:
     operators: Mapping[str, str]
 
     def config_layers(self) -> LayerList:
-        """The nodes as the config package wants to know them."""
+        """The nodes in the form that the config package reads."""
         reasons = {skip.layer: skip.reason for skip in self.skips}
         return LayerList(self._info(name, reasons.get(name)) for name in self.operators)
 
@@ -104,20 +92,20 @@ class Layers:
 
 
 def find_all_layers(model: ModelProto) -> Layers:
-    """Look at a model whose nodes have names of their own."""
+    """Find the layers of a model whose nodes have unique names."""
     graph = OnnxGraph(model)
     found: dict[str, FoundLayer] = {}
     skips: list[Skip] = []
     alive = {id(node) for node in graph.live_nodes()}
     for node in graph.nodes:
-        if node.op_type in _KINDS and id(node) not in alive:
+        if node.op_type in KIND_OF_OPERATOR and id(node) not in alive:
             skips.append(Skip(node.name, "no output of the model depends on it"))
-        elif node.op_type in _KINDS and node.domain in ("", "ai.onnx"):
-            looked = _look(graph, node)
-            if isinstance(looked, FoundLayer):
-                found[node.name] = looked
+        elif node.op_type in KIND_OF_OPERATOR and node.domain in ("", "ai.onnx"):
+            layer = _read_layer(graph, node)
+            if isinstance(layer, FoundLayer):
+                found[node.name] = layer
             else:
-                skips.append(Skip(node.name, looked))
+                skips.append(Skip(node.name, layer))
         elif node.op_type in _OTHER_WEIGHTED:
             skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
         skips += _in_bodies(node)
@@ -128,7 +116,7 @@ def find_all_layers(model: ModelProto) -> Layers:
 def _in_bodies(node: NodeProto) -> Iterator[Skip]:
     for body in subgraphs(node):
         for child in body.node:
-            if child.op_type in _KINDS:
+            if child.op_type in KIND_OF_OPERATOR:
                 name = child.name or child.output[0]
                 yield Skip(
                     f"{node.name}/{name}", f"it is inside the body of {node.op_type}; only the main graph is quantized"
@@ -136,14 +124,14 @@ def _in_bodies(node: NodeProto) -> Iterator[Skip]:
             yield from _in_bodies(child)
 
 
-def _look(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
-    """The layer of a node, or why it is none."""
-    binding = LayerBinding(layer=node.name, kind=_KINDS[node.op_type], node=node.name)
+def _read_layer(graph: OnnxGraph, node: NodeProto) -> FoundLayer | str:
+    """The layer of a node, or the reason why it cannot be quantized."""
+    binding = LayerBinding(layer=node.name, kind=KIND_OF_OPERATOR[node.op_type], node=node.name)
     problem = _operand_problem(graph, node) or _setting_problem(node)
     if problem is not None:
         return problem
     try:
-        layer = find_layer(graph, binding, usual_factors())
+        layer = find_layer(graph, binding, placeholder_factors())
     except LayerMismatchError as error:
         return error.reason
     kind = _type_of(graph, layer)
@@ -170,7 +158,8 @@ def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
 
 def _setting_problem(node: NodeProto) -> str | None:
     """What keeps a recurrent layer from being quantized; others have no such settings."""
-    if node.op_type not in _USUAL_ACTIVATIONS:
+    kind = KIND_OF_OPERATOR[node.op_type]
+    if not kind.is_recurrent:
         return None
     activations = [name.decode() for name in attribute_value(node, "activations", [])]
     direction = attribute_value(node, "direction", "forward")
@@ -178,7 +167,7 @@ def _setting_problem(node: NodeProto) -> str | None:
         f'direction is "{direction}"; only "forward" can be quantized': direction != "forward",
         "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
         "it has peephole weights": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
-        f"its activations are {activations}": activations not in _USUAL_ACTIVATIONS[node.op_type],
+        f"its activations are {activations}": activations not in ([], list(kind.onnx_activations)),
         "linear_before_reset is 0; only 1 can be quantized": node.op_type == "GRU"
         and not attribute_value(node, "linear_before_reset", 0),
     }
@@ -195,16 +184,21 @@ def _kernel_rank(layer: Layer) -> int | None:
 
 
 def _type_of(graph: OnnxGraph, layer: Layer) -> str | None:
-    operator = layer.node.op_type
-    if operator in _TYPES:
-        return _TYPES[operator]
-    return _SPATIAL_TYPES[operator].get(_rank(graph, layer) or 0)
+    return layer.kind.torch_type(_rank(graph, layer) or ANY_RANK)
 
 
 def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
     dimensions = (_rank(graph, layer) or 2) - 2
-    known = ", ".join(str(rank - 2) for rank in _SPATIAL_TYPES[layer.node.op_type])
+    known = ", ".join(str(rank - 2) for rank in layer.kind.torch_types)
     return f"{layer.node.op_type} over {dimensions} dimensions cannot be quantized, only over {known}"
+
+
+def reads_rescaled(layer: Layer, graph: OnnxGraph, rescaled: Collection[str]) -> bool:
+    """Whether the layer that makes this one's input, perhaps through a Relu, is among the rescaled ones."""
+    producer = graph.producer(layer.reader.input[0])
+    if producer is not None and producer.op_type == "Relu":
+        producer = graph.producer(producer.input[0])
+    return producer is not None and producer.name in rescaled
 
 
 def topology(model: ModelProto) -> Graph:

@@ -83,10 +83,13 @@ class Batches:
     def _originals(self) -> Iterator[Any]:
         if self._once is None:
             return iter(self._data)
-        if self._keep:
-            return self._kept()
-        read, self._read = self._read, []
-        return itertools.chain(iter(_Popping(read)), self._once)
+        return self._kept() if self._keep else self._read_once()
+
+    def _read_once(self) -> Iterator[Any]:
+        while self._read:
+            yield self._read.pop(0)
+        assert self._once is not None
+        yield from self._once
 
     def _kept(self) -> Iterator[Any]:
         yield from list(self._read)
@@ -94,14 +97,3 @@ class Batches:
         for batch in self._once:
             self._read.append(batch)
             yield batch
-
-
-class _Popping:
-    """Iterates over a list and forgets each item as it is handed out."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        while self._items:
-            yield self._items.pop(0)

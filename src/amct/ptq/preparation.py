@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
 from amct.errors import CalibrationError
-from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.saving import save_files
 from amct.model import Skip
-from amct.record import Record, encode_record
+from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer
 
 if TYPE_CHECKING:
@@ -114,14 +113,8 @@ class Preparation:
 
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write the files asked for, as one group."""
-        extra: dict[Path, bytes] = {}
-        if request.with_record:
-            path = request.where.file("record.txt")
-            extra[path] = encode_record(content.record, "text")
-            if content.tensors is not None:
-                extra[tensor_factors_path(path)] = tensor_factors_text(content.tensors).encode()
-        model = self.float_model(request.opset) if request.options.formats else None
-        return save_files(request.where, model, content.record, self, content.tensors, request.options, extra)
+        model = self.float_model(request.opset) if request.formats else None
+        return save_files(request, model, content.record, self, content.tensors)
 
 
 def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) -> ReportLayer:

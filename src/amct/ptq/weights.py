@@ -10,7 +10,7 @@ import torch
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale
-from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, gates_to_onnx
+from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, reorder_gates
 from amct.numerics.dmq import balance_weight
 from amct.numerics.error_cancelling import round_weight
 from amct.record import LayerRecord
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.config.plan import LayerPlan
+    from amct.model.kinds import LayerKind
 
 RECORDED_BITS = (4, 6, 7, 8)
-GATES = {"LSTM": 4, "GRU": 3}
 _FLOATS = (torch.float32, torch.float16)
 
 
@@ -37,7 +37,7 @@ class WeightPart:
         kind: How it lies.
         groups: Of a convolution.
         gates: Number of gates of a recurrent layer; 0 for all others.
-        torch_gates: "LSTM" or "GRU" when the gates are in torch's order; the record lists them in ONNX's.
+        torch_gates: The kind of layer when its gates are in torch's order; the record lists them in ONNX's.
         balanced: Whether DMQ multiplies its factors in; the weight of a hidden state stays as it is.
     """
 
@@ -46,7 +46,7 @@ class WeightPart:
     kind: WeightKind
     groups: int = 1
     gates: int = 0
-    torch_gates: str | None = None
+    torch_gates: LayerKind | None = None
     balanced: bool = True
 
     def with_balance(self, balance: Tensor | None) -> Tensor:
@@ -65,7 +65,7 @@ class WeightPart:
         """The scales in the order of the record."""
         scale = factors.scale.reshape(-1)
         if self.torch_gates is not None and scale.numel() > 1:
-            scale = gates_to_onnx(scale, "LSTM" if self.torch_gates == "LSTM" else "GRU")
+            scale = reorder_gates(scale, self.torch_gates.onnx_gates)
         return tuple(float(value) for value in scale)
 
 

@@ -20,21 +20,21 @@ import torch
 from torch import nn
 
 from amct import atomic, log
+from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import read_progress
 from amct.config.ptq.pytorch import default_config, expand_config
 from amct.config.ptq.pytorch_json import make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
-from amct.export.saving import save_files
+from amct.export.saving import SaveRequest, save_files
 from amct.export.writer import SavePath
-from amct.pytorch.arguments import FILE, check_types, output_file
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.balancing import balancing_model
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import watch_between
+from amct.pytorch.watch.fast_placement import intermediate_watch
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def create_quant_config(
     )
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
-    layers = look(model, input_data).config_layers()
+    layers = cached_trace(model, input_data).config_layers()
     if config_defination is not None and text is not None:
         if skip_layers:
             logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
@@ -125,7 +125,7 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
     )
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
-    traced = look(model, input_data)
+    traced = cached_trace(model, input_data)
     plan = _plan(content, config_file, traced)
     if not plan.balanced:
         raise CalibrationError(
@@ -185,7 +185,9 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
     record_path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
-    traced = look(model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    traced = cached_trace(
+        model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes
+    )
     plan = _plan(content, config_file, traced)
     preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
     onnx = preparation.default_onnx
@@ -197,8 +199,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
         return start_calibration(preparation, record_file=record_path).model
     write_modified(onnx_path, onnx.model, file_notes(preparation))
-    between = watch_between(preparation, onnx)
-    return start_calibration(preparation, record_file=record_path, between=between).model
+    between = intermediate_watch(preparation, onnx)
+    return start_calibration(preparation, record_file=record_path, intermediate=between).model
 
 
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
@@ -236,7 +238,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         logger.warning("%s", note)
     beside = tensor_factors_path(record_file)
     tensors = read_tensor_factors(beside) if beside.exists() else None
-    save_files(where, model, record, notes, tensors)
+    save_files(SaveRequest(where=where), model, record, notes, tensors)
 
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:

@@ -12,7 +12,7 @@ from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.ptq import flow
 from amct.pytorch.batches import torch_batches
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.watch.balancing import balance_of
@@ -86,7 +86,7 @@ class TorchDoor:
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch; the plan of a config in the PyTorch dialect."""
         args, kwargs = example
-        self._traced = look(
+        self._traced = cached_trace(
             self._model,
             (*args, kwargs),
             input_names=self._io.input_names,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from amct.errors import ModelError
 from amct.model import Fusion, FusionPattern, Node, Skip, find_fusions
-from amct.numerics.arq import WeightKind
+from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.numerics.fold import fold_batch_norm
 from amct.pytorch.capture.layer_types import BATCH_NORMS, EXTRA_HEADS, LAYER_TYPES
 from amct.pytorch.model_copy import copy_model
@@ -24,18 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KINDS: Mapping[str, WeightKind] = MappingProxyType(
-    {
-        "Conv1d": WeightKind.CONV,
-        "Conv2d": WeightKind.CONV,
-        "Conv3d": WeightKind.CONV,
-        "ConvTranspose1d": WeightKind.CONV_TRANSPOSE,
-        "ConvTranspose2d": WeightKind.CONV_TRANSPOSE,
-        "ConvTranspose3d": WeightKind.CONV_TRANSPOSE,
-        "Linear": WeightKind.LINEAR,
-    }
-)
-PATTERN = FusionPattern(heads=frozenset(_KINDS), stages=(frozenset(BATCH_NORMS),))
+_HEADS = frozenset(name for name, kind in KIND_OF_TORCH_TYPE.items() if kind.folds_batch_norm)
+PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset(BATCH_NORMS),))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,7 +131,15 @@ def _fold(model: nn.Module, fusion: Fusion) -> Skip | None:
     groups = getattr(layer, "groups", 1)
     try:
         folded = fold_batch_norm(
-            weight, bias, _KINDS[head.op], groups, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+            weight,
+            bias,
+            KIND_OF_TORCH_TYPE[head.op].weight_kind,
+            groups,
+            norm.running_mean,
+            norm.running_var,
+            norm.eps,
+            norm.weight,
+            norm.bias,
         )
     except ModelError as error:
         return Skip(norm_node.name, f'not folded into "{head.name}": {error}')

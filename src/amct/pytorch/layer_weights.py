@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from amct.numerics.arq import WeightKind
-from amct.ptq.weights import GATES, WeightPart
+from amct.model.kinds import KIND_OF_TORCH_TYPE
+from amct.ptq.weights import WeightPart
 from amct.pytorch.capture.layer_types import quantizable_type
 
 if TYPE_CHECKING:
@@ -16,36 +16,31 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_KINDS = {
-    "Conv1d": WeightKind.CONV,
-    "Conv2d": WeightKind.CONV,
-    "Conv3d": WeightKind.CONV,
-    "ConvTranspose1d": WeightKind.CONV_TRANSPOSE,
-    "ConvTranspose2d": WeightKind.CONV_TRANSPOSE,
-    "Linear": WeightKind.LINEAR,
-    "LSTM": WeightKind.RNN,
-    "GRU": WeightKind.RNN,
-}
+    from amct.model.kinds import LayerKind
 
 
 def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
     """The float weights of a layer of a quantizable type, named by attribute; none for average pooling."""
-    kind = quantizable_type(module)
-    if kind not in _KINDS:
+    kind = layer_kind(module)
+    if kind is None or not kind.has_weights:
         return ()
-    gates = GATES.get(kind, 0)
     return tuple(
         WeightPart(
             name=name,
             tensor=_tensor(module, name),
-            kind=_KINDS[kind],
-            groups=1 if gates else getattr(module, "groups", 1),
-            gates=gates,
-            torch_gates=kind if gates else None,
+            kind=kind.weight_kind,
+            groups=1 if kind.is_recurrent else getattr(module, "groups", 1),
+            gates=kind.gates,
+            torch_gates=kind if kind.is_recurrent else None,
             balanced=name != "weight_hh_l0",
         )
-        for name in (("weight_ih_l0", "weight_hh_l0") if gates else ("weight",))
+        for name in (("weight_ih_l0", "weight_hh_l0") if kind.is_recurrent else ("weight",))
     )
+
+
+def layer_kind(module: nn.Module) -> LayerKind | None:
+    """The kind of a layer of a quantizable type."""
+    return KIND_OF_TORCH_TYPE.get(quantizable_type(module) or "")
 
 
 def _tensor(module: nn.Module, attribute: str) -> Tensor:

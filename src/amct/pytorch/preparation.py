@@ -24,7 +24,7 @@ from amct.pytorch.layer_weights import can_pack, channel_axis, put_weights, weig
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import watch_between
+from amct.pytorch.watch.fast_placement import intermediate_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -94,14 +94,14 @@ class TorchPreparation(Preparation):
     def start_calibration(self) -> Calibration:
         """A calibration of a copy of the model with rounded weights."""
         onnx = self.default_onnx
-        between = watch_between(self, onnx) if isinstance(onnx, FloatOnnx) else None
-        calibrated = start_calibration(self, between=between)
+        intermediate = intermediate_watch(self, onnx) if isinstance(onnx, FloatOnnx) else None
+        calibrated = start_calibration(self, intermediate=intermediate)
 
         def run(batches: Iterable[Arguments]) -> None:
             for args, kwargs in batches:
                 calibrated.model(*args, **kwargs)
 
-        return Calibration(session=calibrated.session, run=run, observes_tensors=between is not None)
+        return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
 
     def simulation(self, record: Record, *, deploy: bool = False) -> nn.Module:
         """An ordinary module in eval mode that computes as the fake-quant file does."""

@@ -1,4 +1,4 @@
-"""pycaffe's names, served by this toolkit: ``from amct_caffe import caffe``, ``import amct_caffe.caffe.io``."""
+"""pycaffe's names: ``from amct_caffe import caffe``, ``import amct_caffe.caffe.io``."""
 
 from __future__ import annotations
 

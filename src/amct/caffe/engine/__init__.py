@@ -1,16 +1,16 @@
-"""Runs and trains Caffe nets on torch: prototxt and caffemodel in, blobs out, no Caffe installed.
+"""Runs and trains Caffe nets on torch: prototxt and caffemodel in, blobs out; Caffe need not be installed.
 
-How a net comes to life, and which module does it::
+From file to running net::
 
-    prototxt text        messages.py     text or binary to protobuf messages
-      │ upgrade.py       V0 and V1 layers, ``input:`` fields, old BatchNorm, all to today's form
-      │ filter_rules.py  include/exclude by phase, level, stage
-      │ insert_splits.py a blob read twice gets a Split layer, named as Caffe names it
+    prototxt text                messages.py     text or binary to protobuf messages
+      │ build/upgrade.py         V0 and V1 layers, ``input:`` fields, old BatchNorm: converted to the current format
+      │ build/filter_rules.py    include/exclude by phase, level, stage
+      │ build/insert_splits.py   a blob with several readers gets a Split layer, named as in Caffe
       ▼
-    graph.py             layers made (registry.py), shapes known, parameters shared, who needs gradients
+    build/graph.py               creates layers (registry.py), shapes, shared parameters, gradient flags
       ▼
-    net.py               Net: forward/backward over a range of layers; plan.py decides how (fusing, freeing);
-                         backward.py keeps one small autograd graph per layer; weights.py reads and writes caffemodels
+    net.py                       Net: forward/backward over a range of layers; plan.py decides fusing and freeing;
+                                 backward.py keeps one autograd graph per layer; weights.py reads and writes caffemodels
 
-A new layer type is one class in ``layers/`` (see ``layer.py``), nothing else.
+A new layer type is one class in ``layers/`` (see ``layer.py``).
 """

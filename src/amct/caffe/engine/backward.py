@@ -1,10 +1,9 @@
-"""Gradients: one small autograd graph per layer.
+"""Gradients: one autograd graph per layer.
 
-A layer that takes part in backward (Caffe's rule, ``needs_backward.py``) runs its forward on leaf tensors and keeps
-what came out; every other layer runs without any graph. Backward then asks each graph for its gradients, from the
-last layer to the first, reading the tops' ``diff`` and writing the bottoms'. So a range of layers, diffs edited in
-between, gradients of single blobs and repeated backwards (parameter gradients add up) all work as in Caffe, and a
-deploy net never pays for gradients.
+A layer that needs gradients (Caffe's rule, ``build/needs_backward.py``) runs its forward on leaf tensors and keeps the
+graph; other layers run without one. Backward goes from the last layer to the first: it reads the tops' ``diff``, asks
+the layer's graph for gradients and writes the bottoms' ``diff``. As in Caffe this allows ranges of layers, diffs edited
+in between, gradients of single blobs and repeated backwards (parameter gradients accumulate).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def record_forward(node: Node, bottoms: list[Blob]) -> Record:
 
 
 def run_backward(node: Node, record: Record, bottoms: list[Blob], tops: list[Blob]) -> None:
-    """Bring the tops' gradients down to the bottoms and add to the parameters'."""
+    """Compute the bottoms' gradients from the tops', and add to the parameters' gradients."""
     layer = node.layer
     wanted = [tensor for tensor in (*record.bottoms, *record.parameters) if tensor.requires_grad]
     found = _gradients(record, wanted, tops)

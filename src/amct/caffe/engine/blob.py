@@ -1,13 +1,13 @@
-"""A blob: two arrays of one shape, values and gradients, as torch tensors inside and NumPy arrays outside.
+"""A blob: values and gradients of one shape, torch tensors inside and NumPy arrays outside.
 
-pycaffe promises that ``blob.data`` is a writable, C-contiguous float32 array and that an array taken once shows every
-later forward. The engine wants to leave results where and in whatever memory layout a kernel wrote them. Both hold:
+In pycaffe ``blob.data`` is a writable, C-contiguous float32 array, and an array taken once shows the results of later
+forward passes. The engine keeps results in the memory layout that the kernel wrote. Both are possible:
 
-* inside, a ``Buffer`` owns one tensor, in any layout (channels_last after a convolution);
-* ``array()`` brings it to C order the first time someone asks, and hands out a view of that very memory;
-* while such a view is alive, ``write`` copies results into it; when none is, ``write`` just keeps the new tensor.
+* a ``Buffer`` owns one tensor in any layout (channels_last after a convolution);
+* ``array()`` converts it to C order on first use and returns a view of that memory;
+* while such a view is alive, ``write`` copies results into it; otherwise ``write`` keeps the new tensor.
 
-Memory appears on first use: a net of any size costs nothing until data flows.
+Memory is allocated on first use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEGACY_AXES = 4
 
 
 class Buffer:
-    """One array, shared by every blob that uses it (shared parameters, nets that share weights)."""
+    """One array, shared by all blobs that use it (shared parameters, nets that share weights)."""
 
     __slots__ = ("_initial", "_released", "_tensor", "_views", "epoch")
 
@@ -46,14 +46,14 @@ class Buffer:
         self._initial: Callable[[], torch.Tensor] | None = None
         self._released = False
         self.epoch = 0
-        """Grows with every write and every array handed out.
+        """Increased by each write and each array handed out.
 
-        What is derived from the content may be kept while the epoch stays and the buffer is not exposed.
+        A value derived from the content may be cached while the epoch is unchanged and the buffer is not exposed.
         """
 
     @property
     def is_exposed(self) -> bool:
-        """Whether someone still holds a NumPy view and could read or write it at any time."""
+        """Whether a NumPy view of the buffer is alive, so that it can be read or written at any time."""
         if not self._views:
             return False
         self._views = [view for view in self._views if view() is not None]
@@ -61,19 +61,19 @@ class Buffer:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether there is memory behind it yet."""
+        """Whether memory is allocated."""
         return self._tensor is not None
 
     def initialize_by(self, initial: Callable[[], torch.Tensor]) -> None:
-        """Set what the first reader gets; replaces any content. The work is done only if someone reads."""
+        """Set the function that computes the content on first read; replaces any content."""
         self._tensor, self._initial = None, initial
         self.epoch += 1
 
     def read(self, shape: Shape) -> torch.Tensor:
-        """The tensor, in whatever memory layout it is; zeros (or the initial value) when nothing was written yet.
+        """The tensor in its current memory layout; zeros (or the initial value) if nothing was written yet.
 
         Raises:
-            ArgumentError: The engine gave the memory back (``keep_blobs=False``).
+            ArgumentError: The engine freed the memory (``keep_blobs=False``).
         """
         tensor = self._tensor
         if tensor is None:
@@ -85,14 +85,14 @@ class Buffer:
             tensor = self._initial() if self._initial is not None else torch.zeros(shape)
             self._tensor, self._initial = tensor, None
         if tensor.device != (device := current_device()):
-            # Memory someone looks at through NumPy stays on the CPU and is copied for the reader.
+            # Memory with live NumPy views stays on the CPU and is copied for the reader.
             tensor = tensor.to(device)
             if not self.is_exposed:
                 self._tensor = tensor
         return tensor if tensor.shape == shape else tensor.reshape(shape)
 
     def write(self, value: torch.Tensor) -> None:
-        """Take ``value`` as the new content, into the memory of living NumPy views if there are any.
+        """Set the content to ``value``, copying it into the memory of live NumPy views if there are any.
 
         The tensor is kept, not copied: the caller must not change it afterwards.
         """
@@ -100,7 +100,7 @@ class Buffer:
         if self._views and current is not None and self.is_exposed and _capacity(current) >= value.numel():
             target = _reuse(current, tuple(value.shape))
             if target.data_ptr() != value.data_ptr() or target.stride() != value.stride():
-                # .data: gradients recorded from the old content keep using this memory, as Caffe's do.
+                # .data: autograd graphs of the old content keep using this memory, as Caffe's do.
                 target.data.copy_(value)
             self._tensor = target
         else:
@@ -138,13 +138,13 @@ class Buffer:
             self._tensor = None
 
     def release(self) -> None:
-        """Give the memory back; reading is an error until the next write."""
+        """Free the memory; reading is an error until the next write."""
         if not self.is_exposed:
             self._tensor = None
             self._released = True
 
     def forget(self) -> None:
-        """Give the memory back because a write follows; without one, zeros are read."""
+        """Free the memory before a write; without a write, zeros are read."""
         if not self.is_exposed:
             self._tensor = None
 
@@ -154,7 +154,7 @@ def _capacity(tensor: torch.Tensor) -> int:
 
 
 def _reuse(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """The memory of ``tensor`` from its start, seen as a C-contiguous tensor of another shape."""
+    """The memory of ``tensor``, from its start, as a C-contiguous tensor of another shape."""
     if tensor.shape == shape and tensor.is_contiguous():
         return tensor
     strides = []
@@ -180,7 +180,7 @@ class Blob:
         if shape:
             self.set_shape(shape)
 
-    # ------------------------------------------------------------------ the face of pycaffe
+    # ------------------------------------------------------------------ pycaffe's interface
 
     @property
     def data(self) -> FloatArray:
@@ -194,12 +194,12 @@ class Blob:
 
     @property
     def shape(self) -> Shape:
-        """The length of each axis."""
+        """The size of each axis."""
         return self._shape
 
     @property
     def count(self) -> int:
-        """How many values it holds."""
+        """The number of values."""
         return math.prod(self._shape)
 
     @property
@@ -223,7 +223,7 @@ class Blob:
         return self._legacy_axis(3)
 
     def reshape(self, *shape: int, **unexpected: object) -> None:
-        """Change the shape; layers above follow at the next forward (or ``Net.reshape``)."""
+        """Change the shape; layers that read the blob adapt at the next forward pass (or ``Net.reshape``)."""
         if unexpected:
             raise RuntimeError("Blob.reshape takes no kwargs")
         for size in shape:
@@ -231,7 +231,7 @@ class Blob:
                 raise ArgumentTypeError(f"Blob.reshape takes whole numbers, one per axis, got {size!r}")
         self.set_shape(tuple(int(size) for size in shape))
 
-    # ------------------------------------------------------------------ the face of the engine
+    # ------------------------------------------------------------------ interface for the engine
 
     @property
     def values(self) -> Buffer:
@@ -256,7 +256,7 @@ class Blob:
         return self.gradients.read(self._shape)
 
     def set_tensor(self, value: torch.Tensor) -> None:
-        """Make ``value`` the content; shape follows it."""
+        """Set the content and the shape to those of ``value``."""
         shape = value.shape
         if shape != self._shape:
             if self._diff is not None:
@@ -265,11 +265,11 @@ class Blob:
         self._values.write(value)
 
     def set_gradient(self, value: torch.Tensor) -> None:
-        """Make ``value`` the gradients."""
+        """Set the gradients to ``value``."""
         self.gradients.write(value)
 
     def set_shape(self, shape: Sequence[int]) -> None:
-        """Change the shape, keeping content where the memory suffices."""
+        """Change the shape, keeping the content if the memory suffices."""
         new = tuple(shape)
         if new == self._shape:
             return
@@ -280,19 +280,19 @@ class Blob:
         self._shape = new
 
     def share_values(self, owner: Blob) -> None:
-        """Use the values of ``owner`` from now on."""
+        """Share the values of ``owner``."""
         self._values = owner.values
 
     def share_gradients(self, owner: Blob) -> None:
-        """Use the gradients of ``owner`` from now on."""
+        """Share the gradients of ``owner``."""
         self._diff = owner.gradients
 
     def touch(self) -> None:
-        """Tell those who keep something derived from the values that these changed."""
+        """Invalidate values cached from the content."""
         self._values.epoch += 1
 
     def legacy_shape(self) -> Shape:
-        """The shape as four axes, ones in front: what old files call num, channels, height, width."""
+        """The shape as four axes, padded with ones in front: num, channels, height, width of old files."""
         return (1,) * (LEGACY_AXES - len(self._shape)) + self._shape
 
     def _legacy_axis(self, index: int) -> int:
@@ -308,10 +308,10 @@ class Blob:
 
 
 def check_shape(shape: Shape) -> None:
-    """Refuse what Caffe refuses: too many axes, negative sizes, more than 2^31-1 values.
+    """Check the shape by Caffe's limits: number of axes, no negative sizes, at most 2^31-1 values.
 
     Raises:
-        ArgumentError: The shape is one of these.
+        ArgumentError: The shape exceeds a limit.
     """
     if len(shape) > MAX_AXES:
         raise ArgumentError(f"a blob has at most {MAX_AXES} axes, got {len(shape)}")

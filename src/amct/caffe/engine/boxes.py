@@ -1,4 +1,4 @@
-"""Boxes (xmin, ymin, xmax, ymax): how much two overlap, and keeping only the best of those that do."""
+"""Boxes (xmin, ymin, xmax, ymax): overlap and non-maximum suppression."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Below this threshold SSD's adaptive suppression (eta < 1) stops shrinking it.
+#: SSD's adaptive suppression (eta < 1) does not reduce a threshold below this value.
 ADAPTIVE_LIMIT = 0.5
 
 
@@ -19,7 +19,7 @@ def overlaps(box: torch.Tensor, others: torch.Tensor, *, pixel: float = 0.0) -> 
     Args:
         box: Four numbers.
         others: (N, 4).
-        pixel: 1 when the ends count as pixels inside (Faster R-CNN), 0 when they are lines (SSD).
+        pixel: 1 if xmax and ymax are the last pixels inside (Faster R-CNN), 0 if they are coordinates (SSD).
     """
     low = torch.maximum(box[:2], others[:, :2])
     high = torch.minimum(box[2:], others[:, 2:])
@@ -30,20 +30,20 @@ def overlaps(box: torch.Tensor, others: torch.Tensor, *, pixel: float = 0.0) -> 
 
 
 def area(boxes: torch.Tensor, *, pixel: float = 0.0) -> torch.Tensor:
-    """The area of each box; none where an end lies before the start."""
+    """The area of each box; 0 where a maximum is below its minimum."""
     sides = boxes[:, 2:] - boxes[:, :2]
     product = (sides[:, 0] + pixel) * (sides[:, 1] + pixel)
     return torch.where((sides < 0).any(1), torch.zeros_like(product), product)
 
 
 def suppress(boxes: torch.Tensor, threshold: float, *, pixel: float = 0.0, eta: float = 1.0) -> Iterator[int]:
-    """Non-maximum suppression: go through boxes sorted by score, yield those that no yielded one overlaps too much.
+    """Non-maximum suppression: yield the index of each box that no box yielded before overlaps too much.
 
     Args:
         boxes: (N, 4), best first.
-        threshold: A box goes when it overlaps a kept one by more than this.
+        threshold: A box is dropped if its overlap with a kept one is larger.
         pixel: As for ``overlaps``.
-        eta: SSD's adaptive form: the threshold shrinks by it with every box kept, while above one half.
+        eta: SSD's adaptive form: each box kept multiplies the threshold by it, while that is above one half.
     """
     if eta < 1:
         yield from _suppress_adaptively(boxes, threshold, eta)

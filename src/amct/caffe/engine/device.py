@@ -1,6 +1,6 @@
-"""Where nets run.
+"""The device on which nets run.
 
-The one process-wide setting (``set_mode_cpu``, ``set_mode_gpu``, ``set_device``), held in a context variable.
+A process-wide setting (``set_mode_cpu``, ``set_mode_gpu``, ``set_device``) in a context variable.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _index: ContextVar[int] = ContextVar("amct_caffe_device_index", default=0)
 
 
 def set_mode_cpu() -> None:
-    """Run nets on the CPU from now on."""
+    """Run nets on the CPU."""
     _device.set(_CPU)
 
 
 def set_mode_gpu() -> None:
-    """Run nets on a CUDA device from now on; where there is none, say so and stay on the CPU."""
+    """Run nets on a CUDA device; if there is none, log a warning and stay on the CPU."""
     if torch.cuda.is_available():
         _device.set(torch.device("cuda", _index.get()))
     else:
@@ -49,5 +49,5 @@ def set_device(index: int) -> None:
 
 
 def current_device() -> torch.device:
-    """The torch device nets run on now."""
+    """The torch device on which nets run."""
     return _device.get()

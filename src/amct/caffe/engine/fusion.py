@@ -1,7 +1,7 @@
-"""Layers merged at run time: BatchNorm, Scale and Bias into the weights of the layer before them.
+"""Fusion at run time: BatchNorm, Scale and Bias are folded into the weights of the layer before them.
 
-Only inference is merged, the parameters in the net stay as they are, and a change to any of them is noticed.
-(Merging for good, in the files, is another matter: see the fusion passes of the Caffe front door.)
+Only inference is fused. The net's parameters are not changed, and the folded weights are recomputed when a parameter
+changes. The fusion that rewrites model files is in ``amct.caffe.ptq``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FusedChain:
-    """A first layer with weights, the per-channel layers folded into them, and an activation behind."""
+    """A layer with weights, the per-channel layers folded into them, and an optional activation."""
 
     nodes: list[Node]
-    """All of them, in order."""
+    """All layers of the chain, in order."""
     activation: Node | None = None
-    """The last one, if it is an activation."""
+    """The last layer, if it is an activation."""
 
     def run(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The result of the last layer."""
+        """Return the result of the last layer."""
         head = self.nodes[0].layer
         code = self.activation.layer.activation() if self.activation is not None else None
         result, is_activated = head.forward_folded(bottom, self._folded(), code)
@@ -78,7 +78,7 @@ def fold_into_weight(weight: torch.Tensor, scale: torch.Tensor, axis: int, group
 
 
 def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, FusedChain]:
-    """Chains by the index of their first layer."""
+    """The chains, by the index of their first layer."""
     readers: dict[int, list[Node]] = {}
     for node in nodes:
         for bottom in node.bottoms:
@@ -106,7 +106,7 @@ def _can_be_head(node: Node) -> bool:
 
 
 def _next(node: Node, readers: dict[int, list[Node]], kept: Collection[int] | None) -> Node | None:
-    """The only layer that sees this layer's result, if merging it away is unobservable."""
+    """The only reader of this layer's result, if fusing it cannot be observed."""
     top = node.tops[0]
     after = [reader for reader in readers.get(top, []) if reader.index > node.index]
     if not after:

@@ -1,40 +1,39 @@
-"""The base of all layers, and how to write one.
+"""The base class of all layers, and how to write one.
 
-**Adding a layer type** takes one class in one module of ``layers/`` and, if it has parameters, one message in
-``schema/caffe.proto``; it is found by itself::
+**Adding a layer type** takes one class in a module of ``layers/`` and, if it has options, one message in
+``schema/caffe.proto``; the registry finds it::
 
     @register("Power")
     class Power(Layer):
         '''y = (shift + scale * x) ^ power.'''
 
-        def setup(self, bottoms: list[Shape]) -> None:          # once, shapes known: read parameters, make blobs
+        def setup(self, bottoms: list[Shape]) -> None:          # called once: read options, create parameters
             self.options = self.parameter.power_param
 
-        def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # whenever a bottom changes shape: the tops' shapes
+        def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # when a bottom changes shape: the tops' shapes
             return [bottoms[0]]
 
         def forward(self, bottoms: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
             return [(self.options.shift + self.options.scale * bottoms[0]) ** self.options.power]
 
-* ``bottom_count`` / ``top_count`` are the numbers of blobs allowed, ``(1, 1)`` unless the class says otherwise;
-  ``(2, None)`` means two or more. ``same_count`` demands as many tops as bottoms.
-* ``self.top_blobs`` and ``self.bottom_blobs`` are there from ``setup`` on, for layers whose options depend on how
-  many they have.
-* Parameters are made in ``setup`` by ``self.add_parameter(shape, filler)``; ``forward`` gets them as tensors, in
+* ``bottom_count`` / ``top_count`` are the allowed numbers of blobs, ``(1, 1)`` by default; ``(2, None)`` means two or
+  more. ``same_count`` requires as many tops as bottoms.
+* ``self.top_blobs`` and ``self.bottom_blobs`` are set before ``setup``.
+* Parameters are created in ``setup`` by ``self.add_parameter(shape, filler)``; ``forward`` gets them as tensors, in
   that order.
-* ``forward`` is a function of its arguments. It must not change a bottom, and its results are new tensors, except:
-  results may be views of a bottom when ``returns_views`` is set; when ``self.may_overwrite`` is true the bottom may
-  be reused (``torch.relu_``): the engine sets that for in-place layers nobody else looks at.
+* ``forward`` must not change a bottom and returns new tensors, except: with ``returns_views`` the results may be views
+  of a bottom; if ``self.may_overwrite`` is true the bottom's memory may be reused (``torch.relu_``).
 * **Gradients** come from torch's autograd over ``forward``. Where Caffe's backward differs from the derivative (ties,
-  deliberate approximations), use a ``torch.autograd.Function`` inside ``forward``. A layer that works on blobs
-  (Python layers; Input, which has nothing to do) overrides ``run``, and ``run_backward`` if there are gradients.
-* Randomness: use torch's global generator (``caffe.set_random_seed`` seeds it). ``self.is_training`` tells the phase.
-* Errors: ``raise self.error("kernel_size must be > 0, got 0")`` names the layer for you. Check everything in
-  ``setup`` or ``reshape``: building a net finds all mistakes and allocates nothing.
-* ``channel_affine`` lets the engine fold a layer into the convolution in front of it; ``shares_memory`` is for
-  layers whose top *is* the bottom's memory in Caffe (Reshape, Flatten, Split).
-* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (``amct.caffe.onnx.forms.place`` says how); the
-  types of this project have theirs in ``onnx_forms/``, so that the engine needs no onnx. A layer without one runs.
+  approximations), use a ``torch.autograd.Function`` inside ``forward``. A layer that works on blobs (Python layers,
+  Input) overrides ``run``, and ``run_backward`` if it has gradients.
+* Random numbers: use torch's global generator (seeded by ``caffe.set_random_seed``). ``self.is_training`` is the phase.
+* Errors: ``raise self.error("kernel_size must be > 0, got 0")`` adds the layer's name. Check everything in ``setup`` or
+  ``reshape``: building a net finds all mistakes before memory is allocated.
+* ``channel_affine`` lets the engine fold a layer into the convolution before it; ``shares_memory`` marks layers whose
+  top has the same memory as the bottom in Caffe (Reshape, Flatten, Split).
+* ``moves_values`` marks layers that only move or select values: deploy models run them on integers.
+* ONNX: a method ``to_onnx(self, place)`` writes the layer's nodes (see ``amct.caffe.onnx.forms.place``). For the types
+  of this project it is in ``amct.caffe.onnx.forms``, so that the engine does not need onnx. It is optional.
 """
 
 from __future__ import annotations
@@ -56,19 +55,19 @@ if TYPE_CHECKING:
     from amct.caffe.engine.packed import Activation
 
 TRAIN, TEST = 0, 1
-#: What torch hands to ``forward`` and ``backward`` of an autograd Function; anything may be kept on it.
+#: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
 AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
 
 
 def _allow(shape: Shape, what: str) -> None:
-    """Any size is fine: for layers made outside a net."""
+    """Accept any size: the default for layers created outside a net."""
     del shape, what
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What a layer may know about the net around it."""
+    """The properties of the net that a layer may use."""
 
     phase: int = TEST
     net_name: str = ""
@@ -77,13 +76,13 @@ class LayerContext:
 
 
 def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
-    """What something derived depends on: which buffers (sharing replaces them), their epochs, the device."""
+    """The state on which a cached value depends: buffers and their epochs, the condition, the device."""
     return [(blob.values, blob.values.epoch) for blob in sources], condition, current_device()
 
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Parameters with the layers behind folded in: how to compute them, and the blobs they come from."""
+    """Parameters with the following layers folded in: how to compute them, and the blobs they come from."""
 
     owner: Layer
     compute: Callable[[], list[torch.Tensor]]
@@ -91,12 +90,12 @@ class Folded:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Computed once and kept until a source changes."""
+        """The folded parameters, cached until a source changes."""
         return self.owner.derived("folded", self.sources, self.compute)
 
 
 class Layer:
-    """One layer of a net; the module docstring says how to write a new one."""
+    """One layer of a net; the module docstring tells how to write a new one."""
 
     bottom_count: ClassVar[tuple[int, int | None]] = (1, 1)
     top_count: ClassVar[tuple[int, int | None]] = (1, 1)
@@ -106,11 +105,13 @@ class Layer:
     shares_memory: bool = False
     default_loss_weight: ClassVar[float] = 0.0
     makes_missing_tops: ClassVar[bool] = False
-    """A layer that may be written without its top (losses): the net invents one."""
+    """Whether the prototxt may omit the top (losses); the net then adds one."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
     fold_axis: ClassVar[int] = -1
-    """The axis of the first parameter that counts outputs, for layers others can be folded into; -1: none."""
+    """The axis of the first parameter that indexes the outputs, for layers that others can be folded into; -1: none."""
+    moves_values: ClassVar[bool] = False
+    """Whether the layer only moves or selects values (Concat): rounding before or behind it is then the same."""
 
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         self.parameter = parameter
@@ -125,10 +126,10 @@ class Layer:
         self.may_overwrite = False
         self._derived: dict[str, tuple[tuple[object, ...], Any]] = {}
 
-    # ------------------------------------------------------------------ what a layer defines
+    # ------------------------------------------------------------------ defined by a layer type
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read and check the options, make the parameters. Called once, after the bottoms' shapes are known."""
+        """Read and check the options, create the parameters. Called once, after the bottoms' shapes are known."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """Return the shapes of the tops for these bottoms; raise ``self.error`` when they do not fit."""
@@ -139,68 +140,74 @@ class Layer:
         raise NotImplementedError
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
-        """Get to know the other layers of the net, by name and in order, once all are set up."""
+        """Receive the other layers of the net, by name and in order, after all are set up."""
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Whether ``force_backward`` reaches this bottom (labels say no)."""
+        """Whether ``force_backward`` applies to this bottom (not to labels)."""
         del bottom
         return True
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Scale and shift per channel when the layer is nothing but that at inference, else None."""
+        """(scale, shift) per channel if that is all the layer does at inference, else None."""
         return None
 
     def activation(self) -> Activation | None:
-        """What the layer does to every value by itself, in the terms of ``packed.py``, else None."""
+        """The element-wise function of the layer, as named in ``packed.py``, else None."""
         return None
 
     def forward_folded(
         self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
     ) -> tuple[torch.Tensor, bool]:
-        """Run with folded parameters; say whether the activation was computed too."""
+        """Run with folded parameters; return the result and whether the activation was applied too."""
         del activation
         return self.forward([bottom], folded.parameters)[0], False
 
     def fold_channels(self) -> int:
-        """How many output channels a foldable layer has."""
+        """The number of output channels of a foldable layer."""
         raise NotImplementedError
 
     def fold_groups(self) -> int:
-        """In how many groups a foldable layer's outputs come."""
+        """The number of groups of a foldable layer."""
         return 1
 
-    # ------------------------------------------------------------------ what the engine calls
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """``moves_values`` of a layer with these parameters, where it depends on them."""
+        del parameter
+        return cls.moves_values
+
+    # ------------------------------------------------------------------ called by the engine
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Forward on blobs, without gradients."""
+        """Run forward on blobs, without gradients."""
         results = self.forward([blob.tensor for blob in bottoms], [blob.tensor for blob in self.blobs])
         for blob, value in zip(tops, results, strict=True):
             blob.set_tensor(value)
 
-    #: A layer that computes its own gradients on blobs sets this to a method
-    #: ``(tops: list[Blob], propagate_down: list[bool], bottoms: list[Blob]) -> None``.
+    #: A layer that computes its own gradients on blobs sets this to a method ``(tops: list[Blob], propagate_down:
+    #: list[bool], bottoms: list[Blob]) -> None``.
     run_backward: Callable[[list[Blob], list[bool], list[Blob]], None] | None = None
 
     @property
     def replaces_tops(self) -> bool:
-        """Whether every run gives all tops new tensors; a layer that works on blobs (overrides ``run``) need not."""
+        """Whether each run sets all tops to new tensors; layers that override ``run`` may not."""
         return type(self).run is Layer.run
 
     @property
     def uses_autograd(self) -> bool:
-        """Whether gradients come from ``forward``; not so for a layer that works on blobs (overrides ``run``)."""
+        """Whether gradients come from ``forward``; not for layers that override ``run``."""
         return self.replaces_tops and self.run_backward is None
 
-    # ------------------------------------------------------------------ help for those who write layers
+    # ------------------------------------------------------------------ helpers for layer types
 
     @property
     def is_training(self) -> bool:
-        """Whether the layer runs in the TRAIN phase (its own ``phase:`` beats the net's)."""
+        """Whether the layer runs in the TRAIN phase (its own ``phase`` overrides the net's)."""
         phase: int = self.parameter.phase if self.parameter.HasField("phase") else self.context.phase
         return phase == TRAIN
 
     def add_parameter(self, shape: Sequence[int], filler: ProtoMessage | None = None, *, default: float = 0.0) -> Blob:
-        """Append a parameter blob, filled as ``filler`` says (or with ``default``) when first read."""
+        """Append a parameter blob, filled by ``filler`` (or with ``default``) on first read."""
         full = tuple(int(size) for size in shape)
         self.context.check_size(full, f'parameter {len(self.blobs)} of layer "{self.name}"')
         blob = Blob(*full)
@@ -209,7 +216,7 @@ class Layer:
         return blob
 
     def derived(self, key: str, sources: Sequence[Blob], make: Callable[[], Made], condition: object = None) -> Made:
-        """Keep something computed from parameters (a folded weight) until one of them, or ``condition``, changes."""
+        """Cache a value computed from parameters (a folded weight) until one of them, or ``condition``, changes."""
         state = _state(sources, condition)
         kept = self._derived.get(key)
         if kept is not None and kept[0] == state and not any(blob.values.is_exposed for blob in sources):

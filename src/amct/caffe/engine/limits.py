@@ -1,4 +1,4 @@
-"""How large one blob may be, so that a wrong number in a prototxt is an error message and not an exhausted machine."""
+"""The largest allowed size of a blob: a wrong number in a prototxt gives an error instead of using all memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES_PER_VALUE = 4
 
 
 def size_check() -> Callable[[Shape, str], None]:
-    """A function that refuses shapes above the limit: ``check(shape, 'blob "conv1"')`` raises ModelError."""
+    """Return a function that rejects shapes above the limit: ``check(shape, 'blob "conv1"')`` raises ModelError."""
     limit = _limit()
 
     def check(shape: Shape, what: str) -> None:
@@ -35,7 +35,7 @@ def size_check() -> Callable[[Shape, str], None]:
         if count * _BYTES_PER_VALUE > limit:
             raise ModelError(
                 f"{what} would have shape {shape}, {count * _BYTES_PER_VALUE / 2**30:.1f} GiB; the limit is "
-                f"{limit / 2**30:.1f} GiB. If that is meant, set {LIMIT_VARIABLE} to a larger number of bytes."
+                f"{limit / 2**30:.1f} GiB. If this size is intended, set {LIMIT_VARIABLE} to a larger number of bytes."
             )
 
     return check

@@ -1,4 +1,4 @@
-"""A Caffe net that runs: forward and backward over ranges of layers, weights in and out."""
+"""A runnable Caffe net: forward and backward over ranges of layers, loading and saving of weights."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Net:
     """A net built from a NetParameter.
 
     Args:
-        parameter: The net, in any of Caffe's forms; it is not changed.
+        parameter: The net, in any of Caffe's formats; it is not changed.
         phase: TRAIN (0) or TEST (1).
-        level: The level that include/exclude rules see.
-        stages: The stages that include/exclude rules see, besides those of the prototxt's ``state``.
-        keep_blobs: True keeps every blob readable, as Caffe does. False frees each after its last reader and merges
-            layers: less memory, more speed; only inputs and outputs stay, until the next forward makes new ones. A
-            list of names keeps these too.
-        allow_python: Let Python layers run; they execute code that the prototxt names.
-        with_gradients: False never keeps what backward needs (a net that is only tested).
+        level: The level for include/exclude rules.
+        stages: The stages for include/exclude rules, in addition to those of the prototxt's ``state``.
+        keep_blobs: True keeps every blob readable, as Caffe does. False frees each blob after its last reader and fuses
+            layers: less memory, more speed; only inputs and outputs stay, until the next forward pass. A list of names
+            keeps these blobs too.
+        allow_python: Allow Python layers, which execute code that the prototxt names.
+        with_gradients: False keeps nothing for backward (a net that is only tested).
 
     Raises:
         ModelError: The net cannot be built; the message names layer and reason.
@@ -81,14 +81,14 @@ class Net:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **options: object) -> Net:
-        """Read a prototxt and build it; ``options`` as for the class.
+        """Read a prototxt and build the net; ``options`` as for the class.
 
         Raises:
-            FileError, ParseError, ModelError: The file cannot be read, is no prototxt, or the net cannot be built.
+            FileError, ParseError, ModelError: The file cannot be read, is not a prototxt, or the net cannot be built.
         """
         return cls(read_message(path, "NetParameter"), **options)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------ what the net is made of
+    # ------------------------------------------------------------------ contents
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class Net:
 
     @property
     def layers(self) -> list[Layer]:
-        """All layers, automatic Splits among them."""
+        """All layers, including automatic Split layers."""
         return [node.layer for node in self.graph.nodes]
 
     @property
@@ -112,7 +112,7 @@ class Net:
 
     @property
     def learnable(self) -> list[LearnableParameter]:
-        """What a solver updates: each parameter once, with its multipliers."""
+        """The parameters that a solver updates: each once, with its multipliers."""
         return self.graph.learnable
 
     def blob(self, name: str) -> Blob:
@@ -149,7 +149,7 @@ class Net:
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
         plan = self._plan(start, last, kept, literal=bool(watched))
-        if self._kept is not None or not watched:  # whoever watches may look at blobs that are not written yet
+        if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
         loss = 0.0
         with torch.no_grad():
@@ -163,13 +163,13 @@ class Net:
         return loss
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
-        """Run the gradients of layers ``start`` down to ``end`` (both included); the tops' ``diff`` say where from.
+        """Compute the gradients of layers ``start`` down to ``end`` (both included) from the tops' ``diff``.
 
         Raises:
             ModelError: The net frees its blobs (``keep_blobs=False``), so gradients cannot be computed.
         """
         if not self._with_gradients:
-            raise ModelError(f'net "{self.name}" was made without gradients (keep_blobs=False or with_gradients=False)')
+            raise ModelError(f'net "{self.name}" was created without gradients (keep_blobs or with_gradients is False)')
         first = len(self.graph.nodes) - 1 if start is None else start
         for index in range(first, end - 1, -1):
             node = self.graph.nodes[index]
@@ -181,7 +181,7 @@ class Net:
                 callback(index)
 
     def reshape(self) -> None:
-        """Bring the shapes of all blobs in line with the inputs', without computing anything."""
+        """Update the shapes of all blobs from those of the inputs, without computing values."""
         for node in self.graph.nodes:
             self._reshape_node(node, self._blobs(node.bottoms))
 
@@ -230,7 +230,7 @@ class Net:
                     )
                 ours.share_values(theirs)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _free(self, stale: list[Blob]) -> None:
         for blob in stale:
@@ -334,7 +334,7 @@ class Net:
 def build_graph(
     parameter: ProtoMessage, phase: int, level: int, stages: Sequence[str], *, allow_python: bool = False
 ) -> Graph:
-    """Upgrade, filter, split and build a net.
+    """Upgrade, filter, insert splits and build a net.
 
     Raises:
         ModelError: The net cannot be built.

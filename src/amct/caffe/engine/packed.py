@@ -1,7 +1,6 @@
-"""Convolutions with weights rearranged once and the activation computed in the same pass (oneDNN, through torch).
+"""Convolutions with packed weights and a fused activation (oneDNN, through torch).
 
-torch's own compiler calls the same two operators; where a torch build lacks them, everything works without, a
-little slower.
+These are the operators that torch's compiler uses; a torch build without them runs the plain convolution.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ import torch
 if TYPE_CHECKING:
     from amct.caffe.engine.layers.convolution import Window
 
-#: What is applied to every value of the result: the operator's name for it, and its numbers.
+#: An activation: its name for the operator, and its arguments.
 Activation: TypeAlias = tuple[str, tuple[float, ...]]
 
-#: Below this many input values the plain convolution is faster than the call.
+#: With fewer input values the plain convolution is faster.
 SMALLEST_INPUT = 20480
 
 
 @cache
 def is_available() -> bool:
-    """Whether this build of torch has the operators and they compute what they should."""
+    """Whether this torch build has the operators and they compute correct results."""
     try:
         bottom, weight, bias = torch.ones(1, 2, 3, 3), torch.ones(4, 2, 1, 1), torch.full((4,), -3.0)
         ones, none = (1, 1), (0, 0)
@@ -35,7 +34,7 @@ def is_available() -> bool:
 
 
 def is_worthwhile(bottom: torch.Tensor) -> bool:
-    """Whether the packed form runs here, and pays."""
+    """Whether the packed convolution can run on this input and is faster."""
     return (
         bottom.numel() > SMALLEST_INPUT
         and bottom.device.type == "cpu"
@@ -46,7 +45,7 @@ def is_worthwhile(bottom: torch.Tensor) -> bool:
 
 
 def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.Size) -> torch.Tensor:
-    """The weights in the order the kernel wants for bottoms of this shape."""
+    """The weights packed for bottoms of this shape."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_convolution_weight(
         weight.contiguous(), window.pad, window.stride, window.dilation, group, list(bottom_shape)
     )

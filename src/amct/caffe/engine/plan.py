@@ -1,10 +1,9 @@
-"""How a range of layers is run: the order of steps, what is merged, what may be overwritten, what is freed.
+"""How a range of layers is run: the steps, which layers are fused, what may be overwritten, what is freed.
 
-Two rules keep pycaffe's promises in the default mode: a value is only merged away when nobody could ever have
-looked at it (the layers behind it work in place on the same blob), and every blob keeps its content. With
-``keep_blobs=False`` layers are also merged across blobs that have one reader, and blobs are freed after their last
-reader. In both modes what the last forward left is freed before the next one, unless someone holds an array of it: old
-and new results are not in memory together.
+In the default mode a value is fused away only if it can never be observed (the following layers work in place on the
+same blob), and each blob keeps its content. With ``keep_blobs=False`` layers are also fused across blobs with one
+reader, and blobs are freed after their last reader. In both modes the results of the last forward pass are freed before
+the next one, unless a NumPy array of them is alive.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Step:
-    """One thing to run: a layer, or several merged into one."""
+    """One step: a layer, or several fused layers."""
 
     node: Node
     """The layer that is run (of a chain: its first)."""
@@ -31,31 +30,31 @@ class Step:
     tops: list[Blob]
     chain: FusedChain | None = None
     release: list[Blob] = field(default_factory=list)
-    """Blobs nobody reads after this step."""
+    """Blobs without a reader after this step."""
     overwrite: bool = False
     mirrors: list[Blob] = field(default_factory=list)
-    """Blobs that in Caffe are the same memory as the one this in-place layer changes (Reshape's bottom, ...)."""
+    """Blobs that in Caffe share memory with the one this in-place layer changes (such as Reshape's bottom)."""
     shapes: list[tuple[int, ...]] | None = None
-    """The bottoms' shapes that the layer was last prepared for."""
+    """The bottoms' shapes at the last reshape of the layer."""
 
 
 @dataclass(eq=False, frozen=True)
 class Plan:
-    """What a forward does."""
+    """The steps of a forward pass."""
 
     steps: list[Step]
     stale: list[Blob]
-    """Blobs to free before the first step: they get new values, and nobody looks at the old ones."""
+    """Blobs to free before the first step, because they are written before they are read."""
 
 
 def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> Plan:
-    """How to run layers ``start`` to ``end`` (both included).
+    """Plan the run of layers ``start`` to ``end`` (both included).
 
     Args:
         graph: The net.
         start: Index of the first layer.
         end: Index of the last layer.
-        literal: Run every layer by itself (gradients are recorded, or someone watches each layer).
+        literal: Run each layer separately (gradients are recorded, or callbacks are set).
         kept: None to keep every blob, else the blobs to keep.
     """
     nodes = graph.nodes[start : end + 1]
@@ -84,7 +83,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
 
 
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
-    """Let a layer reuse its bottom's memory when a layer of this plan made that memory for this blob alone."""
+    """Let a layer reuse its bottom's memory if a layer of this plan allocated it for this blob alone."""
     fresh: set[int] = set()
     last_read = _last_readers(steps)
     for position, step in enumerate(steps):
@@ -101,7 +100,7 @@ def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | 
 
 
 def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
-    """Where a layer shares its bottom's memory (Reshape), an in-place layer behind it changes both in Caffe."""
+    """Where a layer shares its bottom's memory (Reshape), a later in-place layer changes both blobs, as in Caffe."""
     source: dict[int, int] = {}
     for node in graph.nodes:
         if node.layer.shares_memory and node.bottoms:
@@ -124,7 +123,7 @@ def _last_readers(steps: list[Step]) -> dict[int, int]:
 
 
 def _stale(steps: list[Step]) -> list[Blob]:
-    """The blobs that are written before they are read; not those of layers that may leave a top as it is."""
+    """The blobs that are written before they are read, except tops that their layer may leave unchanged."""
     read: set[int] = set()
     stale: dict[int, Blob] = {}
     for step in steps:

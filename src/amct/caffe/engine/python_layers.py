@@ -1,8 +1,8 @@
-"""What a Python layer of a prototxt is to those who write one (``caffe.Layer``), and who allows it to run.
+"""The base class of Python layers (``caffe.Layer``), and the permission to run them.
 
-A layer of ``type: "Python"`` names a module and a class; making it imports the module and runs the class's code. A
-prototxt is data that people download, so nothing of it is executed unless the caller says so: ``allow_python=True``
-for one net, or ``with allow_python_layers():`` around code that makes nets itself (scripts written for pycaffe).
+A layer of ``type: "Python"`` names a module and a class; creating it imports the module and runs its code. Prototxts
+are downloaded data, so this needs permission: ``allow_python=True`` for one net, or ``with allow_python_layers():``
+around code that creates nets itself (scripts written for pycaffe).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _allowed: ContextVar[bool] = ContextVar("python_layers_allowed", default=False)
 
 @contextmanager
 def allow_python_layers() -> Iterator[None]:
-    """Let every net made inside the ``with`` run its Python layers."""
+    """Allow Python layers in all nets created inside the ``with`` block."""
     token = _allowed.set(True)
     try:
         yield
@@ -47,15 +47,15 @@ class BlobList(list[Blob]):
 
 
 class PythonLayer:
-    """The base of Python layers: what pycaffe calls ``caffe.Layer``.
+    """The base class of Python layers: ``caffe.Layer`` of pycaffe.
 
     A subclass defines ``setup`` (once), ``reshape`` (before every forward), ``forward`` and, for gradients,
     ``backward``. Blobs have ``data``, ``diff``, ``shape`` and ``reshape(*sizes)``.
 
     Attributes:
-        blobs: The layer's parameters; ``self.blobs.add_blob(*shape)`` in ``setup`` makes one.
+        blobs: The layer's parameters; ``self.blobs.add_blob(*shape)`` in ``setup`` creates one.
         param_str: The text of ``python_param { param_str: ... }``; ``param_str_`` is its older name.
-        phase: 0 while training, 1 while testing.
+        phase: 0 in training, 1 in testing.
         name: The layer's name.
     """
 
@@ -67,10 +67,10 @@ class PythonLayer:
         self.param_str_ = self.param_str
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        """Read ``param_str``, check the number of blobs, make parameters."""
+        """Read ``param_str``, check the number of blobs, create parameters."""
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        """Give the tops their shapes."""
+        """Set the tops' shapes."""
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """Fill the tops' ``data``."""

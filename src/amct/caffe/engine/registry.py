@@ -33,9 +33,8 @@ _registered: dict[str, type[Layer]] = {}
 def register(*types: str) -> Callable[[LayerClass], LayerClass]:
     """Make a class known as a layer type (or several names of one): ``@register("ReLU")``.
 
-    Put the class in a module of ``amct/caffe/engine/layers`` and it is found; no list needs editing. A program of
-    its own may call it too, before building nets. ``amct.caffe.engine.layer.Layer`` says what the class must
-    define.
+    A class in a module of ``amct/caffe/engine/layers`` is found without further registration. Other packages use
+    ``amct.extend.register_caffe_layer``. ``amct.caffe.engine.layer.Layer`` says what the class must define.
     """
 
     def decorate(layer_class: LayerClass) -> LayerClass:
@@ -57,14 +56,24 @@ def _load_all() -> None:
             importlib.import_module(f"{package.__name__}.{module.name}")
 
 
+def unregister(type_name: str) -> None:
+    """Remove a layer type that a program registered itself."""
+    del _registered[type_name]
+
+
+def find_layer_class(type_name: str) -> type[Layer] | None:
+    """The class registered for a layer type, or None."""
+    _load_all()
+    return _registered.get(type_name)
+
+
 def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
     """The class registered for a layer type.
 
     Raises:
-        UnsupportedLayerError: Nobody registered the type; the message names the nearest one and how to add it.
+        UnsupportedLayerError: The type is not registered; the message names the nearest one and how to add it.
     """
-    _load_all()
-    found = _registered.get(type_name)
+    found = find_layer_class(type_name)
     if found is None:
         where = f'layer "{layer_name}": ' if layer_name else ""
         raise UnsupportedLayerError(
@@ -78,7 +87,7 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
 def implementation_of(parameter: ProtoMessage) -> str:
     """The type that runs a layer: its own, or a variant that a field of quantization asks for.
 
-    A layer on integers (deploy models) and a BatchNorm that refreshes its statistics have their plain type in the file.
+    A layer on integers (deploy models) and a BatchNorm that updates its statistics have their plain type in the file.
     """
     if parameter.HasField("integer_param"):
         return f"{parameter.type} on integers" if parameter.type in INTEGER_TYPES else "data on integers"

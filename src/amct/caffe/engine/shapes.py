@@ -1,4 +1,4 @@
-"""Small rules about shapes that many layers share."""
+"""Shape checks shared by many layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def canonical_axis(axis: int, axes: int, layer: str) -> int:
-    """Turn an axis that may count from the end into one from the front.
+    """Convert an axis that may count from the end to one that counts from the start.
 
     Raises:
         ModelError: There is no such axis.
@@ -25,25 +25,25 @@ def canonical_axis(axis: int, axes: int, layer: str) -> int:
 
 
 def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:
-    """How many values the axes from ``start`` up to (not including) ``end`` span."""
+    """The number of values in the axes from ``start`` up to (not including) ``end``."""
     return math.prod(shape[start:end])
 
 
 def require_axes(shape: Shape, axes: int, layer: str) -> None:
-    """Refuse a bottom that has another number of axes.
+    """Require a number of axes.
 
     Raises:
-        ModelError: It has.
+        ModelError: The number of axes is different.
     """
     if len(shape) != axes:
         raise ModelError(f'layer "{layer}": expected a blob of {axes} axes, got shape {shape}')
 
 
 def require_same_shape(first: Shape, other: Shape, layer: str, index: int) -> None:
-    """Refuse bottoms of different shape.
+    """Require equal shapes.
 
     Raises:
         ModelError: ``other`` (bottom ``index``) differs from bottom 0.
     """
     if first != other:
-        raise ModelError(f'layer "{layer}": bottom {index} has shape {other}, bottom 0 has {first}: they must agree')
+        raise ModelError(f'layer "{layer}": bottom {index} has shape {other}, bottom 0 has {first}: they must be equal')

@@ -1,4 +1,4 @@
-"""Weights in and out of a net: caffemodel (binary, any age) and HDF5."""
+"""Reads and writes weights: caffemodel (binary, all versions) and HDF5."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.atomic import FileGroup, open_write
+from amct.atomic import FileGroup, check_whole, open_write
 from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_blob, read_weights
 from amct.errors import FileError, ModelError, ParseError
 
@@ -36,8 +36,9 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a file.
 
     Raises:
-        FileError: It cannot be read.
+        FileError: It cannot be read, or the save that writes it was interrupted.
     """
+    check_whole(path)
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -48,8 +49,9 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
     """Whether a file is HDF5, by its first bytes.
 
     Raises:
-        FileError: It cannot be read.
+        FileError: It cannot be read, or the save that writes it was interrupted.
     """
+    check_whole(path)
     try:
         with Path(path).open("rb") as file:
             return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
@@ -58,7 +60,7 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
 
 
 def load(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Copy the weights of a file into the layers of the same name; layers the net does not have are passed over.
+    """Copy the weights of a file into the layers of the same name; other layers of the file are ignored.
 
     Raises:
         FileError: The file cannot be read.
@@ -94,7 +96,7 @@ def copy_layers(graph: Graph, layers: Iterable[StoredLayer], source: str) -> Non
 
 
 def copy_messages(layer: Layer, blobs: Sequence[ProtoMessage], source: str) -> None:
-    """Fill a layer's parameters from BlobProto messages (weights that stand in the prototxt itself).
+    """Fill a layer's parameters from BlobProto messages (weights inside the prototxt).
 
     Raises:
         ModelError: Number of blobs or shapes differ.
@@ -146,7 +148,7 @@ def set_values(blob: Blob, values: NumberArray) -> None:
 
 
 def caffemodel_parts(graph: Graph, *, with_diff: bool = False) -> list[bytes | memoryview]:
-    """The net as a serialized NetParameter, in pieces: every layer, automatic Splits too, with its blobs."""
+    """The net as a serialized NetParameter, in pieces: each layer, including automatic Splits, with its blobs."""
     from amct.caffe.engine.messages import new_message
 
     parts: list[bytes | memoryview] = [new_message("NetParameter", name=graph.name).SerializeToString()]
@@ -185,7 +187,7 @@ def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = F
 
 
 def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
-    """Write an HDF5 caffemodel to that very path, for a caller who keeps several files together."""
+    """Write an HDF5 caffemodel to this path directly, for a caller that commits several files together."""
     import h5py
 
     with h5py.File(path, "w") as file:
@@ -209,6 +211,7 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
     """
     import h5py
 
+    check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             if "data" not in file:

@@ -1,9 +1,8 @@
-"""Reads weights out of a binary caffemodel without building protobuf messages.
+"""Reads weights from a binary caffemodel without creating protobuf messages.
 
-A caffemodel may hold hundreds of megabytes of floats; protobuf's Python objects would copy them one number at a
-time, and a fork of Caffe may use our field numbers for other layer parameters. Only names and blobs are looked at
-here, and the numbers stay where they lie in the file. Every length is checked: a truncated or damaged file is a
-ParseError with the byte offset.
+A caffemodel may hold hundreds of megabytes of floats, which protobuf's Python objects would copy value by value, and a
+fork of Caffe may use the same field numbers for other layer parameters. Only names and blobs are read; the values are
+views of the file's bytes. Every length is checked: a truncated or damaged file is a ParseError with the byte offset.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _STATE_ITER, _STATE_NET, _STATE_HISTORY, _STATE_STEP = 1, 2, 3, 4
 
 @dataclass
 class StoredBlob:
-    """One blob of a file.
-
-    Its shape, its numbers (float32, float64, int8 or int32, flat), and whether the shape is the old 4-D one.
-    """
+    """One blob of a file: shape, flat values (float32, float64, int8 or int32), and whether its shape is legacy."""
 
     shape: tuple[int, ...]
     values: Array
@@ -58,7 +54,7 @@ class StoredLayer:
 
 @dataclass
 class StoredState:
-    """What a solver state file holds."""
+    """The content of a solver state file."""
 
     iteration: int = 0
     learned_net: str | None = None
@@ -67,7 +63,7 @@ class StoredState:
 
 
 class _Reader:
-    """Walks over one message; knows where it stands in the file."""
+    """Reads the fields of one message and knows its position in the file."""
 
     def __init__(self, data: memoryview, source: str, start: int, end: int) -> None:
         self.data, self.source, self.position, self.end = data, source, start, end
@@ -92,7 +88,7 @@ class _Reader:
         raise self.fail("a number is too long")
 
     def fields(self) -> Iterator[tuple[int, int, int | _Reader]]:
-        """Each field as (number, wire type, value); a length-delimited value is a reader of its own."""
+        """Each field as (number, wire type, value); a length-delimited value is a _Reader."""
         while self.position < self.end:
             key = self.varint()
             number, kind = key >> 3, key & 7
@@ -219,7 +215,7 @@ def _v1_layer(reader: _Reader) -> StoredLayer:
 
 
 class _BlobParts:
-    """What was found in a BlobProto so far; numbers may come packed or one by one."""
+    """The fields of a BlobProto read so far; values may be packed or single."""
 
     def __init__(self) -> None:
         self.dims: list[int] | None = None
@@ -293,7 +289,7 @@ def _signed(value: int) -> int:
 
 
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it."""
+    """A protobuf varint."""
     value &= 2**64 - 1
     encoded = bytearray()
     while value >= 0x80:
@@ -304,7 +300,7 @@ def varint(value: int) -> bytes:
 
 
 def length_delimited(number: int, size: int) -> bytes:
-    """The head of a length-delimited field; ``size`` bytes must follow."""
+    """The tag and length of a length-delimited field; ``size`` bytes must follow."""
     return varint(number << 3 | LENGTH) + varint(size)
 
 
@@ -313,7 +309,7 @@ def _bytes(values: npt.NDArray[np.float32]) -> memoryview:
 
 
 def blob_parts(shape: tuple[int, ...], values: Array, diff: Array | None = None) -> list[bytes | memoryview]:
-    """A BlobProto of float32 values as a list of byte pieces, so that large arrays are written without copying."""
+    """A BlobProto of float32 values as a list of byte pieces, so that large arrays are written without a copy."""
     data = np.ascontiguousarray(values, np.dtype("<f4"))
     pieces: list[bytes | memoryview] = [
         length_delimited(_BLOB_DATA, data.nbytes),

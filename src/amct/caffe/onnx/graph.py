@@ -1,11 +1,11 @@
-"""A Caffe net as a float ONNX model, with Caffe's exact meaning.
+"""A Caffe net as a float ONNX model that computes the same values.
 
-Nodes are called as their layers, tensors as their blobs. Where layers work in place, the last version has the blob's
-name and earlier ones are called ``<blob>.<layer>``. Layers that do nothing at inference (Split, Dropout) leave no node.
-The batch size stays open where all inputs share it and every layer can follow it.
+Nodes have the names of their layers, tensors those of their blobs. Where layers work in place, the last version has the
+blob's name and earlier ones are called ``<blob>.<layer>``. Layers that are the identity at inference (Split, Dropout)
+have no node. The batch size is dynamic if all inputs share it and every layer supports that.
 
-Losses and Accuracy are no part of a deployed model, and DetectionOutput has no ONNX operator: the file ends before
-them, their inputs are its outputs, and a note says so.
+Losses and Accuracy are not part of a deployed model, and DetectionOutput has no ONNX operator: the file ends before
+them, their inputs become its outputs, and a note tells the user.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
+from amct.arguments import check_file_name
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.layers.dummy_data import DummyData
 from amct.caffe.engine.layers.input import Input, Parameter
@@ -30,7 +31,7 @@ from amct.caffe.onnx.forms.registry import form_of
 from amct.caffe.onnx.forms.writer import OnnxWriter
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
 from amct.errors import ArgumentError, ExportError, did_you_mean
-from amct.export.writer import check_file_name, check_opset, save_model
+from amct.export.writer import check_opset, save_model
 
 if TYPE_CHECKING:
     import os
@@ -44,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 18
 BATCH = "batch"
-_FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
+_FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # opset -> IR version, from ONNX
 _ENDS = frozenset({"Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss"})
-"""Types before which the file ends, besides losses."""
+"""Types before which the file ends, in addition to losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Where a tensor of the ONNX model is found in the net: in ``blob``, right after ``layer`` ran."""
+    """The place of an ONNX tensor in the net: the content of ``blob`` right after ``layer`` ran."""
 
     blob: str
     layer: str
@@ -59,14 +60,14 @@ class TensorSource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FloatOnnx:
-    """A float ONNX model and how it belongs to its net.
+    """A float ONNX model and its relation to the net.
 
     Attributes:
         model: The model.
-        nodes: The names of each layer's nodes; none for a layer that does nothing.
+        nodes: The node names of each layer; empty for an identity.
         bottoms: The tensors that each layer reads, by bottom.
-        sources: Where each activation comes from; tensors inside a layer's form are not there.
-        notes: What a user should know: where the file ends, what a layer does differently.
+        sources: The source of each activation; tensors inside a layer's form are not listed.
+        notes: Notes for the user: where the file ends, which layers behave differently.
     """
 
     model: ModelProto
@@ -79,17 +80,17 @@ class FloatOnnx:
 def float_onnx(
     net: Net, *, opset: int = DEFAULT_OPSET, outputs: Sequence[str] | None = None, dynamic_batch: bool = True
 ) -> FloatOnnx:
-    """Write a net as ONNX, in memory.
+    """Convert a net to ONNX, in memory.
 
     Args:
-        net: A net of the TEST phase with its weights; shapes are those that its inputs have now.
+        net: A net of the TEST phase with its weights; the shapes are the current ones of its inputs.
         opset: 16 to 21.
-        outputs: Blobs to end at; the net's outputs unless given.
-        dynamic_batch: Leave the batch size open where the net allows it.
+        outputs: The output blobs; by default the net's outputs.
+        dynamic_batch: Make the batch size dynamic where the net allows it.
 
     Raises:
-        ArgumentError: The opset is outside 16..21, an output is no blob, or the net is of the TRAIN phase.
-        ExportError: A layer has no ONNX form; the message names it and what can be done.
+        ArgumentError: The opset is outside 16..21, an output is not a blob, or the net is of the TRAIN phase.
+        ExportError: A layer has no ONNX form; the message names it and a remedy.
     """
     check_opset(opset)
     if net.phase != TEST:
@@ -118,11 +119,11 @@ def export_onnx(
         caffemodel: Its weights.
         path: The file to write.
         opset: 16 to 21.
-        outputs: Blobs to end at; the net's outputs unless given.
+        outputs: The output blobs; by default the net's outputs.
 
     Raises:
-        FileError, ParseError, ModelError: The files cannot be read or are no net.
-        ArgumentError: The opset or the name of the file cannot be used, or an output is no blob.
+        FileError, ParseError, ModelError: The files cannot be read or are not a net.
+        ArgumentError: The opset or the name of the file cannot be used, or an output is not a blob.
         ExportError: A layer has no ONNX form.
     """
     check_file_name(path, "path")
@@ -136,7 +137,7 @@ def export_onnx(
 
 @dataclass(eq=False)
 class _Export:
-    """One run over a net."""
+    """The conversion of one net."""
 
     net: Net
     opset: int
@@ -148,18 +149,18 @@ class _Export:
     def __post_init__(self) -> None:
         self.writer = OnnxWriter(self.opset, taken=self.net.graph.blob_names)
         self._current: dict[int, str] = {}
-        """The tensor that a blob (by index) holds at this point of the net."""
+        """The tensor that holds the content of a blob (by index) at this point of the net."""
         self._made: dict[str, tuple[int, str]] = {}
-        """Blob and layer of each tensor that stands for a blob."""
+        """Blob and layer of each tensor that represents a blob."""
         self._dims: dict[str, Dims] = {}
         self._batched: set[str] = set()
-        """Tensors whose first length is the batch size."""
+        """Tensors whose first axis is the batch."""
         self._nodes: dict[str, tuple[str, ...]] = {}
         self._bottoms: dict[str, tuple[str, ...]] = {}
         self._ends: list[str] = []
 
     def run(self) -> FloatOnnx:
-        """Write all layers and put the model together."""
+        """Write all layers and assemble the model."""
         for node in self._needed():
             self._write(node)
         names = self._final_names()
@@ -184,7 +185,7 @@ class _Export:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def _needed(self) -> list[Node]:
-        """The layers that the outputs asked for depend on."""
+        """The layers on which the requested outputs depend."""
         graph = self.net.graph
         if self.outputs is None:
             return graph.nodes
@@ -220,7 +221,7 @@ class _Export:
             self.inputs.append(tensor)
         if not isinstance(node.layer, Input):
             tops = ", ".join(self.net.graph.blob_names[index] for index in node.tops)
-            self.notes.append(f'layer "{node.layer.name}" ({node.layer.type}) reads data: {tops} must be fed instead')
+            self.notes.append(f'layer "{node.layer.name}" ({node.layer.type}) reads data: {tops} become ONNX inputs')
 
     def _end(self, node: Node) -> None:
         layer = node.layer
@@ -238,7 +239,7 @@ class _Export:
         if missing:
             raise ExportError(
                 f'layer "{layer.name}" ({layer.type}) reads blob "{self.net.graph.blob_names[missing[0]]}", which is '
-                "made by a layer that has no ONNX form; name the blobs to end at in outputs"
+                "written by a layer that has no ONNX form; name the blobs to end at in outputs"
             )
         form = form_of(type(layer))
         if form is None:
@@ -274,16 +275,16 @@ class _Export:
     # -- names and results -----------------------------------------------------------------------------------------
 
     def _final_names(self) -> dict[str, str]:
-        """The blob's name for the tensor that each blob holds in the end, if it was made for that blob."""
+        """The blob's name for the last tensor of each blob, if it was written for that blob."""
         names: dict[str, str] = {}
         for blob, tensor in self._current.items():
             if tensor not in self.inputs and self._made.get(tensor, (None, ""))[0] == blob:
                 names[tensor] = self.net.graph.blob_names[blob]
-        # An input that a layer changes in place keeps its name; the result is called by blob and layer.
+        # An input that a layer changes in place keeps its name; the result is called <blob>.<layer>.
         return {tensor: name for tensor, name in names.items() if name not in self.inputs}
 
     def _results(self, names: Mapping[str, str]) -> dict[str, str]:
-        """The tensor of each output, by final name; an output that is another blob's tensor gets an Identity."""
+        """The tensor of each output, by final name; an output that is the tensor of another blob gets an Identity."""
         graph = self.net.graph
         wanted = (
             list(graph.outputs) if self.outputs is None else [graph.blob_names.index(name) for name in self.outputs]
@@ -330,7 +331,7 @@ class _Export:
         return model
 
     def _declared(self, name: str, tensor: str) -> onnx.ValueInfoProto:
-        """A float tensor; a first length that is the batch size is named, others that follow it stay open."""
+        """Declare a float tensor; a batch axis is named, other axes that depend on the batch size are left unknown."""
         if tensor not in self._dims:
             return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(self.writer.initializers[tensor].dims))
         shape: list[str | int | None] = list(self._dims[tensor])
@@ -347,7 +348,7 @@ def _no_form(layer: Layer) -> str:
 
 
 def _captured(writer: OnnxWriter) -> set[str]:
-    """Tensors that the bodies of Scans read."""
+    """Tensors that the bodies of Scan nodes read."""
     return {
         name
         for node in writer.nodes

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
-from amct.caffe.engine.layers.inner_product import InnerProduct
-from amct.caffe.engine.layers.pooling import Pooling
 from amct.caffe.onnx.graph import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind, TensorFactors
+from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes, Target
-from amct.export.result import ExportedModel, Skip
+from amct.model import Skip
+from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
+    from amct.export.exported import ExportedModel
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16
@@ -101,15 +100,13 @@ def tensors_to_observe(
 
 def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
     """What a layer is for the exporter; None for one of which only the data is quantized."""
-    if isinstance(layer, Deconvolution):
-        return LayerKind.CONV_TRANSPOSE
-    if isinstance(layer, Convolution):
-        return LayerKind.CONV
-    if isinstance(layer, InnerProduct):
-        return LayerKind.LINEAR
-    operators = {node.name: node.op_type for node in exported.model.graph.node}
-    is_average = isinstance(layer, Pooling) and operators.get(layer.name) == "AveragePool"
-    return LayerKind.AVERAGE_POOL if is_average else None
+    kind = KIND_OF_CAFFE_TYPE.get(layer.type)
+    if kind is None or kind.is_recurrent:
+        return None
+    if kind.has_weights:
+        return kind
+    is_exported = any(node.name == layer.name and node.op_type in kind.operators for node in exported.model.graph.node)
+    return kind if is_exported else None
 
 
 def _bindings(exported: FloatOnnx, layer: Layer) -> list[LayerBinding]:
@@ -177,7 +174,7 @@ class _Parts:
                     "run the calibration to its end"
                 )
             weights = record.scale_w
-            if not weights and binding.kind is not LayerKind.AVERAGE_POOL:
+            if not weights and binding.kind.has_weights:
                 raise RecordError(f"Cannot find scale_w of layer '{layer.name}' in record file")
             self.bindings.append(binding)
             self.factors[binding.layer] = LayerFactors(

@@ -1,6 +1,6 @@
-"""The shapes of all blobs of a net, and which lengths follow the batch size.
+"""The shapes of all blobs of a net, and the sizes that depend on the batch size.
 
-Found by asking every layer for its shapes twice, with one sample more the second time: what grows follows the batch.
+Each layer computes its shapes twice, the second time with one more sample: sizes that grow depend on the batch size.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NetShapes:
-    """The shapes of each layer's bottoms and tops, by layer index; a length that follows the batch size is None."""
+    """The shapes of each layer's bottoms and tops, by layer index; a size that depends on the batch size is None."""
 
     bottoms: tuple[tuple[Dims, ...], ...]
     tops: tuple[tuple[Dims, ...], ...]
     per_sample: frozenset[tuple[int, int]]
-    """Tops, by layer index and position, whose first length *is* the batch size, not a multiple of it."""
+    """Tops, by layer index and position, whose first size is the batch size itself, not a multiple of it."""
 
 
 def fixed_shapes(net: Net) -> NetShapes:
-    """The shapes as they are now."""
+    """The current shapes."""
     bottoms, tops = _walk(net, 0)
     return NetShapes(bottoms=tuple(map(tuple, bottoms)), tops=tuple(map(tuple, tops)), per_sample=frozenset())
 
 
 def batch_shapes(net: Net) -> NetShapes | None:
-    """The shapes with the batch size left open; None when it must stay as it is."""
+    """The shapes with a dynamic batch size; None if it must be fixed."""
     batch = _common_batch(net)
     if batch is None:
         return None
     try:
         more = _walk(net, 1)
     except (AmctError, ValueError, IndexError, ArithmeticError, RuntimeError):
-        return None  # some layer is made for this very batch size
+        return None  # a layer supports this batch size only
     finally:
-        now = _walk(net, 0)  # layers remember the shapes they were asked for last
+        now = _walk(net, 0)  # restores the shapes that layers cache
     bottoms, tops = _merged(now[0], more[0]), _merged(now[1], more[1])
     if bottoms is None or tops is None:
         return None
@@ -58,7 +58,7 @@ def batch_shapes(net: Net) -> NetShapes | None:
 
 
 def _common_batch(net: Net) -> int | None:
-    """The first length of all inputs, if it is one and the same."""
+    """The first size of all inputs, if it is the same."""
     lengths = {shape[0] if shape else None for shape in _input_shapes(net)}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -73,7 +73,7 @@ def _input_shapes(net: Net) -> list[Shape]:
 
 
 def _walk(net: Net, extra: int) -> tuple[list[list[Shape]], list[list[Shape]]]:
-    """The shapes of all layers with ``extra`` more samples in every input."""
+    """The shapes of all layers with ``extra`` more samples in each input."""
     graph = net.graph
     shapes: dict[int, Shape] = {}
     bottoms: list[list[Shape]] = []

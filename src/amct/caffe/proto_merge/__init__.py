@@ -1,6 +1,6 @@
-"""A user's ``custom.proto`` joined with Caffe's messages, as a file and at run time.
+"""Merges a user's ``custom.proto`` with Caffe's messages, as a file and at run time.
 
-``reader.py`` reads the .proto language (no protoc needed), ``merge.py`` joins and checks, ``writer.py`` writes a
+``reader.py`` parses the .proto language (protoc is not needed), ``merge.py`` merges and checks, ``writer.py`` writes a
 .proto file.
 """
 

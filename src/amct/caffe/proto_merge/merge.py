@@ -1,11 +1,10 @@
-"""Joins a custom.proto with Caffe's messages and the toolkit's own, and says what clashes.
+"""Merges a custom.proto with caffe.proto and AMCT's messages, and reports conflicts.
 
-Three parties: the user's file, the toolkit's layers (LayerParameter numbers from 200000 on, and reserved names),
-and caffe.proto.
+AMCT's layers use the LayerParameter numbers from 200000 on, and reserved names.
 
-* A message name or a LayerParameter field of the user that the toolkit uses: an error that names both.
+* A message name or a LayerParameter field of the user that AMCT uses: an error that names both.
 * A LayerParameter number of the user that caffe.proto uses under another name: an error that names both.
-* A message, or a LayerParameter field, of the same name as in caffe.proto: the user's wins, with a note.
+* A message, or a LayerParameter field, of the same name as in caffe.proto: the user's is used, with a note.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAYER = "LayerParameter"
-#: The LayerParameter numbers of quantization's own layers.
+#: The LayerParameter numbers of AMCT's quantization layers.
 OWN_NUMBERS = range(200_000, 200_100)
-#: Names a user's file must not define, whether or not a message of that name exists here.
+#: Names that a user's file must not define, whether or not such a message exists here.
 RESERVED = (
     "QuantParameter",
     "DeQuantParameter",
@@ -56,7 +55,7 @@ RESERVED = (
 
 @dataclass(frozen=True)
 class MergeResult:
-    """The joined file and what was noted on the way."""
+    """The merged file, and notes for the user."""
 
     file: FileDescriptorProto
     notes: list[str] = field(default_factory=list)
@@ -64,7 +63,7 @@ class MergeResult:
 
 @dataclass(frozen=True)
 class CustomSchema:
-    """The joined messages, ready to read prototxt files with."""
+    """The merged messages, ready to read prototxt files."""
 
     result: MergeResult
 
@@ -79,15 +78,15 @@ class CustomSchema:
         return self._pool.FindMessageTypeByName(f"caffe.{name}")
 
     def new_message(self, message: str, /, **fields: object) -> ProtoMessage:
-        """A message of the joined schema."""
+        """A message of the merged schema."""
         return GetMessageClass(self.descriptor(message))(**fields)
 
 
 def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
-    """Join a custom.proto with ours, for running nets that use its messages.
+    """Merge a custom.proto with this package's caffe.proto, to run nets that use its messages.
 
     Raises:
-        FileError, ParseError, ConfigError: It cannot be read, is no .proto file, or clashes.
+        FileError, ParseError, ConfigError: It cannot be read, is not a .proto file, or conflicts.
     """
     return CustomSchema(merge(_read(custom), _ours()))
 
@@ -95,10 +94,10 @@ def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
 def merge_files(
     custom: str | os.PathLike[str], output: str | os.PathLike[str], caffe: str | os.PathLike[str] | None = None
 ) -> MergeResult:
-    """Join a custom.proto with caffe.proto (ours by default) and the toolkit's layers, and write the result.
+    """Merge a custom.proto with a caffe.proto (by default this package's) and AMCT's layers, and write the result.
 
     Raises:
-        FileError, ParseError, ConfigError: A file cannot be read or written, is no .proto file, or clashes.
+        FileError, ParseError, ConfigError: A file cannot be read or written, is not a .proto file, or conflicts.
     """
     base = _ours() if caffe is None else _with_own_layers(_read(caffe))
     result = merge(_read(custom), base)
@@ -107,10 +106,10 @@ def merge_files(
 
 
 def merge(custom: FileDescriptorProto, base: FileDescriptorProto) -> MergeResult:
-    """Join two parsed files; ``base`` is caffe.proto with the toolkit's layers in it.
+    """Merge two parsed files; ``base`` is caffe.proto with AMCT's layers.
 
     Raises:
-        ConfigError: They clash; every clash is listed.
+        ConfigError: They conflict; all conflicts are listed.
     """
     problems = [*_clashes_with_own(custom, base), *_clashing_numbers(custom, base)]
     if problems:
@@ -154,7 +153,7 @@ def _own_fields(file: FileDescriptorProto) -> list[FieldDescriptorProto]:
 
 
 def _with_own_layers(base: FileDescriptorProto) -> FileDescriptorProto:
-    """Put the toolkit's layers into somebody else's caffe.proto."""
+    """Add AMCT's layers to a user's caffe.proto."""
     layer = _message(base, LAYER)
     if layer is None:
         raise ConfigError(f"{base.name}: not a caffe.proto: it has no message {LAYER}")

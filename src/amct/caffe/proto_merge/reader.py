@@ -1,7 +1,7 @@
-"""Reads the .proto language (version 2, as Caffe uses it) into protobuf's own descriptors.
+"""Parses the .proto language (version 2, as Caffe uses it) into protobuf descriptors.
 
-Messages, enums, nested ones, oneof, defaults and packed fields are read; options nobody here needs are passed over.
-Imports, services, groups and extensions are refused, with the line.
+Messages, enums, nested types, oneof, defaults and packed fields are read; other options are ignored. Imports, services,
+groups and extensions are errors, reported with their line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Owner: TypeAlias = "FileDescriptorProto | DescriptorProto"
 
 
 def read_proto(text: str, source: str) -> FileDescriptorProto:
-    """Read the text of a .proto file; names of types are left as they stand.
+    """Parse the text of a .proto file; type names are not resolved.
 
     Raises:
         ParseError: It is not such a file, with line and column.
@@ -69,9 +69,7 @@ def _file_statement(stream: TokenStream, file: FileDescriptorProto) -> None:
         stream.expect("sign", "=")
         syntax = stream.expect("string")
         if syntax.text[1:-1] != "proto2":
-            raise stream.error(
-                f"only proto2 is understood, as Caffe is written in it; found {syntax.text}", syntax.offset
-            )
+            raise stream.error(f"only proto2, which Caffe uses, is supported; found {syntax.text}", syntax.offset)
         stream.expect("sign", ";")
     elif word.text in _SKIPPED:
         _skip(stream)

@@ -1,4 +1,4 @@
-"""Finds what each type name in a file stands for, the way protoc does: from the innermost message outwards."""
+"""Resolves the type names of a file as protoc does: from the innermost message outwards."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def resolve_types(file: FileDescriptorProto, source: str) -> None:
-    """Replace type names by full ones, in place, and set whether each is a message or an enum.
+    """Replace type names by full names, in place, and set whether each is a message or an enum.
 
     Raises:
-        ConfigError: A field has a type that nobody defines, or a default no value of its enum.
+        ConfigError: The type of a field is not defined.
     """
     kinds: dict[str, int] = {}
     prefix = f".{file.package}" if file.package else ""
@@ -45,7 +45,7 @@ def _resolve(message: DescriptorProto, scope: str, kinds: dict[str, int], source
         if full is None:
             known = [name.rpartition(".")[2] for name in kinds]
             raise ConfigError(
-                f"{source}: {message.name}.{field.name}: nobody defines the type {field.type_name.lstrip('.')}."
+                f"{source}: {message.name}.{field.name}: the type {field.type_name.lstrip('.')} is not defined."
                 f"{did_you_mean(field.type_name, known)} Write a message of that name into the file"
             )
         field.type_name = full

@@ -1,4 +1,4 @@
-"""The words of a .proto file, with their places."""
+"""Splits a .proto file into tokens with their positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True)
 class Token:
-    """One word: its kind (name, number, string, sign, end), its text, and where it starts."""
+    """One token: its kind (name, number, string, sign, end), its text, and its offset."""
 
     kind: str
     text: str
@@ -33,7 +33,7 @@ class Token:
 
 
 class TokenStream:
-    """Tokens one after the other, and errors that say where."""
+    """A stream of tokens, and errors with positions."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text, self.source = text, source
@@ -52,28 +52,28 @@ class TokenStream:
         yield Token("end", "", len(self.text))
 
     def position(self, offset: int) -> Position:
-        """Line and column of a place in the text."""
+        """Line and column of an offset."""
         before = self.text[:offset]
         return Position(self.source, before.count("\n") + 1, offset - before.rfind("\n"))
 
     def error(self, message: str, offset: int) -> ParseError:
-        """An error at a place."""
+        """An error at an offset."""
         return ParseError(message, position=self.position(offset))
 
     @property
     def current(self) -> Token:
-        """The token to come."""
+        """The next token."""
         return self._tokens[self._next]
 
     def take(self) -> Token:
-        """The token to come; the stream goes on behind it."""
+        """Return the next token and advance."""
         token = self._tokens[self._next]
         if token.kind != "end":
             self._next += 1
         return token
 
     def expect(self, kind: str, text: str | None = None) -> Token:
-        """Take a token of a kind (and text), or stop with what was found instead."""
+        """Take a token of this kind (and text), or raise an error that shows what was found."""
         token = self.current
         if token.kind != kind or (text is not None and token.text != text):
             found = "the end of the file" if token.kind == "end" else repr(token.text)
@@ -81,7 +81,7 @@ class TokenStream:
         return self.take()
 
     def accept(self, text: str) -> bool:
-        """Take the token if it is this one."""
+        """Take the next token if it has this text."""
         if self.current.text == text and self.current.kind in ("name", "sign"):
             self.take()
             return True

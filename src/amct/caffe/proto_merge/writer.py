@@ -24,7 +24,7 @@ _QUOTED = (FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_BYTES)
 
 
 def write_proto(file: FileDescriptorProto) -> str:
-    """The file as text, messages and enums in their order; comments are not kept."""
+    """The file as text, messages and enums in order; comments are not kept."""
     lines = ['syntax = "proto2";', ""]
     if file.package:
         lines += [f"package {file.package};", ""]

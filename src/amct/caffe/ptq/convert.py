@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.caffe.arguments import check_types, input_file
-from amct.caffe.model import WEIGHTED_TYPES, CaffeModel, read_model
+from amct.arguments import check_types, input_file
+from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.fold import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
@@ -75,7 +75,7 @@ def convert_model(
     weights = {
         layer.name: given_weights(layer, model.weights[layer.name], record[layer.name].scale_w)
         for layer in model.layers
-        if layer.type in WEIGHTED_TYPES and layer.name in record.layers
+        if layer.type in FEEDFORWARD_TYPES and layer.name in record.layers
     }
     reason = "the record has no factors for it"
     save_results(
@@ -89,15 +89,15 @@ def convert_model(
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:
-    """The record, found to fit the fused model, without what does not concern it."""
-    standing = {layer.name for layer in model.layers}
-    folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in standing]
+    """The record, checked against the folded model, without entries that do not concern it."""
+    left = {layer.name for layer in model.layers}
+    folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in left]
     if folded:
         raise RecordError(
             f'layer "{folded[0]}" has factors in {record.source}, but it is fused into the layer before it; remove the '
-            "entry, or set skip_fusion in the entry of the layer that takes it in"
+            "entry, or set skip_fusion in the entry of that layer"
         )
-    types = {*WEIGHTED_TYPES, *DATA_TYPES}
+    types = {*FEEDFORWARD_TYPES, *DATA_TYPES}
     layers = record_layers(model, set(), types)
     for note in validate_record(record, layers):
         logger.info("%s", note)
@@ -105,7 +105,7 @@ def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> Ca
     by_name = {layer.name: layer for layer in model.layers}
     for name, entry in record.items():
         layer = by_name[name]
-        if layer.type not in WEIGHTED_TYPES:
+        if layer.type not in FEEDFORWARD_TYPES:
             continue
         if entry.weight_bits != UNIFORM_BITS:
             raise RecordError(

@@ -1,6 +1,6 @@
 """The two results of quantization: the fake-quant model (float arithmetic) and the deploy model (integers).
 
-Both come from the fused float model, the integer weights of its layers and the record with the data's factors.
+Both come from the folded float model, the integer weights of its layers and the record with the data's factors.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Results:
     """Builds both results; the final factors are in ``record``.
 
     Args:
-        model: the fused float model; it is not changed.
+        model: the folded float model; it is not changed.
         weights: the integer weights, by layer.
         record: the factors of all quantized layers, complete and checked.
         may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
-        config: the config used, as text for people; it goes into quant.json.
-        equalized: the layers whose output channels were divided by factors; they go there too.
+        config: the config used, as readable text for quant.json.
+        equalized: the layers whose output channels were divided by factors, for quant.json.
 
     Raises:
         CalibrationError: a bias cannot be quantized.
@@ -113,7 +113,7 @@ class Results:
     # ------------------------------------------------------------------ fake-quant
 
     def fake_quant(self) -> QuantizedNet:
-        """Data and weights rounded to their grids, everything in float."""
+        """Data and weights are quantized and dequantized; the arithmetic is float."""
         model = self._model.copy()
 
         def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
@@ -134,13 +134,13 @@ class Results:
 
     @property
     def folded_model(self) -> CaffeModel:
-        """The float model that the record belongs to: fused, and equalized if that was asked for."""
+        """The float model that the record belongs to: folded, and equalized if that was requested."""
         return self._model
 
     def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
-        """The fused float model, with weights on their grids for layers of the ``rounded`` types.
+        """The folded float model; weights of the ``rounded`` layer types are quantized and dequantized.
 
-        Clustered weights always are: a scale alone cannot give them back.
+        So are clustered weights: their 16 values do not follow from a scale.
         """
         model = self._model.copy()
         for name, weights in self._weights.items():
@@ -152,7 +152,7 @@ class Results:
     # ------------------------------------------------------------------ deploy
 
     def deploy(self) -> QuantizedNet:
-        """Integers: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
+        """The arithmetic is integer: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
         model = self._model.copy()
         originals = {layer.name: list(layer.top) for layer in model.layers}
 
@@ -229,7 +229,7 @@ class Results:
 
 
 def known(factor: float | int | None) -> float:
-    """A factor of a record that was checked to have it."""
+    """A factor of a validated record, which is never None."""
     assert factor is not None, "the record was checked"
     return factor
 

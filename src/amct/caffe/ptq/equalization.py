@@ -1,8 +1,8 @@
-"""A float model whose channels are of more equal size, so that 8 bits lose less, and whose results stay the same.
+"""Equalization: a float model with the same results whose channels have more equal ranges, so that 8 bits lose less.
 
-A convolution's output channels can be divided by positive numbers when everything that reads them takes that back:
-convolutions and InnerProduct layers in their weights, with ReLU, PReLU, pooling, Dropout and Concat in between, which
-pass a factor on. What is gained is decided in ``amct.numerics.equalization``.
+A convolution's output channels can be divided by positive factors when every layer that reads them multiplies its
+weights by the same factors: convolutions and InnerProduct layers, with ReLU, PReLU, pooling, Dropout and Concat in
+between, which keep a factor as it is. ``amct.numerics.equalization`` chooses the factors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log, progress
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.model import blob_shapes, read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.fold import check_global_statistics, fuse
@@ -24,7 +24,7 @@ from amct.caffe.ptq.weight_layout import layout_of
 from amct.caffe.running import batches_of, build_net, run_net
 from amct.caffe.uninplace import restore_in_place
 from amct.errors import CalibrationError
-from amct.numerics.equalization import ChannelStatistics, Reader, choose_factors
+from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
     from amct.caffe.running import Batch, BatchInputs
-    from amct.numerics.equalization import ChannelSizes
+    from amct.numerics.equalization import ChannelRanges
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ CONVOLUTIONS = ("Convolution", "DepthwiseConv")
 PASSING = ("ReLU", "PReLU", "Dropout", "Pooling", "Split")
 
 
+@log.screen_only()
 def equalize_model(
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -51,7 +52,7 @@ def equalize_model(
     *,
     inputs: BatchInputs | None = None,
 ) -> list[str]:
-    """Write a float model with the same results whose channels are of more equal size, to be quantized instead.
+    """Write a float model with the same results whose channels have more equal ranges, to be quantized instead.
 
     BatchNorm, Scale and Bias layers are folded into the layers before them on the way. Blobs between the layers hold
     other values than in the original; the outputs are the same but for float rounding.
@@ -79,7 +80,6 @@ def equalize_model(
         "equalized_weights_file": equalized_weights_file,
     }
     check_types("equalize_model", {name: (value, (str, os.PathLike)) for name, value in paths.items()})
-    log.start("amct_caffe")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
     files = [output_file(paths[name], name) for name in list(paths)[2:]]
@@ -107,7 +107,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A layer whose output channels are free, how many there are, and all that read them."""
+    """A layer whose output channels may be divided, how many there are, and all layers that read them."""
 
     layer: str
     channels: int
@@ -137,10 +137,10 @@ def find_factors(
     routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
     sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
-    readers: dict[str, Reader] = {}
+    readers: dict[str, ConsumerNoise] = {}
     for use in (use for route in routes for use in route.uses):
         shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
-        readers[use.layer] = Reader(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
+        readers[use.layer] = ConsumerNoise(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
     found = {}
     for route in routes:
         factors = choose_factors([(readers[use.layer], use.first) for use in route.uses], route.channels)
@@ -169,7 +169,7 @@ def divide_channels(model: CaffeModel, found: Mapping[str, torch.Tensor]) -> Non
 
 
 def free_routes(model: CaffeModel) -> Iterator[Route]:
-    """The layers whose output channels are free, in net order; raises ModelError where the net cannot be built."""
+    """The layers whose output channels may be divided, in net order; raises ModelError if the net cannot be built."""
     shapes = blob_shapes(model.net)
     readers: dict[str, list[ProtoMessage]] = {}
     for layer in model.layers:
@@ -185,11 +185,11 @@ def free_routes(model: CaffeModel) -> Iterator[Route]:
 def _uses(
     blob: str, first: int, readers: Mapping[str, list[ProtoMessage]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Use] | None:
-    """All layers that read channels of a blob with weights; None where something else does, or nobody."""
+    """All layers that read channels of a blob with weights; None where other layers read it, or no layer does."""
     found: list[Use] = []
     for layer in readers.get(blob, ()):
         behind: list[Use] | None = None
-        if _takes_back(layer):
+        if _can_multiply_weights(layer):
             behind = [Use(layer=layer.name, blob=blob, channels=shapes[blob][1], first=first)]
         elif layer.type in PASSING and len(layer.top) == 1:
             behind = _uses(layer.top[0], first, readers, shapes)
@@ -208,7 +208,7 @@ def _concat_axis(layer: ProtoMessage) -> int:
     return axis
 
 
-def _takes_back(layer: ProtoMessage) -> bool:
+def _can_multiply_weights(layer: ProtoMessage) -> bool:
     if len(layer.bottom) != 1:
         return False
     if layer.type == "InnerProduct":
@@ -235,14 +235,14 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
 
 def _sizes(
     net: Net, watched: Iterable[str], batches: Iterable[Batch], inputs: BatchInputs | None
-) -> dict[str, ChannelSizes]:
+) -> dict[str, ChannelRanges]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
     for batch in progress.track(batches, "Equalizing"):
         seen = True
         run_net(net, batch, inputs)
         for name, each in statistics.items():
-            each.add(net.blob(name).tensor.cpu())  # the weights are there
+            each.add(net.blob(name).tensor.cpu())  # as the weights
     if not seen:
         raise CalibrationError("equalization: data has no batch")
     return {name: each.result() for name, each in statistics.items()}

@@ -1,8 +1,8 @@
-"""Fusion for good: BatchNorm, Scale and Bias become part of the weights of the layer before (or behind) them.
+"""Folding: BatchNorm, Scale and Bias become part of the weights of the layer before (or behind) them.
 
 Three passes, each exact to float rounding: what follows a weighted layer is folded into it; a BatchNorm (and Scale) in
-front of a convolution without padding is folded into that; and of what still stands, the layers that are to be
-quantized become a 1x1 DepthwiseConv in their place. What stays is told, with the reason.
+front of a convolution without padding is folded into that; and of the remaining ones, the layers that are to be
+quantized are replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.messages import new_message
-from amct.caffe.model import WEIGHTED_TYPES, blob_shapes
+from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
 from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
 from amct.errors import AmctError, ModelError
 from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 AFFINE_TYPES = ("BatchNorm", "Scale", "Bias")
 STAGES = tuple(frozenset({name}) for name in AFFINE_TYPES)
-AFTER = FusionPattern(heads=frozenset(WEIGHTED_TYPES), stages=STAGES)
+AFTER = FusionPattern(heads=frozenset(FEEDFORWARD_TYPES), stages=STAGES)
 BEFORE = FusionPattern(heads=frozenset({"Convolution", "DepthwiseConv"}), stages=STAGES[:2])
 IMAGE_RANK = 4
 
 
 @dataclass
 class FusionReport:
-    """What was folded into which layer, in order, what became a DepthwiseConv, and what stays, with the reason."""
+    """What was folded into which layer, in order, what became a DepthwiseConv, and what was not folded and why."""
 
     folded: dict[str, list[str]] = field(default_factory=dict)
     accelerated: list[str] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
 
     def add(self, head: str, names: Collection[str]) -> None:
-        """Note what a layer took in."""
+        """Note what was folded into a layer."""
         self.folded.setdefault(head, []).extend(names)
 
 
@@ -65,7 +65,7 @@ def check_global_statistics(net: ProtoMessage) -> None:
 
 
 def fuse(model: CaffeModel, *, skip: Collection[str] = ()) -> FusionReport:
-    """Fold what can be folded, in place; ``skip`` names layers that are left alone."""
+    """Fold what can be folded, in place; ``skip`` names layers that are not folded."""
     report = FusionReport()
     fuse_after(model, report, skip=skip)
     _fuse_before(model, report, skip=skip)
@@ -82,8 +82,9 @@ def fuse_after(model: CaffeModel, report: FusionReport, *, skip: Collection[str]
 
     fusions, skips = find_fusions(model.topology(), AFTER, skip=skip, refuse=refuse)
     for fusion in fusions:
-        _fold_after(model, fusion)
-        report.add(fusion.head.name, [node.name for node in fusion.folded])
+        names = [node.name for node in fusion.folded]
+        fold_into(model, fusion.head.name, names)
+        report.add(fusion.head.name, names)
     report.skipped += skips
 
 
@@ -146,8 +147,8 @@ def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
     return ChannelAffine.bias(blobs[0])
 
 
-def chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
-    """Several layers, one after the other, as one."""
+def _chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
+    """What several consecutive layers compute per channel."""
     parts = [affine_of(model.layer(name), model.weights[name]) for name in names]
     whole = parts[0]
     for part in parts[1:]:
@@ -155,14 +156,17 @@ def chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
     return whole
 
 
-def _fold_after(model: CaffeModel, fusion: Fusion) -> None:
-    head = model.layer(fusion.head.name)
-    layout = layout_of(head, model.weights[head.name][0])
+def fold_into(model: CaffeModel, head_name: str, names: list[str]) -> ChannelAffine:
+    """Fold layers into the weighted layer before them, in place; returns what they computed per channel."""
+    head = model.layer(head_name)
+    layout = layout_of(head, model.weights[head_name][0])
     with _named(head):
-        affine = chain_affine(model, [node.name for node in fusion.folded])
+        affine = _chain_affine(model, names)
         folded = fold_after(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
     _store(model, head, layout, folded)
-    take_over_top(model, head.name, [node.name for node in fusion.folded])
+    head.top[0] = model.layer(names[-1]).top[0]
+    model.set_layers(layer for layer in model.layers if layer.name not in names)
+    return affine
 
 
 def _fold_before(model: CaffeModel, fusion: Fusion) -> None:
@@ -170,18 +174,11 @@ def _fold_before(model: CaffeModel, fusion: Fusion) -> None:
     layout = layout_of(head, model.weights[head.name][0])
     names = [node.name for node in fusion.folded]
     with _named(head):
-        affine = chain_affine(model, names)
+        affine = _chain_affine(model, names)
         folded = fold_before(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
     _store(model, head, layout, folded)
     head.bottom[0] = model.layer(names[0]).bottom[0]
     model.set_layers(layer for layer in model.layers if layer.name not in names)
-
-
-def take_over_top(model: CaffeModel, head: str, names: Collection[str]) -> None:
-    """Remove layers that became part of the one before them; it writes what the last of them wrote."""
-    layer = model.layer(head)
-    layer.top[0] = model.layer(list(names)[-1]).top[0]
-    model.set_layers(each for each in model.layers if each.name not in names)
 
 
 def _bias(model: CaffeModel, layer: ProtoMessage) -> torch.Tensor | None:
@@ -193,11 +190,6 @@ def _store(
     model: CaffeModel, layer: ProtoMessage, layout: WeightLayout, folded: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     model.weights[layer.name] = [layout.restored(folded[0]), folded[1]]
-    give_bias(layer)
-
-
-def give_bias(layer: ProtoMessage) -> None:
-    """Tell a weighted layer that it has a bias now."""
     options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
     if not options.bias_term:
         options.ClearField("bias_term")
@@ -221,9 +213,9 @@ class _named:  # noqa: N801 - used like a function
 
 
 def accelerate(model: CaffeModel, enabled: Collection[str], report: FusionReport, *, skip: Collection[str]) -> None:
-    """Make 1x1 DepthwiseConv layers of the standing BatchNorm, Scale and Bias layers that are to be quantized.
+    """Replace the remaining BatchNorm, Scale and Bias layers that are to be quantized by 1x1 DepthwiseConv layers.
 
-    The new layer has the name of the first one it replaces, so config and record speak of the same layer.
+    The new layer has the name of the first one it replaces, so config and record name the same layer.
     """
     wanted = [layer.name for layer in model.layers if layer.type in AFFINE_TYPES and layer.name in enabled]
     wanted = [name for name in wanted if name not in skip and _not_per_channel(model, model.layer(name)) is None]
@@ -250,8 +242,8 @@ def _shapes_or_reason(model: CaffeModel, report: FusionReport, wanted: list[str]
 
 
 def _accelerate_one(model: CaffeModel, name: str, report: FusionReport, skip: Collection[str]) -> None:
-    chain = _standing_chain(model, name, skip)
-    affine = chain_affine(model, chain)
+    chain = _affine_chain(model, name, skip)
+    affine = _chain_affine(model, chain)
     channels = affine.multiplier.numel()
     first = model.layer(name)
     depthwise = new_message("LayerParameter", name=name, type="DepthwiseConv")
@@ -268,7 +260,7 @@ def _accelerate_one(model: CaffeModel, name: str, report: FusionReport, skip: Co
     report.skipped = [each for each in report.skipped if each.layer not in chain]
 
 
-def _standing_chain(model: CaffeModel, name: str, skip: Collection[str]) -> list[str]:
+def _affine_chain(model: CaffeModel, name: str, skip: Collection[str]) -> list[str]:
     graph = model.topology()
     chain = [name]
     stage = AFFINE_TYPES.index(model.layer(name).type)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from amct.caffe.model import RECURRENT_TYPES, WEIGHTED_TYPES
+from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.fold import FusionReport
 from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError
-from amct.record import RecordLayer
+from amct.record import CaffeRecord, RecordLayer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,18 +40,18 @@ class QuantGraph:
     Attributes:
         original: The float model as read, without in-place layers.
         plan: What the config says.
-        record_file: The record that ``init`` was given.
         model: The float model as it is now: fused, once weights are quantized.
         weights: The integer weights, by layer.
         fusion: What was folded.
         equalized: The layers whose output channels were divided by factors.
+        record_file: The record that ``init`` was given; None for a calibration in memory.
         calibration_record: Where calibration writes: the record, or its ``_update`` form after BatchNorm updates.
     """
 
     original: CaffeModel
     plan: Plan
-    record_file: Path
     model: CaffeModel
+    record_file: Path | None = None
     weights: dict[str, QuantizedWeights] = field(default_factory=dict)
     fusion: FusionReport = field(default_factory=FusionReport)
     equalized: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class QuantGraph:
     stage: Stage = Stage.INITIALIZED
 
     def plans(self) -> dict[str, LayerPlan]:
-        """The layers that will be quantized and still stand, by name, in model order."""
+        """The layers of ``model`` that will be quantized, by name, in model order."""
         enabled = {plan.name: plan for plan in self.plan.enabled}
         return {layer.name: enabled[layer.name] for layer in self.model.layers if layer.name in enabled}
 
@@ -74,11 +74,27 @@ class QuantGraph:
 
     def has_weights(self, name: str) -> bool:
         """Whether a layer's weights are quantized."""
-        return self.model.layer(name).type in (*WEIGHTED_TYPES, *RECURRENT_TYPES)
+        return self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
+
+    def calibration_file(self) -> Path:
+        """The record file that ``init`` was given."""
+        assert self.record_file is not None, "init sets it"
+        return self.record_file
+
+    def with_quantized_weights(self) -> CaffeModel:
+        """A copy of ``model`` whose weights are quantized and dequantized."""
+        model = self.model.copy()
+        for name, weights in self.weights.items():
+            model.weights[name] = weights.real_blobs(model.weights[name])
+        return model
+
+    def weights_record(self) -> CaffeRecord:
+        """The factors of the weights."""
+        return CaffeRecord({name: weights.record() for name, weights in self.weights.items()})
 
     @property
     def not_quantized(self) -> dict[str, str]:
-        """Why each layer that still stands stays float."""
+        """Why each layer of ``model`` that is not quantized stays float."""
         quantized = self.plans()
         reasons = dict(self.plan.not_quantized)
         return {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
+from amct.config.registry import settings_to_dict
 from amct.config.settings import IfmrSettings
-from amct.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def taken_names(model: CaffeModel) -> set[str]:
-    """The names of all layers and blobs, so that new ones do not meet them."""
+    """The names of all layers and blobs, which new ones must differ from."""
     return model.blob_names() | {layer.name for layer in model.layers}
 
 
@@ -35,8 +36,8 @@ def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> 
     return made
 
 
-def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str) -> None:
-    """Put an IFMR layer before every input that is quantized, in place.
+def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str = "") -> None:
+    """Put an IFMR layer before every input that is quantized, in place; the net may run without a record file.
 
     Layers that read one blob at the same index with the same settings share one. Of those that see the same values,
     one watches and the others take over its factors: those of one blob at different indices, and those of layers that
@@ -94,7 +95,7 @@ def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]
 
 @dataclass(frozen=True)
 class _End:
-    """Where values are rounded for good, and how."""
+    """The blob where values are rounded last, and the settings they are rounded with."""
 
     blob: str
     settings: object
@@ -115,15 +116,17 @@ def _end_of(
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:
     settings = plan.activations[index]
-    if not isinstance(settings, IfmrSettings):
-        raise ConfigError(f'layer "{plan.name}": an IFMR layer cannot calibrate with {type(settings).__name__}')
-    options.search_range_start, options.search_range_end = settings.search_range
-    options.search_step = settings.search_step
-    options.max_percentile = settings.max_percentile
-    options.min_percentile = settings.min_percentile
+    if isinstance(settings, IfmrSettings):
+        options.search_range_start, options.search_range_end = settings.search_range
+        options.search_step = settings.search_step
+        options.max_percentile = settings.max_percentile
+        options.min_percentile = settings.min_percentile
+    else:
+        options.settings = json.dumps(settings_to_dict(settings))
     options.with_offset = settings.asymmetric
     options.batch_num = plan.batch_num
-    options.record_file_path = record_file
+    if record_file:
+        options.record_file_path = record_file
     options.index = index
     options.num_bits_d = settings.num_bits
 

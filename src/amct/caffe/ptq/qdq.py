@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from amct.caffe.model import WEIGHTED_TYPES
-from amct.caffe.onnx.observe import BlobRanges
+from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.quant import NARROW, quantized_onnx, tensors_to_observe
-from amct.errors import CalibrationError, ExportError
+from amct.errors import ExportError
+from amct.export.formats import file_name
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.export.writer import OutputFile, add_model
+from amct.export.writer import add_model
+from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from amct.atomic import FileGroup
     from amct.caffe.engine.net import Net
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
-    from amct.export.result import ExportedModel
+    from amct.export.exported import ExportedModel
+    from amct.numerics.observer import TensorObserver
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
@@ -37,62 +38,29 @@ def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     if target == Target.PORTABLE.value:
         return ()
     rescaled = placement == Placement.FAST.value and target == Target.VNNI.value
-    return tuple(each for each in WEIGHTED_TYPES if not (rescaled and each == "InnerProduct"))
+    return tuple(each for each in FEEDFORWARD_TYPES if not (rescaled and each == "InnerProduct"))
 
 
-class QdqRanges:
-    """Ranges of the blobs that placement ``fast`` quantizes and no layer of the record has factors of.
+def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
+    """Observers of the blobs that placement ``fast`` quantizes and no layer of the record has factors of.
 
     Args:
-        net: The fused float net.
+        net: The folded float net.
         plans: The layers that will be quantized.
-
-    A blob whose values cannot be quantized is given up with a warning: only the QDQ file wants it, and there it stays
-    float.
     """
-
-    def __init__(self, net: Net, plans: Mapping[str, LayerPlan]) -> None:
-        self._ranges: dict[str, BlobRanges] = {}
-        wide = [name for name, plan in plans.items() if any(each.num_bits != NARROW for each in plan.activations)]
-        try:
-            wanted = tensors_to_observe(net, plans, other_bits=wide)
-        except ExportError as error:
-            logger.debug("nothing is observed for the QDQ file: %s", error)
-            return
-        known = {
-            blob
-            for layer in net.layers
-            if layer.name in plans and layer.name not in wide
-            for blob in layer.parameter.bottom
-        }
-        self._ranges = {name: BlobRanges([name]) for name in wanted if name not in known}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The blobs, which the net must keep."""
-        return tuple(self._ranges)
-
-    def observe(self, net: Net) -> None:
-        """Take in what the last forward of a net left in its blobs."""
-        for name in self.names:
-            with self._giving_up(name):
-                self._ranges[name].observe(net)
-
-    def factors(self) -> dict[str, TensorFactors]:
-        """The factors of each blob that can be quantized."""
-        found: dict[str, TensorFactors] = {}
-        for name in self.names:
-            with self._giving_up(name):
-                found |= self._ranges[name].factors()
-        return found
-
-    @contextmanager
-    def _giving_up(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except CalibrationError as error:
-            logger.warning('blob "%s" stays float in the QDQ file: %s', name, error)
-            del self._ranges[name]
+    wide = [name for name, plan in plans.items() if any(each.num_bits != NARROW for each in plan.activations)]
+    try:
+        wanted = tensors_to_observe(net, plans, other_bits=wide)
+    except ExportError as error:
+        logger.debug("nothing is observed for the QDQ file: %s", error)
+        return {}
+    known = {
+        blob
+        for layer in net.layers
+        if layer.name in plans and layer.name not in wide
+        for blob in layer.parameter.bottom
+    }
+    return {name: MinMaxObserver() for name in wanted if name not in known}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,29 +72,29 @@ class QdqFile:
 
     @classmethod
     def of(
-        cls, net: Net, record: CaffeRecord, ranges: QdqRanges, *, placement: str, target: str, opset: int
+        cls,
+        net: Net,
+        record: CaffeRecord,
+        tensors: Mapping[str, TensorFactors],
+        *,
+        placement: str,
+        target: str,
+        opset: int,
     ) -> QdqFile:
-        """Export a fused float net with the factors of its record.
+        """Export a folded float net with the factors of its record and of the blobs between layers.
 
         Raises:
             ArgumentError: There is no such placement, target or opset.
         """
         try:
-            exported = quantized_onnx(net, record, ranges.factors(), placement=placement, target=target, opset=opset)
+            exported = quantized_onnx(net, record, tensors, placement=placement, target=target, opset=opset)
         except ExportError as error:
             logger.warning("no QDQ file is written: %s", error)
             return cls(exported=None, reason=str(error))
         return cls(exported=exported)
 
-    def report(self) -> dict[str, Any]:
-        """For ``quant.json``: whether there is a file, what stays float in it and what to know of it."""
-        if self.exported is None:
-            return {"written": False, "reason": self.reason}
-        skipped = [{"layer": skip.name, "reason": skip.reason} for skip in self.exported.skipped]
-        return {"written": True, "skipped": skipped, "notes": list(self.exported.notes)}
-
     def write(self, group: FileGroup, path: Path) -> list[Path]:
         """Write it as part of a group; returns its files."""
         if self.exported is None:
             return []
-        return add_model(group, path, self.exported.model, OutputFile.QDQ)
+        return add_model(group, path, self.exported.model, file_name("qdq"))

@@ -14,7 +14,7 @@ from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
-from amct.numerics.error_cancelling import quantize_weight_evenly
+from amct.numerics.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
@@ -37,7 +37,7 @@ class QuantizedMatrix:
 
     Attributes:
         blob: Its place among the layer's blobs.
-        layout: How it lies.
+        layout: How its values are arranged.
         factors: Scale and offset, one or one for each output channel.
         integers: int8, in the layout of its kind.
         clustered: Indices and table of a clustered weight; its factors and values are those above.
@@ -50,7 +50,7 @@ class QuantizedMatrix:
     clustered: ClusteredWeight | None = None
 
     def real(self) -> torch.Tensor:
-        """The float32 weight that the integers stand for, as the file has it."""
+        """The dequantized float32 weight, in the layout of the file."""
         rows = channels_first(self.integers, self.layout.kind, self.layout.groups).float()
         real = from_channels_first(
             rows * self.factors.scale.reshape(-1, 1), self.integers.shape, self.layout.kind, self.layout.groups
@@ -65,7 +65,7 @@ class QuantizedMatrix:
         return pack_nibbles(rows.contiguous())
 
     def with_scale(self, scale: torch.Tensor) -> QuantizedMatrix:
-        """The same weight on a coarser grid."""
+        """The same weight with a larger scale."""
         factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
         ratio = (self.factors.scale.double() / scale.double()).reshape(-1, 1)
         if self.clustered is not None:
@@ -121,7 +121,7 @@ class QuantizedWeights:
         )
 
     def real_blobs(self, blobs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The layer's blobs with the weights rounded to their grid."""
+        """The layer's blobs with the weights quantized and dequantized."""
         result = list(blobs)
         for matrix in self.matrices:
             result[matrix.blob] = matrix.real()
@@ -159,7 +159,7 @@ def quantize_weights(
         if isinstance(chosen, SnqSettings):
             matrix = _clustered(layout, chosen, channel_wise)
         else:
-            matrix = _on_grid(layout, _uniform_factors(layout, channel_wise, scale), rounding)
+            matrix = _rounded(layout, _uniform_factors(layout, channel_wise, scale), rounding)
         return QuantizedWeights(layer=layer.name, matrices=(matrix,))
     except AmctError as error:
         raise CalibrationError(
@@ -177,11 +177,11 @@ def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScal
     )
 
 
-def _on_grid(
+def _rounded(
     layout: WeightLayout, factors: WeightFactors, rounding: WeightRounding = "error_cancelling"
 ) -> QuantizedMatrix:
-    rounded = quantize_weight if rounding == "nearest" else quantize_weight_evenly
-    integers = rounded(layout.rows_first(), factors, layout.kind, groups=layout.groups)
+    round_weight = quantize_weight if rounding == "nearest" else quantize_weight_cancelling_errors
+    integers = round_weight(layout.rows_first(), factors, layout.kind, groups=layout.groups)
     return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
 
 
@@ -215,7 +215,7 @@ def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[Quanti
 
 
 def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Sequence[float]) -> QuantizedWeights:
-    """Weights on the grid of a user's scales.
+    """Weights quantized with scales that the user gave.
 
     Raises:
         CalibrationError: a weight is NaN; names the layer.
@@ -223,7 +223,7 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
     scale = torch.tensor(scales, dtype=torch.float32)
     factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
     try:
-        return QuantizedWeights(layer=layer.name, matrices=(_on_grid(layout_of(layer, blobs[0]), factors),))
+        return QuantizedWeights(layer=layer.name, matrices=(_rounded(layout_of(layer, blobs[0]), factors),))
     except AmctError as error:
         raise CalibrationError(
             f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
@@ -232,9 +232,9 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerLayer:
-    """A weighted layer with everything decided: weights, and for each bottom the int32 bias and the scale of its sums.
+    """A quantized layer: weights, and for each bottom the int32 bias and the scale of its sums.
 
-    Bottoms have factors of their own, so the same bias is another integer for each.
+    Every bottom has its own scale, so the same bias is another integer for each.
     """
 
     weights: QuantizedWeights
@@ -243,12 +243,12 @@ class IntegerLayer:
 
     @property
     def real_bias(self) -> torch.Tensor | None:
-        """The float32 bias that the integers stand for; of several bottoms the first counts."""
+        """The dequantized bias, of the first bottom."""
         return real_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
 
 
 def real_bias(bias: torch.Tensor, sum_scale: torch.Tensor) -> torch.Tensor:
-    """The float32 numbers that integers of a bias stand for."""
+    """A dequantized bias."""
     return (bias.double() * sum_scale.double()).float()
 
 
@@ -280,7 +280,7 @@ def with_bias(
 def fitted_bias(
     layer: str, matrix: QuantizedMatrix, bias: torch.Tensor, scales_data: Sequence[float], *, may_raise_scale: bool
 ) -> tuple[QuantizedMatrix, tuple[torch.Tensor, ...]]:
-    """The integers of a bias for each of the data's scales, and the matrix, on a coarser grid where they need it.
+    """The integers of a bias for each of the data's scales, and the matrix, with a larger scale where they need it.
 
     Raises:
         CalibrationError: the bias does not fit int32 and the scale is the user's; names the layer.
@@ -304,7 +304,7 @@ def fitted_bias(
 
 
 def may_overflow(matrix: QuantizedMatrix, bias: torch.Tensor | None, bits: int, offset: int) -> bool:
-    """Whether the worst data could make sums that leave a chip's int32."""
+    """Whether the largest possible sums exceed int32."""
     worst = worst_case_accumulator(
         matrix.integers, bias, kind=matrix.layout.kind, groups=matrix.layout.groups, bits=bits, offset=offset
     )

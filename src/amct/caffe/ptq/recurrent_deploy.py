@@ -25,12 +25,12 @@ STATES = {"LSTM": 2, "RNN": 1, "GRU": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerRecurrent:
-    """A recurrent layer with everything decided.
+    """A quantized recurrent layer.
 
     Attributes:
         weights: The matrices.
-        inputs: The factors of what each matrix is multiplied with, by the matrix's place among the blobs.
-        biases: int32, by their places among the blobs.
+        inputs: The factors of what each matrix is multiplied with, by the index of the matrix among the blobs.
+        biases: int32, by their index among the blobs.
     """
 
     weights: QuantizedWeights
@@ -45,7 +45,7 @@ class IntegerRecurrent:
 
     @property
     def real_blobs(self) -> list[torch.Tensor]:
-        """The float32 numbers that they stand for."""
+        """The dequantized blobs."""
         matrices = {matrix.blob: matrix for matrix in self.weights.matrices}
         found = {place: matrix.real() for place, matrix in matrices.items()}
         for place, bias in self.biases.items():
@@ -55,7 +55,7 @@ class IntegerRecurrent:
         return [found[place] for place in sorted(found)]
 
     def overflowing(self) -> Iterator[int]:
-        """The bits of the data of each matrix whose sums could leave a chip's int32."""
+        """The bits of the data of each matrix whose sums may exceed int32."""
         for matrix in self.weights.matrices:
             data = self.inputs[matrix.blob]
             assert data.offset is not None
@@ -66,7 +66,7 @@ class IntegerRecurrent:
 def integer_recurrent(
     layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], entry: CaffeLayerRecord
 ) -> IntegerRecurrent:
-    """Quantize the biases; a bias stands right behind the matrix whose products it is added to.
+    """Quantize the biases; a bias is the blob behind the matrix whose products it is added to.
 
     Raises:
         CalibrationError: a bias cannot be quantized; names the layer.
@@ -85,7 +85,7 @@ def integer_recurrent(
 
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
-    """The first matrix meets the data, the next the static input if there is one, all others hidden states."""
+    """The first matrix is multiplied with the data, the next with the static input if any, the others with states."""
     first = entry.input(0)
     assert first is not None
     hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amct import atomic, log
+from amct.arguments import check_types
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
+from amct.export.saving import file_entry
+from amct.model import Skip
+from amct.model.kinds import KIND_OF_CAFFE_TYPE
+from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -32,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 SAVE_TYPES = ("Fakequant", "Deploy", "Both")
-QUANT_JSON_VERSION = 1
 
 
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
@@ -77,7 +80,7 @@ def check_save_type(function: str, save_type: str) -> None:
 
 
 def results_of(graph: QuantGraph) -> Results:
-    """Both results of a calibrated graph.
+    """Both results of a graph whose calibration has written its record file.
 
     Raises:
         RecordError: the record is not complete, or another model's.
@@ -91,6 +94,11 @@ def results_of(graph: QuantGraph) -> Results:
     known = max(progress.values(), default=(0, graph.plan.batch_num))
     unfinished = {name: progress.get(name, known) for name in expected}
     validate_record(record, record_layers(graph.model, expected), progress=unfinished)
+    return results_with(graph, record)
+
+
+def results_with(graph: QuantGraph, record: CaffeRecord) -> Results:
+    """Both results of a graph and a complete record."""
     return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
 
 
@@ -120,13 +128,15 @@ def save_results(
     if save_type in ("Deploy", "Both"):
         nets["deploy"] = results.deploy()
     written = [names["quant.json"], names["quant_param_record.txt"], names["quant_param_record.bin"]]
-    document = quant_json(nets, results.record, original, fusion, not_quantized)
-    if results.config:
-        document["config"] = results.config
-    if results.equalized:
-        document["equalized"] = list(results.equalized)
-    if qdq is not None:
-        document["qdq"] = qdq.report()
+    document = replace(
+        quant_json(nets, results.record, original, fusion, not_quantized),
+        config=results.config,
+        equalized=tuple(results.equalized),
+    )
+    if qdq is not None and qdq.exported is None:
+        document = replace(document, not_written={"qdq": qdq.reason})
+    elif qdq is not None and qdq.exported is not None:
+        document = replace(document, files={names["qdq_model.onnx"].name: file_entry("qdq", qdq.exported)})
     with FileGroup() as group:
         for kind, net in nets.items():
             pair = names[f"{kind}_model.prototxt"], names[f"{kind}_weights.caffemodel"]
@@ -136,11 +146,11 @@ def save_results(
             pair = names["equalized_model.prototxt"], names["equalized_weights.caffemodel"]
             write_model(group, results.folded_model, *pair)
             written += pair
-        group.write_text(names["quant.json"], json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         group.write_bytes(names["quant_param_record.txt"], encode_record(results.record, "text"))
         group.write_bytes(names["quant_param_record.bin"], encode_record(results.record, "binary"))
         if qdq is not None:
             written += qdq.write(group, names["qdq_model.onnx"])
+        write_quant_json(group, names["quant.json"], document)
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), names["folder"])
     return written
 
@@ -170,7 +180,7 @@ def quant_json(
     original: CaffeModel,
     fusion: FusionReport,
     not_quantized: Mapping[str, str],
-) -> dict[str, Any]:
+) -> QuantJson:
     """What became of each layer, for comparing layer by layer.
 
     ``output`` names the blob that holds a layer's result: in the original net (without in-place layers the name is
@@ -178,30 +188,36 @@ def quant_json(
     """
     first = next(iter(nets.values())).model
     tops = {layer.name: list(layer.top) for layer in original.layers}
-    layers: dict[str, Any] = {}
+    written = {blob for layer in first.layers for blob in layer.top}
+    types = {kind: {layer.name: layer.type for layer in net.model.layers} for kind, net in nets.items()}
+    layers: dict[str, LayerEntry] = {}
     for layer in first.layers:
         name = layer.name
         absorbed = fusion.folded.get(name, [])
         if name not in tops or (name not in record.layers and not absorbed):
             continue
         outputs = tops[absorbed[-1]] if absorbed and absorbed[-1] in tops else tops[name]
-        if not set(outputs) & {blob for each in first.layers for blob in each.top}:
-            outputs = list(layer.top)
         entry = record.layers.get(name)
-        layers[name] = {
-            "type": layer.type,
-            "quantized": entry is not None,
-            "original_layers": [name, *(each for each in absorbed if each != name)],
-            "output": outputs,
-            "inserted": {kind: net.inserted.get(name, []) for kind, net in nets.items()},
-        }
-        if entry is not None:
-            layers[name]["data_bits"] = [data.bits for data in entry.record_d]
-            layers[name]["weight_bits"] = entry.weight_bits if entry.scale_w else None
-    return {
-        "version": QUANT_JSON_VERSION,
-        "layers": layers,
-        "accelerated": fusion.accelerated,
-        "not_fused": [{"layer": skip.layer, "reason": skip.reason} for skip in fusion.skipped],
-        "not_quantized": [{"layer": name, "reason": reason} for name, reason in not_quantized.items()],
-    }
+        layers[name] = LayerEntry(
+            type=layer.type,
+            kind=KIND_OF_CAFFE_TYPE.get(layer.type),
+            quantized=entry is not None,
+            original_layers=(name, *(each for each in absorbed if each != name)),
+            output=tuple(outputs if set(outputs) & written else layer.top),
+            data_bits=tuple(data.bits for data in entry.record_d) if entry is not None else (),
+            weight_bits=entry.weight_bits if entry is not None and entry.scale_w else None,
+            files={
+                kind: LayerInFile(node=name, operator=types[kind][name], inserted=tuple(net.inserted.get(name, ())))
+                for kind, net in nets.items()
+            },
+        )
+    skipped = [Skip(name, reason) for name, reason in not_quantized.items()]
+    skipped += [Skip(skip.layer, f"not folded: {skip.reason}") for skip in fusion.skipped]
+    return QuantJson(
+        version=VERSION,
+        model=original.net.name,
+        layers=layers,
+        skipped=tuple(skipped),
+        files={},
+        accelerated=tuple(fusion.accelerated),
+    )

@@ -1,4 +1,4 @@
-"""Refreshing BatchNorm statistics after weights were clustered, and folding them without touching the clusters."""
+"""Updating BatchNorm statistics after weights were clustered, and folding them without changing the clusters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import torch
 from amct.caffe.engine.layers.batch_norm_update import dump_path
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
-from amct.caffe.ptq.fold import AFTER, FusionReport, chain_affine, give_bias, refusal, take_over_top
-from amct.caffe.ptq.weight_layout import layout_of
+from amct.caffe.ptq.fold import AFTER, FusionReport, fold_into, refusal
 from amct.errors import CalibrationError, FileError
 from amct.model import find_fusions
-from amct.numerics.fold import fold_after
 
 if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
@@ -29,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
-    """Tell every BatchNorm of the modified model to refresh its statistics, and remove what an earlier run left."""
+    """Make every BatchNorm of the modified model update its statistics, and remove the files of an earlier run."""
     folder = str(Path(settings.bn_dump_dir).resolve())
     for layer in model.net.layer:
         if layer.type != "BatchNorm":
@@ -43,11 +41,11 @@ def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
         dump_path(folder, layer.name).unlink(missing_ok=True)
 
 
-def take_in(graph: QuantGraph) -> None:
-    """Put the refreshed statistics back into the graph's model and fold them.
+def fold_updated_statistics(graph: QuantGraph) -> None:
+    """Read the updated statistics into the graph's model and fold them.
 
     Raises:
-        CalibrationError: some BatchNorm has not been refreshed; says how many forwards are needed.
+        CalibrationError: the statistics of a BatchNorm were not updated; says how many forwards are needed.
     """
     settings = graph.plan.update_bn
     assert settings is not None
@@ -66,7 +64,7 @@ def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
         layers = read_weights(read_file(path), str(path))
     except FileError as error:
         raise CalibrationError(
-            f'layer "{name}" (BatchNorm): no refreshed statistics in "{settings.bn_dump_dir}"; run the modified model '
+            f'layer "{name}" (BatchNorm): no updated statistics in "{settings.bn_dump_dir}"; run the modified model '
             f"of weights_quantize_model for {settings.bn_update_iterations} batches (bn_update_iterations) before "
             "activation_quantize_model"
         ) from error
@@ -94,16 +92,8 @@ def _fold(graph: QuantGraph) -> None:
 
 
 def _fold_one(graph: QuantGraph, head: str, names: list[str]) -> None:
-    model = graph.model
-    layer, blobs = model.layer(head), model.weights[head]
-    affine = chain_affine(model, names)
-    layout = layout_of(layer, blobs[0])
-    bias = blobs[1] if len(blobs) > 1 else None
-    weight, new_bias = fold_after(layout.rows_first(), bias, layout.kind, layout.groups, affine)
-    model.weights[head] = [layout.restored(weight), new_bias]
-    give_bias(layer)
+    affine = fold_into(graph.model, head, names)
     if head in graph.weights:
         quantized = graph.weights[head]
         matrix = quantized.matrices[0].times(affine.multiplier)
         graph.weights[head] = replace(quantized, matrices=(matrix,))
-    take_over_top(model, head, names)

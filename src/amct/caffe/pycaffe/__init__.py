@@ -1,8 +1,8 @@
-"""The face of pycaffe: what scripts get from ``import caffe``.
+"""pycaffe's interface: the module that scripts get from ``import caffe``.
 
-Same names, same arguments, same results. Where Caffe's C++ would abort the process, an ``AmctError`` is raised with
-the same information. ``amct_caffe.caffe`` re-exports this package; ``amct_caffe.install_as_caffe()`` makes it
-answer to ``import caffe``.
+Names, arguments and results are those of pycaffe. Where Caffe's C++ would abort the process, an ``AmctError`` is raised
+with the same information. ``amct_caffe.caffe`` re-exports this package; after ``amct_caffe.install_as_caffe()`` it is
+imported by ``import caffe``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``caffe.Classifier``: a net fed with pictures of any size, one prediction each."""
+"""``caffe.Classifier``: classifies images of any size."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Classifier(Net):
-    """Scales pictures to ``image_dims``, crops them to the net's input and averages over the crops.
+    """Resizes images to ``image_dims``, crops them to the net's input and averages over the crops.
 
     Args:
         model_file: The prototxt.
         pretrained_file: The caffemodel.
-        image_dims: Height and width to scale pictures to before cropping; the net's input size by default.
-        mean: Mean to subtract, per channel or as a picture.
+        image_dims: Height and width of images before cropping; the net's input size by default.
+        mean: Mean to subtract, per channel or as an image.
         input_scale: Factor applied after the mean is subtracted.
-        raw_scale: Factor applied before that (255 for pictures of 0..1).
-        channel_swap: Order of the channels, (2, 1, 0) for nets that want BGR.
+        raw_scale: Factor applied before that (255 for images of 0..1).
+        channel_swap: Order of the channels, (2, 1, 0) for nets that expect BGR.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Classifier(Net):
         self.image_dims = image_dims if image_dims is not None else self.crop_dims
 
     def predict(self, inputs: Sequence[Picture], oversample: bool = True) -> npt.NDArray[np.float32]:
-        """The net's first output for each picture (height, width, channels).
+        """The net's first output for each image (height, width, channels).
 
         Args:
-            inputs: The pictures.
+            inputs: The images.
             oversample: Average over four corners, the centre and their mirror images; else only the centre.
         """
         height, width = int(self.image_dims[0]), int(self.image_dims[1])
@@ -78,7 +78,7 @@ def make_transformer(
     raw_scale: float | None,
     channel_swap: Sequence[int] | None,
 ) -> io.Transformer:
-    """A transformer for the net's first input, from pictures (height, width, channels)."""
+    """A transformer for the net's first input, from images (height, width, channels)."""
     name = net.inputs[0]
     transformer = io.Transformer({name: net.blobs[name].shape})
     transformer.set_transpose(name, (2, 0, 1))

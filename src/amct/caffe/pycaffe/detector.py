@@ -1,4 +1,4 @@
-"""``caffe.Detector``: a net run on windows of pictures (R-CNN)."""
+"""``caffe.Detector``: runs a net on windows of images (R-CNN)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Detection(TypedDict):
-    """What the net says about one window."""
+    """The net's prediction for one window."""
 
     window: Box
     prediction: npt.NDArray[np.float32]
@@ -32,7 +32,7 @@ class Detection(TypedDict):
 class Detector(Net):
     """Crops windows, warps them to the net's input and runs them.
 
-    Arguments as for ``Classifier``; ``context_pad`` is how many pixels of surroundings the warped window shows.
+    Arguments as for ``Classifier``; ``context_pad`` is the number of context pixels around the warped window.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Detector(Net):
         """The net's first output for each window.
 
         Args:
-            images_windows: Pairs of a picture file and its windows (ymin, xmin, ymax, xmax), one per row.
+            images_windows: Pairs of an image file and its windows (ymin, xmin, ymax, xmax), one per row.
         """
         pairs = [(name, np.asarray(windows)) for name, windows in images_windows]
         crops = []
@@ -71,7 +71,7 @@ class Detector(Net):
         return found
 
     def crop(self, picture: Picture, window: Box) -> Picture:
-        """The window of the picture, with its surroundings when ``context_pad`` asks for them."""
+        """The window of the image, with ``context_pad`` pixels of context."""
         ymin, xmin, ymax, xmax = (int(value) for value in window)
         if not self.context_pad:
             return picture[ymin:ymax, xmin:xmax]
@@ -93,7 +93,7 @@ class Detector(Net):
     def _mean_for_padding(
         self, mean: Picture | None, raw_scale: float | None, channel_swap: Sequence[int] | None
     ) -> npt.NDArray[np.float32]:
-        """The mean as a colour of the raw picture: what lies outside the picture becomes zero for the net."""
+        """The mean as a colour of the raw image, so that pixels outside the image become zero for the net."""
         if mean is None:
             return np.zeros(1, np.float32)
         colour = np.asarray(mean, np.float32)

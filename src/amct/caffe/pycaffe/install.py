@@ -1,4 +1,4 @@
-"""Make ``import caffe`` mean this package, for scripts written for a real Caffe."""
+"""Makes ``import caffe`` import this package, for scripts written for Caffe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
     """Put this package into ``sys.modules`` as ``caffe``, with all sub-modules (``caffe.io``), and return it.
 
     Args:
-        force: Do so although a real Caffe is installed or imported.
+        force: Replace a real Caffe that is installed or imported.
 
     Raises:
         ArgumentError: There is a real Caffe, and ``force`` is not set.
@@ -29,7 +29,7 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
     present = sys.modules.get("caffe")
     if present is not package and not force:
         spec = None if present is not None else importlib.util.find_spec("caffe")
-        # a mere folder called caffe (its sources, say) is a namespace package without origin: nothing to hide
+        # A folder called caffe (such as its sources) is a namespace package without origin; it may be hidden.
         found = present is not None or (spec is not None and spec.origin is not None)
         if found:
             raise ArgumentError(
@@ -45,7 +45,7 @@ def install_as_caffe(*, force: bool = False) -> ModuleType:
 
 
 def alias_modules(name: str) -> None:
-    """Let the modules of this package also be imported as ``<name>.io``, ``<name>.proto.caffe_pb2``, ..."""
+    """Make the modules of this package importable as ``<name>.io``, ``<name>.proto.caffe_pb2``, ..."""
     package = importlib.import_module(_PACKAGE)
     for module in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}."):
         sys.modules[name + module.name.removeprefix(_PACKAGE)] = importlib.import_module(module.name)

@@ -1,7 +1,7 @@
-"""``caffe.io``: pictures, the Transformer, and arrays in and out of Caffe's messages.
+"""``caffe.io``: images, the Transformer, and conversion of arrays to and from Caffe's messages.
 
-Made with NumPy and Pillow, without scikit-image. Resizing is linear between pixel centres, edges continued, without
-smoothing first: what scikit-image did when Caffe was written (``amct.data.resample``). ``interp_order`` may be 0
+Implemented with NumPy and Pillow, without scikit-image. Resizing is linear between pixel centres, with edges extended
+and without prior smoothing, as in the scikit-image of Caffe's time (``amct.data.resample``). ``interp_order`` may be 0
 (nearest), 1 (linear) or 3 (cubic).
 """
 
@@ -46,7 +46,7 @@ _LARGEST = {np.dtype(np.uint8): 255.0, np.dtype(np.uint16): 65535.0, np.dtype(np
 
 
 class PictureFileError(FileError, FileNotFoundError):
-    """A picture cannot be opened; scikit-image raises FileNotFoundError here."""
+    """An image cannot be opened; scikit-image raises FileNotFoundError here."""
 
 
 # ---------------------------------------------------------------------- messages
@@ -62,7 +62,7 @@ def blobproto_to_array(blob: ProtoMessage, return_diff: bool = False) -> AnyArra
     legacy = [blob.HasField(name) for name in ("num", "channels", "height", "width")]
     shape = (blob.num, blob.channels, blob.height, blob.width) if any(legacy) else tuple(blob.shape.dim)
     if values.size != np.prod(shape):
-        raise ParseError(f"BlobProto: {values.size} values do not fill its shape {shape}")
+        raise ParseError(f"BlobProto: {values.size} values do not match its shape {shape}")
     return values.reshape(shape)
 
 
@@ -94,7 +94,7 @@ def array_to_datum(arr: AnyArray, label: int | None = None) -> ProtoMessage:
     """A (channels, height, width) array as a Datum: uint8 as bytes, anything else as floats.
 
     Raises:
-        ArgumentError: The array has not three axes.
+        ArgumentError: The array does not have three axes.
     """
     if arr.ndim != _PICTURE_AXES:
         raise ArgumentError(f"Incorrect array shape. A Datum holds (channels, height, width), got {arr.shape}")
@@ -109,10 +109,10 @@ def array_to_datum(arr: AnyArray, label: int | None = None) -> ProtoMessage:
 
 
 def datum_to_array(datum: ProtoMessage) -> AnyArray:
-    """The (channels, height, width) array of a Datum, uint8 or float64; the label is not part of it.
+    """The (channels, height, width) array of a Datum, uint8 or float64, without the label.
 
     Raises:
-        ParseError: The number of values does not fit the shape (an encoded picture must be decoded first).
+        ParseError: The number of values does not fit the shape (an encoded image must be decoded first).
     """
     shape = (datum.channels, datum.height, datum.width)
     values: AnyArray = np.frombuffer(datum.data, np.uint8) if datum.data else np.array(datum.float_data, np.float64)
@@ -123,19 +123,19 @@ def datum_to_array(datum: ProtoMessage) -> AnyArray:
     return copied
 
 
-# ---------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------- images
 
 
 def load_image(filename: str | os.PathLike[str], color: bool = True) -> FloatArray:
-    """Read a picture as float32 from 0 to 1: (height, width, 3) in red, green, blue order, or (height, width, 1).
+    """Read an image as float32 from 0 to 1: (height, width, 3) in red, green, blue order, or (height, width, 1).
 
     Args:
-        filename: The picture.
-        color: True repeats a gray picture three times and drops transparency; False gives one channel.
+        filename: The image.
+        color: True repeats a gray image three times and drops transparency; False gives one channel.
 
     Raises:
         FileError: There is no such file.
-        ParseError: It is no picture.
+        ParseError: It is not an image.
     """
     from pathlib import Path
 
@@ -182,10 +182,10 @@ def resize_image(im: AnyArray, new_dims: Sequence[int], interp_order: int = 1) -
 
 
 def oversample(images: Sequence[AnyArray] | AnyArray, crop_dims: Sequence[int] | AnyArray) -> FloatArray:
-    """Ten crops of each (height, width, channels) picture: corners and middle, then the same mirrored.
+    """Ten crops of each (height, width, channels) image: corners and centre, then the same mirrored.
 
     Raises:
-        ArgumentError: There is no picture, or the crop is larger than the first one.
+        ArgumentError: There is no image, or the crop is larger than the first one.
     """
     if not len(images):
         raise ArgumentError("oversample: no pictures given")
@@ -209,10 +209,10 @@ def oversample(images: Sequence[AnyArray] | AnyArray, crop_dims: Sequence[int] |
 
 
 class Transformer:
-    """Brings pictures into the form of a net's inputs, and back.
+    """Converts images to a net's inputs, and back.
 
-    In this order: resize, transpose, swap channels, multiply by the raw scale, subtract the mean, multiply by the input
-    scale. The caller's array is never changed (pycaffe's own changes it when it fits already).
+    The order is: resize, transpose, swap channels, multiply by the raw scale, subtract the mean, multiply by the input
+    scale. The caller's array is never changed (pycaffe's may be, if no conversion is needed).
 
     Args:
         inputs: The shape of each input, ``{"data": net.blobs["data"].shape}``.
@@ -231,7 +231,7 @@ class Transformer:
             raise ArgumentError(f"{in_} is not one of the net inputs: {self.inputs}")
 
     def preprocess(self, in_: str, data: AnyArray) -> FloatArray:
-        """Turn a (height, width, channels) picture into the input ``in_``, without its first axis.
+        """Convert a (height, width, channels) image to the input ``in_``, without its first axis.
 
         Raises:
             ArgumentError: There is no such input.
@@ -254,7 +254,7 @@ class Transformer:
         return picture
 
     def deprocess(self, in_: str, data: AnyArray) -> AnyArray:
-        """Undo ``preprocess`` (but the resizing).
+        """Undo ``preprocess``, except for the resizing.
 
         Raises:
             ArgumentError: There is no such input.
@@ -296,7 +296,7 @@ class Transformer:
         self.channel_swap[in_] = order
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """Multiply before the mean is subtracted (255 for pictures of 0 to 1).
+        """Set the factor applied before the mean is subtracted (255 for images of 0 to 1).
 
         Raises:
             ArgumentError: There is no such input.
@@ -305,7 +305,7 @@ class Transformer:
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: AnyArray) -> None:
-        """Subtract this: a number a channel, or a picture (resized when its size differs).
+        """Set the mean to subtract: one value per channel, or an image (resized if its size differs).
 
         Raises:
             ArgumentError: There is no such input, or the mean's channels or axes do not fit.
@@ -325,7 +325,7 @@ class Transformer:
         self.mean[in_] = picture
 
     def set_input_scale(self, in_: str, scale: float) -> None:
-        """Multiply after the mean was subtracted.
+        """Set the factor applied after the mean is subtracted.
 
         Raises:
             ArgumentError: There is no such input.

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, FloatArray]
 
-#: Whatever NumPy can put into a blob.
+#: Anything that NumPy can assign to a blob.
 ArrayArgument: TypeAlias = Any
 
 _SIGNATURE = (
-    "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); besides "
+    "Net(network_file, phase, level=0, stages=None, weights=None) or Net(network_file, weights, phase); in addition to "
     "Caffe's: "
     "keep_blobs=True, allow_python=False"
 )
@@ -45,11 +45,11 @@ class NetFileError(FileError, RuntimeError):
 
 
 class Net(EngineNet):
-    """A net as pycaffe has it.
+    """A net with pycaffe's interface.
 
-    Forms: ``Net(network_file, phase, level=0, stages=None, weights=None)`` and the older ``Net(network_file,
-    weights, phase)``. ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` lets Python layers run
-    (they execute code).
+    Call ``Net(network_file, phase, level=0, stages=None, weights=None)`` or the older ``Net(network_file, weights,
+    phase)``. ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` allows Python layers (they execute
+    code).
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -79,7 +79,7 @@ class Net(EngineNet):
         net._caches = {}
         return net
 
-    # ------------------------------------------------------------------ dictionaries, in net order, made once
+    # ------------------------------------------------------------------ dictionaries, in net order, cached
 
     def _cached(self, name: str, make: Callable[[], Made]) -> Made:
         if name not in self._caches:
@@ -135,7 +135,7 @@ class Net(EngineNet):
 
     @property
     def blob_loss_weights(self) -> OrderedDict[str, float]:
-        """How much each blob counts in the loss."""
+        """The loss weight of each blob."""
         found: OrderedDict[str, float] = self._cached(
             "loss_weights", lambda: OrderedDict(zip(self.graph.blob_names, self.graph.loss_weights, strict=True))
         )
@@ -148,7 +148,7 @@ class Net(EngineNet):
 
     @property
     def outputs(self) -> list[str]:
-        """Every blob nobody reads, in alphabetical order."""
+        """All blobs without a reader, in alphabetical order."""
         return [self.graph.blob_names[index] for index in self.graph.outputs]
 
     @property
@@ -192,7 +192,7 @@ class Net(EngineNet):
         end: str | None = None,
         **inputs: ArrayArgument,
     ) -> Arrays:
-        """Run the net and return its outputs (with ``end``: that layer's tops) and the ``blobs`` asked for, as views.
+        """Run the net and return its outputs (with ``end``: that layer's tops) and the requested ``blobs``, as views.
 
         Raises:
             ArgumentError: A layer or input is unknown, inputs are missing, or the first axis does not fit.
@@ -227,7 +227,7 @@ class Net(EngineNet):
         end: str | None = None,
         **top_diffs: ArrayArgument,
     ) -> Arrays:
-        """Run gradients from layer ``start`` down to ``end`` and return those of the inputs and of ``diffs``, as views.
+        """Compute gradients from layer ``start`` to ``end``; return those of the inputs and of ``diffs``, as views.
 
         Raises:
             ArgumentError: A layer or output is unknown, or the first axis does not fit.
@@ -255,7 +255,7 @@ class Net(EngineNet):
             blob.diff[...] = value
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: ArrayArgument) -> Arrays:
-        """Run any number of inputs in batches of the net's size; the last batch is filled up and cut again."""
+        """Run any number of inputs in batches of the net's size; the last batch is padded and its results cropped."""
         collected: dict[str, list[FloatArray]] = {name: [] for name in {*self.outputs, *(blobs or [])}}
         for batch in self._batch(inputs):
             for name, value in self.forward(blobs=blobs, **batch).items():
@@ -268,7 +268,7 @@ class Net(EngineNet):
         diffs: Sequence[str] | None = None,
         **inputs: ArrayArgument,
     ) -> tuple[Arrays, Arrays]:
-        """Run forward and backward in batches; outputs and gradients of all inputs.
+        """Run forward and backward in batches; returns outputs and gradients of all inputs.
 
         The keyword arguments hold the inputs and, under the outputs' names, the top diffs.
         """
@@ -287,7 +287,7 @@ class Net(EngineNet):
         return _without_padding(outputs, inputs), _without_padding(gradients, inputs)
 
     def _batch(self, arrays: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Cut arrays into batches of the net's size, the last one filled up with zeros."""
+        """Split arrays into batches of the net's size, the last one padded with zeros."""
         if not arrays:
             return
         total = len(next(iter(arrays.values())))
@@ -325,7 +325,7 @@ class Net(EngineNet):
         self.save_weights_hdf5(path, with_diff=write_diff)
 
     def set_input_arrays(self, data: ArrayArgument, labels: ArrayArgument) -> None:
-        """Give the net's MemoryData layer, its first layer, arrays to go through.
+        """Set the arrays of the net's MemoryData layer, which must be the first layer.
 
         Raises:
             ModelError: The first layer is of another type, or the arrays do not fit it.
@@ -391,7 +391,7 @@ def _without_padding(collected: dict[str, list[FloatArray]], inputs: dict[str, A
 
 
 def _read_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
-    """Tell the two forms apart: the second argument is a phase (a number) or a weights file."""
+    """Distinguish the two call forms: the second argument is a phase (a number) or a weights file."""
     options: dict[str, Any] = {"level": 0, "stages": None, "weights": None}
     old_form = len(args) == 3 and not isinstance(args[1], int)
     names: Iterable[str] = ("network_file", "weights", "phase") if old_form else _POSITIONAL

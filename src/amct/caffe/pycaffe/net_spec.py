@@ -1,7 +1,7 @@
-"""Write a net in Python: ``n = NetSpec(); n.conv = layers.Convolution(n.data, num_output=4); n.to_proto()``.
+"""Defines a net in Python: ``n = NetSpec(); n.conv = layers.Convolution(n.data, num_output=4); n.to_proto()``.
 
-``layers.<Type>(bottoms..., field=value...)`` makes a layer of any type; ``params.<Type>.<NAME>`` is an enum value
-of that type's parameters. A field goes to the type's own parameter message, or to the layer itself (``name``,
+``layers.<Type>(bottoms..., field=value...)`` creates a layer of any type; ``params.<Type>.<NAME>`` is an enum value of
+that type's parameters. A field belongs to the type's own parameter message, or to the layer itself (``name``,
 ``param``, ``loss_weight``).
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
 
-#: A number, text, dict, or a list of these: what a field of a message can be set from.
+#: A value for a message field: a number, text, dict, or a list of these.
 FieldValue: TypeAlias = Any
 
 
@@ -65,18 +65,18 @@ def _fill(message: ProtoMessage, values: dict[str, FieldValue]) -> None:
 
 
 class Top:
-    """One output of a layer, to be given to other layers."""
+    """One output of a layer, to be passed to other layers."""
 
     def __init__(self, function: Function, index: int) -> None:
         self.fn, self.n = function, index
 
     def to_proto(self) -> ProtoMessage:
-        """The net that ends here, with made-up names."""
+        """The net that ends here, with generated names."""
         return to_proto(self)
 
 
 class Function:
-    """A layer not yet named: its type, its inputs, its fields."""
+    """A layer without a name: its type, inputs and fields."""
 
     def __init__(self, type_name: str, inputs: tuple[Top, ...], fields: dict[str, FieldValue]) -> None:
         for item in inputs:
@@ -93,7 +93,7 @@ class Function:
     def write(
         self, layers: OrderedDict[Function, ProtoMessage], names: dict[object, str], numbers: Counter[str]
     ) -> None:
-        """Add this layer, after those it reads."""
+        """Add this layer, after the layers it reads."""
         if self in layers:
             return
         bottoms = []
@@ -111,7 +111,7 @@ class Function:
         layers[self] = layer
 
     def to_proto(self) -> ProtoMessage:
-        """The net that ends here, with made-up names."""
+        """The net that ends here, with generated names."""
         return to_proto(self)
 
 
@@ -133,7 +133,7 @@ def to_proto(*tops: Top | Function) -> ProtoMessage:
 
 
 class NetSpec:
-    """Names for tops: attributes set here become the names of blobs and layers."""
+    """A set of named tops: attributes set here become the names of blobs and layers."""
 
     tops: OrderedDict[str, Top | Function]
 
@@ -159,15 +159,15 @@ class NetSpec:
         del self.tops[name]
 
     def keys(self) -> list[str]:
-        """The names, in the order they were given."""
+        """The names, in the order of assignment."""
         return list(self.tops)
 
     def vals(self) -> list[Top | Function]:
-        """The tops, in the order they were given."""
+        """The tops, in the order of assignment."""
         return list(self.tops.values())
 
     def update(self, other: NetSpec) -> None:
-        """Take over the tops of another net."""
+        """Add the tops of another net."""
         self.tops.update(other.tops)
 
     def __iter__(self) -> Iterator[str]:

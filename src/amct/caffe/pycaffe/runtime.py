@@ -1,4 +1,4 @@
-"""Small functions of the caffe module that are about the process, not about nets."""
+"""Functions of the caffe module that concern the process, not nets."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ logger = logging.getLogger(__name__)
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed what fillers, dropout and shuffling draw from (torch's global generator)."""
+    """Seed torch's global generator, which fillers, dropout and shuffling use."""
     torch.manual_seed(seed)
 
 
 def has_nccl() -> bool:
-    """Whether several GPUs can train together: not here."""
+    """Whether several GPUs can train together: not supported."""
     return False
 
 
 def solver_count() -> int:
-    """How many solvers train together: one."""
+    """The number of solvers that train together: always 1."""
     return 1
 
 
 def solver_rank() -> int:
-    """Which of them this one is: the first."""
+    """The rank of this solver: always 0."""
     return 0
 
 
 def set_solver_count(count: int) -> None:
-    """Exists for scripts that call it: one solver trains here.
+    """For compatibility: only one solver is supported.
 
     Raises:
-        ArgumentError: Several are asked for.
+        ArgumentError: ``count`` is not 1.
     """
     if count != 1:
-        raise ArgumentError(f"several solvers (GPUs) cannot train together here, got {count}; train with one")
+        raise ArgumentError(f"training with several solvers (GPUs) is not supported: count must be 1, got {count}")
 
 
 def set_solver_rank(rank: int) -> None:
-    """Exists for scripts that call it: the only solver is the first.
+    """For compatibility: the only solver has rank 0.
 
     Raises:
-        ArgumentError: Another rank is asked for.
+        ArgumentError: ``rank`` is not 0.
     """
     if rank != 0:
         raise ArgumentError(f"the only solver has rank 0, got {rank}")
 
 
 def set_multiprocess(multiprocess: bool) -> None:
-    """Exists for scripts that call it: one process trains here.
+    """For compatibility: only one process is supported.
 
     Raises:
-        ArgumentError: Several are asked for.
+        ArgumentError: ``multiprocess`` is set.
     """
     if multiprocess:
-        raise ArgumentError("several processes cannot train together here; train with one")
+        raise ArgumentError("training with several processes is not supported")
 
 
 class Timer:
-    """A stop watch in milliseconds: ``start()``, ``stop()``, ``ms``."""
+    """A timer in milliseconds: ``start()``, ``stop()``, ``ms``."""
 
     def __init__(self) -> None:
         self._start: float | None = None
         self._seconds = 0.0
 
     def start(self) -> None:
-        """Start, or start again."""
+        """Start, or restart."""
         self._start = time.perf_counter()
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class Timer:
 
 
 def init_log(level: int = 0) -> None:
-    """Exists for scripts that call it; logging is Python's own here."""
+    """For compatibility; logging is Python's."""
     del level
 
 

@@ -1,4 +1,4 @@
-"""``caffe.SGDSolver`` and the other five, and ``caffe.get_solver``."""
+"""``caffe.SGDSolver`` and the other solver classes, and ``caffe.get_solver``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Solver(EngineSolver):
-    """A solver as pycaffe has it: made from a prototxt file, its nets are ``caffe.Net``.
+    """A solver with pycaffe's interface: created from a prototxt file, its nets are ``caffe.Net``.
 
-    Each class uses its own rule, whatever ``type:`` the file says; ``get_solver`` goes by the file.
+    Each class uses its own rule, whatever the file's ``type``; ``get_solver`` uses the file's.
 
     Args:
         solver_file: The solver prototxt.
-        allow_python: Let Python layers of its nets run (they execute code); not in Caffe, which always does.
+        allow_python: Allow Python layers in its nets (they execute code); Caffe always does.
     """
 
     solver_type: ClassVar[str] = "SGD"
@@ -40,10 +40,10 @@ class Solver(EngineSolver):
         )
 
     def step(self, iterations: int) -> None:
-        """Make so many updates.
+        """Make ``iterations`` updates.
 
         Raises:
-            ArgumentTypeError: The number is not a whole number.
+            ArgumentTypeError: The number is not an integer.
         """
         if isinstance(iterations, bool) or not hasattr(iterations, "__index__"):
             raise ArgumentTypeError(f"step takes a whole number of iterations, got {iterations!r}")
@@ -93,7 +93,7 @@ _CLASSES = {
 
 
 def get_solver(solver_file: str | os.PathLike[str], *, allow_python: bool = False) -> Solver:
-    """The solver a prototxt describes, by its ``type`` (or the old ``solver_type``).
+    """The solver of a prototxt, by its ``type`` (or the old ``solver_type``).
 
     Raises:
         ConfigError: The type is unknown.
@@ -108,6 +108,6 @@ def get_solver(solver_file: str | os.PathLike[str], *, allow_python: bool = Fals
 def _read(solver_file: str | os.PathLike[str]) -> ProtoMessage:
     if not isinstance(solver_file, (str, Path)):
         raise ArgumentTypeError(
-            f"a solver is made from the path of a solver prototxt, got {type(solver_file).__name__}"
+            f"a solver is created from the path of a solver prototxt, got {type(solver_file).__name__}"
         )
     return read_solver(solver_file)

@@ -121,13 +121,26 @@ _DATA_ONLY = {
     "Erf": _OFF,
 }
 
-CAFFE_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(_WITH_WEIGHTS | _DATA_ONLY)
+_TYPES = _WITH_WEIGHTS | _DATA_ONLY
+CAFFE_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(_TYPES)
 
 RETRAIN_TYPES: Mapping[str, CaffeCapability] = MappingProxyType(
     {name: CAFFE_TYPES[name] for name in ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")}
 )
 
 FUSIBLE_TYPES = tuple(name for name, capability in CAFFE_TYPES.items() if capability.fusible)
+
+
+def add_data_type(name: str, *, on_by_default: bool) -> None:
+    """Make the data of a new layer type, that of an extension, quantizable."""
+    assert name not in CAFFE_TYPES
+    _TYPES[name] = CaffeCapability(on_by_default=on_by_default)
+
+
+def remove_data_type(name: str) -> None:
+    """Remove a layer type of an extension, if it is quantizable."""
+    _TYPES.pop(name, None)
+
 
 # -- rules for blocks of a .cfg, of a JSON config and of a QuantConfig -------------------------------------------------
 

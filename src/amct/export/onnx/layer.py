@@ -10,12 +10,12 @@ import torch
 from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
-from amct.export.binding import LayerFactors, LayerKind
+from amct.export.exported import LayerReport
 from amct.export.onnx.messages import attribute_value
-from amct.export.result import LayerReport
+from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
-from amct.numerics.arq import WeightFactors, WeightKind, arq, factors_per_row, quantize_weight
-from amct.numerics.error_cancelling import round_evenly
+from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight
+from amct.numerics.error_cancelling import round_cancelling_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from onnx import NodeProto
     from torch import Tensor
 
-_WEIGHT_KIND = {
-    LayerKind.CONV: WeightKind.CONV,
-    LayerKind.CONV_TRANSPOSE: WeightKind.CONV_TRANSPOSE,
-    LayerKind.LINEAR: WeightKind.LINEAR,
-    LayerKind.LSTM: WeightKind.RNN,
-    LayerKind.GRU: WeightKind.RNN,
-}
+    from amct.export.binding import LayerFactors
+
+
+_IMAGE_RANK = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,6 +49,8 @@ class Layer:
     """The Pad in front of an average pooling, which reads integers too."""
     groups: int = 1
     element_type: int = TensorProto.FLOAT
+    rescaled: bool = False
+    """Whether the output channels are divided by the balance factors of the next layer."""
 
     @property
     def reader(self) -> NodeProto:
@@ -120,17 +119,17 @@ class Layer:
         return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
 
     def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """The float weight rounded anew to ``bits`` bits with a scale per output channel, and those scales.
+        """The float weight rounded again to ``bits`` bits with a scale per output channel, and those scales.
 
-        Of convolutions and linear layers the errors cancel each other, see ``round_evenly``.
+        Of convolutions and linear layers the errors cancel each other, see ``round_cancelling_errors``.
         """
         assert self.weight is not None
         return self._requantized(self.weight, bits)
 
-    def rounding_shift(
+    def bias_correction(
         self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        """By how much the mean of each output is too small with integer weights; ``mean`` is that of each input."""
+        """What rounding the weights subtracts from the mean of each output; ``mean`` is the mean of each input."""
         assert self.weight is not None
         error = self.weight - integers * scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
         by_channel = error.reshape(*error.shape[:2], -1).sum(2)
@@ -203,33 +202,35 @@ class Layer:
         factors = WeightFactors(tensor, torch.zeros_like(tensor, dtype=torch.int32))
         as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
         try:
-            return quantize_weight(as_float, factors, _WEIGHT_KIND[self.kind], bits, self.groups).numpy()
+            return quantize_weight(as_float, factors, self.kind.weight_kind, bits, self.groups).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
 
     def _requantized(self, weight: NDArray[Any], bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
-        kind = _WEIGHT_KIND[self.kind]
+        kind = self.kind.weight_kind
         try:
             factors = arq(as_float, kind=kind, bits=bits, groups=self.groups)
-            integers = self._rounded_anew(as_float, factors, bits)
+            integers = self._round_cancelling(as_float, factors, bits)
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
         return integers.numpy(), factors.scale.numpy()
 
-    def _rounded_anew(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
+    def _round_cancelling(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
         if self.kind in (LayerKind.CONV, LayerKind.LINEAR):
-            return round_evenly(weight, factors.scale, bits)
-        return quantize_weight(weight, factors, _WEIGHT_KIND[self.kind], bits, self.groups)
+            return round_cancelling_errors(weight, factors.scale, bits)
+        return quantize_weight(weight, factors, self.kind.weight_kind, bits, self.groups)
 
 
-def layer_report(layer: Layer, inserted: Iterable[str]) -> LayerReport:
-    """What was done to a layer, for the report of an export."""
+def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:
+    """What was done to a layer; ``output`` is the tensor of its result in the float model, if it was renamed since."""
     return LayerReport(
         layer=layer.name,
-        kind=layer.kind.value,
+        type=layer.kind.torch_type(layer.weight.ndim if layer.weight is not None else _IMAGE_RANK) or layer.kind.value,
+        kind=layer.kind,
         operator=layer.node.op_type,
+        output=layer.output if output is None else output,
         activation_bits=layer.factors.act_bits,
-        weight_bits=layer.factors.wts_bits,
+        weight_bits=layer.factors.wts_bits if layer.kind.has_weights else None,
         inserted=tuple(inserted),
     )

@@ -12,11 +12,11 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError, did_you_mean
-from amct.export.binding import LayerBinding, LayerFactors, LayerKind
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import Layer
 from amct.export.onnx.messages import attribute_value
-from amct.export.result import Skip
+from amct.model import Skip
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
-_GATES = {LayerKind.LSTM: 4, LayerKind.GRU: 3}
+    from amct.export.binding import LayerBinding, LayerFactors
 
 
 class LayerMismatchError(ExportError):
@@ -203,7 +203,7 @@ def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFacto
         _refuse(binding, node, f"expected one forward direction, got a weight of shape {list(weight.shape)}")
     if factors.scale_h is None or factors.offset_h is None or factors.scale_r is None:
         _refuse(binding, node, "expected scale_h, offset_h and scale_r among its factors; calibrate the layer again")
-    gates, rows = _GATES[binding.kind], weight.shape[1]
+    gates, rows = binding.kind.gates, weight.shape[1]
     counts = (1, gates, rows)
     _check_factors(binding, node, factors, channels_in=weight.shape[2], counts=counts, weight=None)
     if factors.scale_r.size not in counts:

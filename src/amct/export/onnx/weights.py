@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.export.binding import LayerKind
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.export.binding import LayerKind
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
     from amct.export.qdq.placement import FastPlacement
-
-
-RESCALED = "amct: output channels are divided by the balance factors of the next layer"
-"""What the node of such a layer says of itself: its values are not those of the float model."""
 
 
 def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
@@ -102,9 +98,8 @@ _SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 
 
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
-    """A layer whose output channels are divided: the same integers, smaller steps. Its node says so."""
+    """A layer whose output channels are divided: the same integers, smaller steps."""
     assert layer.weight is not None
-    layer.node.doc_string = RESCALED
     if layer.kind is LayerKind.CONV_TRANSPOSE:
         inputs, outputs, *kernel = layer.weight.shape
         grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)
@@ -114,7 +109,7 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
         weight = layer.weight / divisor.reshape(-1, *[1] * (layer.weight.ndim - 1))
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor
-    return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales))
+    return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales), rescaled=True)
 
 
 def _shape(layer: Layer) -> list[int]:

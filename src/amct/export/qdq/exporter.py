@@ -16,12 +16,13 @@ from onnx import TensorProto
 
 from amct.errors import ArgumentError, ExportError
 from amct.export.binding import LayerFactors, TensorFactors
+from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.balance import balance_inputs, fold_balance
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, Target, layer_input_factors
 from amct.export.qdq.placement import FastPlacement, FastPlanner
-from amct.export.result import ExportedModel, Skip
+from amct.model import Skip
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -87,19 +88,23 @@ def qdq_model(
             nodes.notes.append(_why_exact(tensors))
     reports = []
     for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
-        before = len(graph.nodes)
+        before, output = len(graph.nodes), layer.output
         skipped += _quantize_inputs(nodes, layer, served=layer.name in placed.served)
         nodes.weights(layer, scale)
         if not layer.is_wide_float and not layer.kind.is_recurrent:
             _narrow_output(graph, layer)
-        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])])
-        reports.append(replace(report, weight_bits=nodes.weight_bits(layer)))
+        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])], output)
+        reports.append(replace(report, weight_bits=nodes.weight_bits(layer) if layer.kind.has_weights else None))
+    rescaled = tuple(layer.name for layer in layers if layer.rescaled)
+    exported = graph.build()
+    write_metadata(exported, rescaled=rescaled)
     return ExportedModel(
-        model=graph.build(),
+        model=exported,
         layers=tuple(reports),
         skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
         tensors=(*placed.some, *placed.everyone),
+        rescaled=rescaled,
     )
 
 

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.errors import ExportError
-from amct.export.binding import LayerFactors, LayerKind, TensorFactors
+from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias
 from amct.export.qdq.balance import insert_balance
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -159,7 +160,7 @@ class QdqNodes:
             stored, axis = _stored(layer, integers)
             self._weight(layer, 1, stored, scales, axis)
         if layer.bias is not None:
-            self._bias(self._corrected(layer, integers, scales), scales, scale_d)
+            self._bias(self._with_bias_correction(layer, integers, scales), scales, scale_d)
 
     def _new_bits(self, layer: Layer) -> int | None:
         """To how many bits the float weights are rounded anew; None: the record's own integers."""
@@ -184,13 +185,13 @@ class QdqNodes:
             return layer.requantized_weight(bits)
         return layer.integer_weight(), layer.row_scales()
 
-    def _corrected(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
+    def _with_bias_correction(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
         """A layer whose bias takes back what rounding its weights anew does to the mean of its outputs."""
         mean = self.means.get(layer.name)
         if mean is None or self._new_bits(layer) is None:
             return layer
         assert layer.bias is not None
-        return replace(layer, bias=layer.bias + layer.rounding_shift(integers, scales, mean))
+        return replace(layer, bias=layer.bias + layer.bias_correction(integers, scales, mean))
 
     def _weight(
         self, layer: Layer, index: int, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int

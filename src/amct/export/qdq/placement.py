@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.export.binding import LayerKind, TensorFactors
+from amct.export.binding import TensorFactors
 from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
 from amct.export.qdq.nodes import layer_input_factors
-from amct.export.result import Skip
+from amct.model import Skip
+from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -203,7 +204,7 @@ class FastPlanner:
             self._only_integer(output, factors)
 
     def _skip(self, tensor: str, consequence: str) -> None:
-        if any(skip.name == tensor for skip in self.plan.skipped):
+        if any(skip.layer == tensor for skip in self.plan.skipped):
             return
         reason = "no factors were observed for this tensor"
         if tensor in self._apart:

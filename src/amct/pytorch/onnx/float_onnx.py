@@ -16,9 +16,10 @@ import torch
 from onnx import TensorProto, helper
 
 from amct.errors import ExportError
-from amct.export.binding import LayerBinding, LayerKind
+from amct.export.binding import LayerBinding
 from amct.export.qdq.pool_padding import with_pads_apart
 from amct.export.writer import check_opset, model_opset
+from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.arrays import as_array
 from amct.pytorch.capture.program import failure_of, quiet_exporters
 from amct.pytorch.onnx.layers import place_layers
@@ -40,20 +41,6 @@ DEFAULT_OPSET = 18
 _LOWEST_OF_TORCH = 18  # torch.onnx writes this one when asked for less, and says nothing
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
 _LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
-
-_KINDS = MappingProxyType(
-    {
-        "Conv1d": LayerKind.CONV,
-        "Conv2d": LayerKind.CONV,
-        "Conv3d": LayerKind.CONV,
-        "ConvTranspose1d": LayerKind.CONV_TRANSPOSE,
-        "ConvTranspose2d": LayerKind.CONV_TRANSPOSE,
-        "Linear": LayerKind.LINEAR,
-        "AvgPool2d": LayerKind.AVERAGE_POOL,
-        "LSTM": LayerKind.LSTM,
-        "GRU": LayerKind.GRU,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +82,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     tensors = ProgramTensors(traced.program, converted)
     name_inputs_and_outputs(converted.model, traced.names)
     name_dimensions(converted.model, traced.names)
-    kinds = {name: _KINDS[facts.type] for name, facts in traced.layers.items()}
+    kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     placed = place_layers(_simplified(converted.model), fused, kinds)
     model = with_pads_apart(lower_opset(placed.model, opset))
     _finish(model, opset)

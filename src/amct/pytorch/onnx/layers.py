@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto, NodeProto
 
-    from amct.export.binding import LayerKind
+    from amct.model.kinds import LayerKind
     from amct.pytorch.fuse import Fused
 
 _SCOPES = "pkg.torch.onnx.name_scopes"

@@ -17,13 +17,12 @@ from onnx import ModelProto
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
-from amct.atomic import read_bytes
+from amct.atomic import check_whole, read_bytes
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, FileError, ParseError
-from amct.export.binding import LayerKind
 from amct.export.onnx.messages import tensor_array
 from amct.export.writer import save_model
-from amct.ptq.weights import GATES
+from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.layer_types import own_weight
 from amct.record import RecordLayer
 
@@ -93,7 +92,7 @@ def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
 
 
 def _file_layer(facts: LayerFacts, module: nn.Module, enabled: bool) -> FileLayer:
-    gates = GATES.get(facts.type, 0)
+    gates = KIND_OF_TORCH_TYPE[facts.type].gates
     weight = own_weight(module)
     rows = weight.shape[0] if gates and weight is not None else facts.out_channels
     return FileLayer(type=facts.type, enabled=enabled, cin=facts.in_channels, cout=rows, gates=gates)
@@ -146,36 +145,26 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
 
 
 def _load_external(model: ModelProto, file: Path) -> None:
+    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
+    check_whole(*{file.parent / entry.value for entry in entries if entry.key == "location"})
     try:
         onnx.load_external_data_for_model(model, str(file.parent))
     except (OSError, onnx.checker.ValidationError) as error:
         raise FileError(f'"{file}": tensors that it keeps in files of their own cannot be read: {error}') from error
 
 
-_TYPES = {
-    LayerKind.CONV: "Conv",
-    LayerKind.CONV_TRANSPOSE: "ConvTranspose",
-    LayerKind.LINEAR: "Linear",
-    LayerKind.AVERAGE_POOL: "AvgPool2d",
-    LayerKind.LSTM: "LSTM",
-    LayerKind.GRU: "GRU",
-}
-
-
 def _notes_of_nodes(model: ModelProto) -> FileNotes:
     """What can be said of a file without notes: which of its nodes could be layers."""
-    kinds = {operator: kind for kind in LayerKind for operator in kind.operators}
     shapes = {item.name: tuple(tensor_array(item).shape) for item in model.graph.initializer if item.dims}
     layers = {}
     for node in model.graph.node:
-        kind = kinds.get(node.op_type)
+        kind = KIND_OF_OPERATOR.get(node.op_type)
         if kind is None or not node.name:
             continue
         weight = shapes.get(node.input[1]) if len(node.input) > 1 else None
-        if kind is not LayerKind.AVERAGE_POOL and weight is None:
+        if kind.has_weights and weight is None:
             continue
-        gates = GATES.get(_TYPES[kind], 0)
-        layers[node.name] = FileLayer(
-            type=_TYPES[kind], enabled=False, gates=gates, cout=weight[1] if gates and weight else None
-        )
+        rows = weight[1] if kind.gates and weight else None
+        known_type = kind.torch_type(len(weight) if weight else ANY_RANK) or kind.value
+        layers[node.name] = FileLayer(type=known_type, enabled=False, gates=kind.gates, cout=rows)
     return FileNotes(layers=layers)

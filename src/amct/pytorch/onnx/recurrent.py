@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amct.model.kinds import LayerKind
+from amct.numerics.arq import reorder_gates
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-_GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}  # ONNX: i o f c, and z r h; torch: i f g o, and r z n
 
 
 def translations() -> Mapping[Any, Callable[..., Any]]:
@@ -35,14 +36,9 @@ def translations() -> Mapping[Any, Callable[..., Any]]:
 
 def onnx_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | None]:
     """W ``[1, gates · hidden, input]``, R ``[1, gates · hidden, hidden]``, B ``[1, 2 · gates · hidden]`` or None."""
-    order = _GATES["LSTM" if isinstance(module, nn.LSTM) else "GRU"]
-    weights = [_reordered(getattr(module, name), order) for name in ("weight_ih_l0", "weight_hh_l0")]
+    order = (LayerKind.LSTM if isinstance(module, nn.LSTM) else LayerKind.GRU).onnx_gates
+    weights = [reorder_gates(getattr(module, name).detach(), order) for name in ("weight_ih_l0", "weight_hh_l0")]
     if not module.bias:
         return weights[0][None], weights[1][None], None
-    biases = [_reordered(getattr(module, name), order) for name in ("bias_ih_l0", "bias_hh_l0")]
+    biases = [reorder_gates(getattr(module, name).detach(), order) for name in ("bias_ih_l0", "bias_hh_l0")]
     return weights[0][None], weights[1][None], torch.cat(biases)[None]
-
-
-def _reordered(rows: Tensor, order: tuple[int, ...]) -> Tensor:
-    gates = rows.detach().chunk(len(order))
-    return torch.cat([gates[gate] for gate in order])

@@ -1,6 +1,6 @@
-"""How parameters start: Caffe's fillers.
+"""Caffe's fillers, which initialize parameters.
 
-Filling is put off until someone reads, so weights loaded from a file cost no draw.
+A blob is filled on first read, so that loading weights from a file costs no random numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ BILINEAR_AXES = 4
 
 
 def lazy_fill(blob: Blob, filler: ProtoMessage | None, owner: str, default: float = 0.0) -> None:
-    """Arrange that the first reader of ``blob`` finds it filled.
+    """Fill ``blob`` on its first read.
 
-    The random numbers are fixed now (a seed is drawn from torch's generator), whenever and in whatever order blobs
-    are read.
+    The seed is drawn from torch's generator now, so that the values do not depend on the order of reads.
 
     Raises:
-        ModelError: Nobody knows the filler's type, or it does not fit the shape.
+        ModelError: The filler's type is unknown, or it does not fit the shape.
     """
     shape = blob.shape
     if filler is None or filler.type == "constant":
@@ -47,10 +46,10 @@ def lazy_fill(blob: Blob, filler: ProtoMessage | None, owner: str, default: floa
 
 
 def filler_function(filler: ProtoMessage, shape: Shape, owner: str) -> Callable[[torch.Generator], torch.Tensor]:
-    """The function that makes a filled tensor of ``shape`` from a random generator.
+    """The function that creates a filled tensor of ``shape`` from a random generator.
 
     Raises:
-        ModelError: Nobody knows the filler's type, or it does not fit the shape.
+        ModelError: The filler's type is unknown, or it does not fit the shape.
     """
     make = _FILLERS.get(filler.type)
     if make is None:

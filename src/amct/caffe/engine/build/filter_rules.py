@@ -1,4 +1,4 @@
-"""Which layers belong to a net: include and exclude rules by phase, level and stage."""
+"""Selects the layers of a net: include and exclude rules by phase, level and stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a NetParameter to layers and blobs that know each other: the work Caffe does in ``Net::Init``.
+"""Builds layers and blobs from a NetParameter, as Caffe does in ``Net::Init``.
 
-Names, order, automatic tops, shared parameters and who takes part in backward follow Caffe exactly; where Caffe
-aborts the process, this raises with the same information. Only shapes are computed here: no blob has memory yet.
+Names, order, automatic tops, shared parameters and gradient flags are those of Caffe; where Caffe aborts the process,
+this raises an error with the same information. Only shapes are computed: no memory is allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTOMATIC_TOP = "(automatic)"
 
 @dataclass(eq=False)
 class Node:
-    """A layer in its place: which blobs it reads and writes (indices into ``Graph.blobs``)."""
+    """A layer of the graph and the blobs it reads and writes (indices into ``Graph.blobs``)."""
 
     index: int
     layer: Layer
@@ -40,7 +40,7 @@ class Node:
 
 @dataclass(eq=False)
 class LearnableParameter:
-    """A parameter blob the solver updates; parameters shared under one name appear once, by their owner."""
+    """A parameter blob that the solver updates; shared parameters appear once, with their owner."""
 
     blob: Blob
     layer: str
@@ -51,12 +51,12 @@ class LearnableParameter:
 
     @property
     def rate(self) -> float:
-        """The learning-rate multiplier, 1 unless the prototxt says otherwise."""
+        """The learning-rate multiplier, default 1."""
         return 1.0 if self.lr_mult is None else self.lr_mult
 
     @property
     def decay(self) -> float:
-        """The weight-decay multiplier, 1 unless the prototxt says otherwise."""
+        """The weight-decay multiplier, default 1."""
         return 1.0 if self.decay_mult is None else self.decay_mult
 
 
@@ -75,11 +75,11 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     learnable: list[LearnableParameter] = field(default_factory=list)
     owner_of: dict[tuple[int, int], LearnableParameter] = field(default_factory=dict)
-    """(layer index, parameter index) to the learnable parameter that stands for it."""
+    """(layer index, parameter index) to the learnable parameter that holds its values."""
 
 
 class GraphBuilder:
-    """Builds a Graph layer by layer, out of a net that is its own to change."""
+    """Builds a Graph layer by layer; changes the net message it is given."""
 
     def __init__(self, net: ProtoMessage, *, allow_python: bool = False) -> None:
         self.net = net
@@ -94,10 +94,10 @@ class GraphBuilder:
         self.blob_needs_gradient: list[bool] = []
 
     def build(self) -> Graph:
-        """Make all layers.
+        """Create all layers.
 
         Raises:
-            ModelError: A layer, a name or a shape does not fit; the message says which.
+            ModelError: A layer, a name or a shape is invalid; the message says which.
         """
         for parameter in self.net.layer:
             self._add_layer(parameter)
@@ -212,7 +212,7 @@ class GraphBuilder:
             )
         if not given and layer.default_loss_weight:
             given = [layer.default_loss_weight] + [0.0] * (len(node.tops) - 1)
-            layer.parameter.loss_weight.extend(given)  # Caffe writes it into saved models too
+            layer.parameter.loss_weight.extend(given)  # Caffe saves it too
         layer.loss_weights = given or [0.0] * len(node.tops)
         for index, weight in zip(node.tops, layer.loss_weights, strict=True):
             self.graph.loss_weights[index] = weight

@@ -1,4 +1,4 @@
-"""A blob that several layers read gets a Split layer, named as Caffe names it: each reader has its own gradient."""
+"""Adds a Split layer, named as in Caffe, to each blob with several readers: each reader has its own gradient."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def split_layer_name(layer: str, blob: str, top: int) -> str:
-    """The name of the Split layer behind top number ``top`` of a layer."""
+    """The name of the Split layer for top number ``top`` of a layer."""
     return f"{blob}_{layer}_{top}_split"
 
 
 def split_blob_name(layer: str, blob: str, top: int, reader: int) -> str:
-    """The name of the copy that reader number ``reader`` gets."""
+    """The name of the copy for reader number ``reader``."""
     return f"{split_layer_name(layer, blob, top)}_{reader}"
 
 
 class _Readers:
-    """Who reads which top: a top is the version of a blob that one layer wrote (in-place layers write a new one)."""
+    """The readers of each top. A top is one version of a blob: an in-place layer writes a new version."""
 
     def __init__(self, layers: list[ProtoMessage]) -> None:
         self.count: Counter[Top] = Counter()
@@ -49,24 +49,24 @@ class _Readers:
 
 
 def insert_splits(net: ProtoMessage) -> ProtoMessage:
-    """Change the net, in place, so that no blob is read twice, and return it.
+    """Change the net, in place, so that each blob has one reader, and return it.
 
     Raises:
-        ModelError: A layer reads a blob that no layer before it makes.
+        ModelError: A layer reads a blob that no layer before it writes.
     """
     layers = list(net.layer)
     readers = _Readers(layers)
     if max(readers.count.values(), default=0) <= 1:
         return net
-    served: Counter[Top] = Counter()
+    used: Counter[Top] = Counter()
     result = []
     for index, layer in enumerate(layers):
         result.append(layer)
         for position, blob in enumerate(list(layer.bottom)):
             top = readers.source[index, position]
             if readers.count[top] > 1:
-                layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], served[top])
-                served[top] += 1
+                layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], used[top])
+                used[top] += 1
         for position, blob in enumerate(layer.top):
             top = (index, position)
             if readers.count[top] <= 1:
@@ -76,7 +76,7 @@ def insert_splits(net: ProtoMessage) -> ProtoMessage:
             result.append(split)
             if weight:
                 layer.ClearField("loss_weight")
-                served[top] += 1
+                used[top] += 1
     whole = type(net)(layer=result)
     del net.layer[:]
     net.MergeFrom(whole)

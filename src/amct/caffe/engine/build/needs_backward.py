@@ -1,4 +1,4 @@
-"""Which layers and blobs take part in backward: those between a loss and something that learns, as Caffe decides it."""
+"""Decides which layers and blobs need gradients, by Caffe's rule: those between a loss and a learnable parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def decide_backward(graph: Graph) -> None:
-    """Narrow ``needs_backward`` of every node to what leads to a loss, then widen it for ``force_backward``."""
+    """Clear ``needs_backward`` of nodes that do not lead to a loss, then set it for ``force_backward``."""
     under_loss: set[int] = set()
     skipped: set[int] = set()
     for node in reversed(graph.nodes):

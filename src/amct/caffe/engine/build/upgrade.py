@@ -1,4 +1,4 @@
-"""Older forms of a net, brought to today's: V0 layers, V1 layers, ``input:`` fields, old BatchNorm and data layers."""
+"""Upgrades older formats of a net: V0 layers, V1 layers, ``input:`` fields, old BatchNorm and data layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Today's type of each V1 enum name; those not listed are spelled by joining the words (``INNER_PRODUCT``).
+#: The current type of each V1 enum name; names not listed are converted by joining the words (``INNER_PRODUCT``).
 _V1_SPECIAL = {
     "NONE": "",
     "ABSVAL": "AbsVal",
@@ -26,7 +26,7 @@ _V1_SPECIAL = {
     "SOFTMAX_LOSS": "SoftmaxWithLoss",
     "TANH": "TanH",
 }
-#: Fields of a V1 layer that are not copied as they are.
+#: Fields of a V1 layer that are not copied unchanged.
 _V1_OWN_FIELDS = {"type", "param", "blob_share_mode", "blobs_lr", "weight_decay", "layer"}
 _OLD_TRANSFORM = ("scale", "mean_file", "crop_size", "mirror")
 _BATCH_NORM_BLOBS = 3
@@ -34,10 +34,10 @@ _INPUT_AXES = 4
 
 
 def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
-    """Bring a NetParameter to today's form, in place, and return it.
+    """Upgrade a NetParameter to the current format, in place, and return it.
 
     Raises:
-        ModelError: It mixes forms, or uses something that has no form today.
+        ModelError: It mixes formats, or uses a feature that has no current equivalent.
     """
     if net.layers:
         from amct.caffe.engine.build.upgrade_v0 import upgrade_v0_layers
@@ -62,7 +62,7 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
 
 
 def v1_type_name(layer: ProtoMessage) -> str:
-    """Today's type of a V1 layer: ``INNER_PRODUCT`` is ``InnerProduct``."""
+    """The current type of a V1 layer: ``INNER_PRODUCT`` is ``InnerProduct``."""
     name: str = layer.DESCRIPTOR.fields_by_name["type"].enum_type.values_by_number[layer.type].name
     return _V1_SPECIAL.get(name, "".join(word.capitalize() for word in name.split("_")))
 
@@ -71,10 +71,10 @@ def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage, source: str = "net") 
     """Fill ``new``, a LayerParameter, from a V1 layer (``layers { type: CONVOLUTION ... }``).
 
     Raises:
-        ModelError: It still holds a V0 layer.
+        ModelError: It contains a V0 layer.
     """
     if old.HasField("layer"):
-        raise ModelError(f'{source}: layer "{old.name}" mixes the V0 and V1 forms; write it in one of them')
+        raise ModelError(f'{source}: layer "{old.name}" mixes the V0 and V1 formats; write it in one of them')
     new.type = v1_type_name(old)
     for field, value in old.ListFields():
         if field.name in _V1_OWN_FIELDS:
@@ -100,7 +100,7 @@ def upgrade_v1_layer(old: ProtoMessage, new: ProtoMessage, source: str = "net") 
 
 
 def _move_transform(layer: ProtoMessage) -> None:
-    """Data layers once kept scale, mean, crop and mirror in their own parameters."""
+    """Move scale, mean, crop and mirror of old data layers to ``transform_param``."""
     name = {"Data": "data_param", "ImageData": "image_data_param", "WindowData": "window_data_param"}.get(layer.type)
     if name is None or not layer.HasField(name):
         return
@@ -112,7 +112,7 @@ def _move_transform(layer: ProtoMessage) -> None:
 
 
 def _input_layer(net: ProtoMessage, source: str) -> None:
-    """``input:`` with ``input_shape`` or four ``input_dim`` each becomes one Input layer called "input"."""
+    """Replace ``input:`` with ``input_shape``, or four ``input_dim`` each, by one Input layer called "input"."""
     names = list(net.input)
     shapes = [list(shape.dim) for shape in net.input_shape]
     if not shapes and net.input_dim:
@@ -135,6 +135,6 @@ def _input_layer(net: ProtoMessage, source: str) -> None:
         del net.layer[:]
         net.layer.extend(whole.layer)
     else:
-        logger.warning("%s: input fields without input_dim or input_shape are dropped", source)
+        logger.warning("%s: input fields without input_dim or input_shape are ignored", source)
     for field in ("input", "input_shape", "input_dim"):
         net.ClearField(field)

@@ -1,4 +1,4 @@
-"""The very first form of a layer (``layers { layer { type: "conv" } }``), brought to the V1 form."""
+"""Upgrades the oldest layer format, V0 (``layers { layer { type: "conv" } }``), to V1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from amct.errors import ModelError, did_you_mean
 if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
 
-#: V0 type -> V1 enum name and the parameter messages that take its fields.
+#: V0 type -> V1 enum name and the parameter message for its fields.
 _TYPES: dict[str, tuple[str, str]] = {
     "accuracy": ("ACCURACY", ""),
     "bnll": ("BNLL", ""),
@@ -53,7 +53,7 @@ _PLAIN = {"name", "type", "blobs", "blobs_lr", "weight_decay", "hdf5_output_para
 
 
 def upgrade_v0_layers(net: ProtoMessage, source: str) -> None:
-    """Turn every V0 layer of the net into a V1 layer, in place; padding layers move into the convolution behind them.
+    """Convert each V0 layer of the net to V1, in place; a padding layer is merged into the convolution after it.
 
     Raises:
         ModelError: A type or a field is unknown.
@@ -76,7 +76,7 @@ def _fold_padding(net: ProtoMessage, source: str) -> None:
                 continue
             if connection.layer.type not in ("conv", "pool"):
                 raise ModelError(
-                    f'{source}: layer "{connection.layer.name}": a padding layer may only stand before conv or pool, '
+                    f'{source}: layer "{connection.layer.name}": a padding layer may only come before conv or pool, '
                     "not "
                     f'before "{connection.layer.type}"'
                 )
@@ -118,7 +118,7 @@ def _set_field(connection: ProtoMessage, parameter_name: str, field: str, value:
     parameter = getattr(connection, parameter_name) if parameter_name else None
     name = _RENAMED.get(field, field)
     if parameter is None or name not in parameter.DESCRIPTOR.fields_by_name:
-        raise ModelError(f'{source}: layer "{connection.name}": field {field} has no meaning in a layer of this type')
+        raise ModelError(f'{source}: layer "{connection.name}": field {field} is not valid for this layer type')
     target = getattr(parameter, name)
     if hasattr(target, "append"):
         target.append(value)

@@ -1,5 +1,5 @@
-"""Layers that bring data into a net, and one that writes it out.
+"""Layers that read data into a net, and one that writes data.
 
-``prefetch.py`` is the base of those that read ahead in the background, ``transform.py`` is ``transform_param``; the
-reading itself is in ``amct.data``.
+``prefetch.py`` is the base of layers that read ahead in a background thread, ``transform.py`` applies
+``transform_param``; the file formats are in ``amct.data``.
 """

@@ -1,4 +1,4 @@
-"""Data: pictures and labels from an LMDB."""
+"""Data: images and labels from an LMDB."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEVELDB = 0
 
 
 class _DatumBatches:
-    """Batches of Datums in the order of the keys, from the first again after the last."""
+    """Batches of Datums in the order of the keys; starts over after the last."""
 
     def __init__(
         self, reader: LmdbReader, transformation: Transformation, *, batch_size: int, with_labels: bool, skip: int
@@ -50,10 +50,10 @@ def _endless(reader: LmdbReader, color: bool | None) -> Iterator[DatumValues]:
 
 @register("Data")
 class Data(PrefetchLayer):
-    """Reads an LMDB of Datums in a circle; top 0 is the picture, top 1 (if there) the label."""
+    """Reads an LMDB of Datums repeatedly; top 0 holds the images, top 1 (optional) the labels."""
 
     def open_source(self) -> tuple[BatchSource, list[Shape]]:
-        """Open the database and look at its first entry."""
+        """Open the database and read its first entry."""
         options = self.parameter.data_param
         if not options.source:
             raise self.error("data_param needs source, the folder of the database")

@@ -1,4 +1,4 @@
-"""HDF5Data: any arrays from HDF5 files named in a text file."""
+"""HDF5Data: arrays from HDF5 files that are listed in a text file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hdf5_library() -> ModuleType:
 
 
 class _RowBatches:
-    """Rows of the files one after the other, from the first again after the last; files and rows shuffled if asked."""
+    """Rows of the files in order, starting over after the last; files and rows are shuffled on request."""
 
     def __init__(self, files: list[str], tops: list[str], *, batch_size: int, seed: int | None) -> None:
         self._files = files
@@ -84,8 +84,8 @@ class _RowBatches:
             if self.row_shapes != before:
                 path = self._files[self._file_order[self._file]]
                 raise ParseError(
-                    f"{path}: its rows have shapes {self.row_shapes}, those of the file before {before}: all files of "
-                    "one HDF5Data layer must have the same"
+                    f"{path}: its rows have shapes {self.row_shapes}, the previous file {before}: all files of "
+                    "one HDF5Data layer need the same shapes"
                 )
         self._row_order = self._new_row_order()
 
@@ -104,7 +104,7 @@ class _RowBatches:
         arrays = read_datasets(path, self._tops)
         lengths = {name: len(array) for name, array in zip(self._tops, arrays, strict=True)}
         if len(set(lengths.values())) > 1:
-            raise ParseError(f"{path}: all datasets must have as many rows, these have {lengths}")
+            raise ParseError(f"{path}: all datasets must have the same number of rows, got {lengths}")
         if not len(arrays[0]):
             raise ParseError(f'{path}: dataset "{self._tops[0]}" is empty')
         return arrays
@@ -147,7 +147,7 @@ def read_datasets(path: str, names: list[str]) -> list[Rows]:
 
 @register("HDF5Data")
 class HDF5Data(PrefetchLayer):
-    """Each top is the dataset of its name; values are passed on as they are."""
+    """Each top is the dataset of the same name, unchanged."""
 
     top_count = (1, None)
 

@@ -19,7 +19,7 @@ _AXES = 4
 
 @register("HDF5Output")
 class HDF5Output(Layer):
-    """Datasets ``data`` and ``label`` of four axes each, whatever the bottoms are called.
+    """Writes datasets ``data`` and ``label`` of four axes each, whatever the bottoms' names.
 
     Caffe writes one batch and aborts at the second; here later batches are appended.
     """
@@ -28,7 +28,7 @@ class HDF5Output(Layer):
     top_count = (0, 0)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Check that the file can be made."""
+        """Check that the file can be created."""
         del bottoms
         name = self.parameter.hdf5_output_param.file_name
         if not name:

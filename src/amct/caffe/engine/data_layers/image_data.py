@@ -1,4 +1,4 @@
-"""ImageData: pictures named in a text file, with their labels."""
+"""ImageData: images listed in a text file, with their labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _PictureBatches:
-    """Batches of pictures in the order of the list, shuffled anew each time round if asked."""
+    """Batches of images in the order of the list, which is shuffled before each pass on request."""
 
     def __init__(
         self, entries: list[tuple[str, int]], options: ProtoMessage, transformation: Transformation, *, seed: int
@@ -52,11 +52,11 @@ class _PictureBatches:
         return [self._transformation.batch(pictures), np.array(labels, np.float32)]
 
     def peek(self) -> Picture:
-        """The first picture, without going on."""
+        """The first image, without advancing."""
         return self.read(self._entries[self._next][0])
 
     def read(self, name: str) -> Picture:
-        """One picture, resized if asked, in blue, green, red order."""
+        """One image, resized on request, in blue, green, red order."""
         picture = read_image(self._options.root_folder + name, color=self._options.is_color)
         if self._options.new_height:
             picture = resize(picture, (self._options.new_height, self._options.new_width))
@@ -65,15 +65,15 @@ class _PictureBatches:
 
 @register("ImageData")
 class ImageData(PrefetchLayer):
-    """Reads pictures (blue, green, red; resized without smoothing, as OpenCV does) and their labels."""
+    """Reads images (blue, green, red; resized without smoothing, as OpenCV does) and their labels."""
 
     top_count = (2, 2)
 
     def open_source(self) -> tuple[BatchSource, list[Shape]]:
-        """Read the list and look at the first picture."""
+        """Read the list and the first image."""
         options = self.parameter.image_data_param
         if not options.source:
-            raise self.error("image_data_param needs source, a text file with a picture and a label a line")
+            raise self.error("image_data_param needs source, a text file with an image and a label per line")
         if not options.batch_size:
             raise self.error("batch_size must be at least 1, got 0")
         if (options.new_height > 0) != (options.new_width > 0):

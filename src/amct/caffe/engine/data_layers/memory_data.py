@@ -1,4 +1,4 @@
-"""MemoryData: batches of arrays the program gives (``net.set_input_arrays``)."""
+"""MemoryData: batches of arrays that the program sets (``net.set_input_arrays``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AXES = 4
 
 @register("MemoryData")
 class MemoryData(Layer):
-    """Goes through the arrays in batches, from the start again after the end."""
+    """Reads the arrays in batches; starts over after the end."""
 
     bottom_count = (0, 0)
     top_count = (2, 2)
@@ -41,7 +41,7 @@ class MemoryData(Layer):
         self._position = 0
 
     def set_arrays(self, data: npt.NDArray[Any], labels: npt.NDArray[Any]) -> None:
-        """Use these from now on: data (count, channels, height, width), labels (count,) or (count, 1, 1, 1), float32.
+        """Set the arrays: data (count, channels, height, width), labels (count,) or (count, 1, 1, 1), float32.
 
         Raises:
             ModelError: Type, layout or shape of an array does not fit.
@@ -60,7 +60,7 @@ class MemoryData(Layer):
         self._position = 0
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The shapes of the prototxt; labels get four axes with the first forward, as in Caffe."""
+        """The shapes of the prototxt; as in Caffe labels have four axes after the first forward pass."""
         del bottoms
         return list(self._shapes)
 
@@ -70,7 +70,7 @@ class MemoryData(Layer):
         if self._arrays is None:
             raise self.error("MemoryDataLayer needs to be initialized: call net.set_input_arrays(data, labels) first")
         for blob, array in zip(tops, self._arrays, strict=True):
-            # a copy: what is written into a blob later must not reach the caller's array
+            # A copy, so that writes to the blob do not change the caller's array.
             blob.set_tensor(torch.from_numpy(array[self._position : self._position + self._batch].copy()))
         self._position = (self._position + self._batch) % len(self._arrays[0])
         self._shapes = [blob.shape for blob in tops]
@@ -85,4 +85,4 @@ def _check_array(array: npt.NDArray[Any], name: str, picture: tuple[int, ...]) -
         raise ModelError(f"{name} must be float32, got {array.dtype}")
     for axis, what in enumerate(("number of channels", "height", "width")):
         if array.shape[axis + 1] != picture[axis]:
-            raise ModelError(f"{name} has wrong {what}: {array.shape[axis + 1]}, the layer says {picture[axis]}")
+            raise ModelError(f"{name} has wrong {what}: {array.shape[axis + 1]}, the layer expects {picture[axis]}")

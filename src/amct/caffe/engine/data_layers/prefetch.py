@@ -1,4 +1,4 @@
-"""The base of layers that read batches ahead, in the background, from something that never ends."""
+"""The base of layers that read batches ahead in a background thread, from an endless source."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
     Arrays = list[npt.NDArray[np.float32]]
 
-#: How many batches wait at most; Caffe's default of ``prefetch``.
+#: The largest number of batches read ahead; Caffe's default of ``prefetch``.
 DEPTH = 4
 
 
 class BatchSource(Protocol):
-    """Makes batches; it is used by the background thread alone and must not know the layer."""
+    """Creates batches. It is used by the background thread only and must not refer to the layer."""
 
     def next_batch(self) -> Arrays:
-        """The next batch, an array for each top."""
+        """The next batch, one array per top."""
         ...
 
 
 class PrefetchLayer(Layer):
     """A layer whose tops come from a BatchSource.
 
-    A subclass defines ``open_source``, which finds every mistake that can be found before the first batch.
+    A subclass defines ``open_source``, which checks everything that can be checked before the first batch.
     """
 
     bottom_count = (0, 0)
@@ -53,19 +53,19 @@ class PrefetchLayer(Layer):
         self._batches: ReadAhead[Arrays] = ReadAhead(source.next_batch, self.depth, f"read-ahead {self.name}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The shapes of the last batch (before any: of the first)."""
+        """The shapes of the last batch, or of the first one."""
         del bottoms
         return list(self._shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Put the next batch into the tops."""
+        """Write the next batch to the tops."""
         del bottoms
         for blob, values in zip(tops, self._batches.take(), strict=True):
             blob.set_tensor(torch.from_numpy(values))
         self._shapes = [blob.shape for blob in tops]
 
     def error_maker(self) -> Callable[[str], ModelError]:
-        """What ``self.error`` does, for a source: it must not know the layer."""
+        """``self.error`` as a function for a source, which must not refer to the layer."""
         where = f'layer "{self.name}" ({self.type})'
         return lambda message: ModelError(f"{where}: {message}")
 

@@ -20,16 +20,17 @@ _PICTURE_AXES = 3
 
 
 class Transformation:
-    """Turns (channels, height, width) arrays into one float32 batch.
+    """Converts (channels, height, width) arrays to one float32 batch.
 
-    Each picture is cropped (TRAIN: anywhere, TEST: the middle), the mean is subtracted (a mean file is cropped at the
-    same place), the result is scaled and, with ``mirror``, half of the pictures are mirrored, in both phases.
+    Each image is cropped (TRAIN: at a random position, TEST: in the centre), the mean is subtracted (a mean file is
+    cropped at the same position), the result is scaled and, with ``mirror``, mirrored with probability 1/2, in both
+    phases.
 
     Args:
         parameter: The TransformationParameter.
         training: Whether the layer runs in the TRAIN phase.
-        seed: Where the random numbers start; only used when ``needs_random``.
-        error: Makes an error that names the layer.
+        seed: The random seed; only used if ``needs_random``.
+        error: Creates an error that names the layer.
 
     Raises:
         ModelError: The settings contradict each other.
@@ -50,18 +51,18 @@ class Transformation:
         self._random_crop = training and self.crop_size > 0
         self._mean = read_mean(parameter.mean_file) if parameter.HasField("mean_file") else None
         if self._mean is not None and self._mean.ndim != _PICTURE_AXES:
-            raise error(f"mean_file {parameter.mean_file} must hold a picture, its shape is {self._mean.shape}")
+            raise error(f"mean_file {parameter.mean_file} must hold an image (3 axes), its shape is {self._mean.shape}")
         self._mean_values = np.array(parameter.mean_value, np.float32)
         self._random = np.random.default_rng(seed)
         self._error = error
 
     @staticmethod
     def needs_random(parameter: ProtoMessage, *, training: bool) -> bool:
-        """Whether anything here is drawn at random."""
+        """Whether random numbers are used."""
         return bool(parameter.mirror or (training and parameter.crop_size))
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """The shape one picture has afterwards.
+        """The shape of one image after the transformation.
 
         Raises:
             ModelError: Crop or mean do not fit it.
@@ -71,10 +72,10 @@ class Transformation:
         return (channels, self.crop_size, self.crop_size) if self.crop_size else (channels, height, width)
 
     def batch(self, pictures: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-        """Transform pictures that form one batch.
+        """Transform the images of one batch.
 
         Raises:
-            ModelError: A picture has another shape than the first, or crop or mean do not fit.
+            ModelError: An image has another shape than the first, or crop or mean do not fit.
         """
         shape = self.output_shape(pictures[0].shape)
         result = np.empty((len(pictures), *shape), np.float32)
@@ -93,7 +94,7 @@ class Transformation:
         return result
 
     def _one(self, picture: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Cropped, the mean picture subtracted, mirrored; mean values and scale do not care where a pixel is."""
+        """Crop, subtract the mean image, mirror; mean values and scale are applied to the whole batch."""
         mirrored = self._mirror and bool(self._random.integers(2))
         mean = self._mean
         if self.crop_size:

@@ -1,4 +1,4 @@
-"""The layer types, a file for each or for a small family.
+"""The layer types: one file per type or per small family.
 
-The registry imports every module here; none needs listing.
+The registry imports every module of this package, so that no list of them is needed.
 """

@@ -1,4 +1,4 @@
-"""Accuracy: the share of labels whose score is among the ``top_k`` best."""
+"""Accuracy: the fraction of labels whose score is among the ``top_k`` largest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @register("Accuracy")
 class Accuracy(Layer):
-    """One number, and in a second top one per class. A tie with another class counts as wrong."""
+    """Tops: the accuracy (), and optionally that of each class (C,). A tie with another class counts as wrong."""
 
     bottom_count = (2, 2)
     top_count = (1, 2)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar, and one number per class."""
+        """(), and (C,) for the second top."""
         scores, labels = bottoms
         options = self.parameter.accuracy_param
         self.axis = canonical_axis(options.axis, len(scores), self.name)
@@ -43,7 +43,7 @@ class Accuracy(Layer):
         return [(), (self.classes,)][: len(self.top_blobs)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Count the scores that are at least the label's."""
+        """A prediction is right if fewer than ``top_k`` other classes have a score >= that of the label."""
         del parameters
         options, scores = self.parameter.accuracy_param, bottoms[0].detach()
         labels = bottoms[1].detach().reshape(self.positions).to(torch.int64)
@@ -68,6 +68,6 @@ class Accuracy(Layer):
         return torch.where(seen > 0, hits / seen.clamp(min=1), torch.zeros_like(seen))
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Counting has no gradient."""
+        """The layer is not differentiable."""
         del bottom
         return False

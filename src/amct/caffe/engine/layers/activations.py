@@ -14,110 +14,116 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
 
 
 class Elementwise(Layer):
-    """A layer whose top has the bottom's shape and is computed value by value: subclasses define ``function``."""
+    """top = function(bottom), applied to each value; the shape stays. Subclasses define ``function``."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Apply the function."""
+        """function(bottom)."""
         del parameters
         return [self.function(bottoms[0])]
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The function of one value."""
+        """The activation function."""
         raise NotImplementedError
 
 
 @register("ReLU")
 class ReLU(Elementwise):
-    """max(x, 0) + negative_slope * min(x, 0)."""
+    """y = max(x, 0) + negative_slope * min(x, 0)."""
+
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """Without a slope."""
+        return not parameter.relu_param.negative_slope
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the slope."""
+        """Read negative_slope."""
         del bottoms
         self.slope: float = self.parameter.relu_param.negative_slope
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """At exactly 0 the gradient is the slope's."""
+        """max(x, 0) + negative_slope * min(x, 0); the gradient at 0 is negative_slope."""
         if self.slope != 0:
             return functional.leaky_relu(bottom, self.slope)
         return torch.relu_(bottom) if self.may_overwrite else torch.relu(bottom)
 
     def activation(self) -> Activation:
-        """A slope of 0 or not."""
+        """ReLU, or leaky ReLU if negative_slope is not 0."""
         return ("leaky_relu", (self.slope,)) if self.slope != 0 else ("relu", ())
 
 
 @register("Sigmoid")
 class Sigmoid(Elementwise):
-    """1 / (1 + exp(-x))."""
+    """y = 1 / (1 + exp(-x))."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """1 / (1 + exp(-x))."""
         return torch.sigmoid_(bottom) if self.may_overwrite else torch.sigmoid(bottom)
 
 
 @register("TanH")
 class TanH(Elementwise):
-    """tanh(x)."""
+    """y = tanh(x)."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """tanh(x)."""
         return torch.tanh(bottom)
 
 
 @register("ELU")
 class ELU(Elementwise):
-    """x above 0, alpha * (exp(x) - 1) below."""
+    """y = x if x > 0 else alpha * (exp(x) - 1)."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """Return x if x > 0 else alpha * (exp(x) - 1)."""
         alpha: float = self.parameter.elu_param.alpha
         return functional.elu(bottom, alpha)
 
 
 @register("AbsVal")
 class AbsVal(Elementwise):
-    """|x|; the gradient at 0 is 0."""
+    """y = |x|; the gradient at 0 is 0."""
 
     allows_in_place = False
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """|x|."""
         return bottom.abs()
 
 
 @register("BNLL")
 class BNLL(Elementwise):
-    """log(1 + exp(x))."""
+    """y = log(1 + exp(x))."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Written so that large x do not overflow; the derivative is the sigmoid (Caffe cuts x at 50 there)."""
+        """max(x, 0) + log(1 + exp(-|x|)), which does not overflow; the gradient is sigmoid(x) (Caffe clips x at 50)."""
         return bottom.clamp(min=0) + torch.log1p(torch.exp(-bottom.abs()))
 
 
 @register("Swish")
 class Swish(Elementwise):
-    """x * sigmoid(beta * x)."""
+    """y = x * sigmoid(beta * x)."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """Return x * sigmoid(beta * x)."""
         beta: float = self.parameter.swish_param.beta
         return bottom * torch.sigmoid(beta * bottom)
 
 
 @register("Clip")
 class Clip(Elementwise):
-    """min(max(x, min), max); the gradient passes at the very ends."""
+    """y = min(max(x, min), max); the gradient at both bounds is 1."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the range."""
+        """Read min and max."""
         del bottoms
         options = self.parameter.clip_param
         if not self.parameter.HasField("clip_param"):
@@ -125,33 +131,33 @@ class Clip(Elementwise):
         self.low, self.high = options.min, options.max
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """min(max(x, min), max)."""
         return bottom.clamp_(self.low, self.high) if self.may_overwrite else bottom.clamp(self.low, self.high)
 
     def activation(self) -> Activation:
-        """Two ends."""
+        """A hardtanh with the bounds min and max."""
         return "hardtanh", (self.low, self.high)
 
 
 @register("Threshold")
 class Threshold(Elementwise):
-    """1 where x > threshold, else 0; no gradient."""
+    """y = 1 if x > threshold else 0; not differentiable."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """1 if x > threshold else 0."""
         threshold: float = self.parameter.threshold_param.threshold
         return (bottom > threshold).to(bottom.dtype)
 
 
 @register("Dropout")
 class Dropout(Elementwise):
-    """While training, zeroes a part of the values and scales the rest up; else the identity.
+    """Training: each value becomes 0 with probability p = dropout_ratio, else x / (1 - p). Testing: the identity.
 
-    With ``scale_train: false`` (Faster R-CNN's) the rest stays as it is, and values are scaled down while testing.
+    With ``scale_train: false`` (Faster R-CNN) training does not divide, and testing multiplies by 1 - p.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the ratio."""
+        """Read the ratio and scale_train."""
         del bottoms
         self.ratio: float = self.parameter.dropout_param.dropout_ratio
         self.scale_train: bool = self.parameter.dropout_param.scale_train
@@ -159,7 +165,7 @@ class Dropout(Elementwise):
             raise self.error(f"dropout_ratio must lie between 0 and 1, got {self.ratio}")
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """Drop and scale in training; in testing the identity or a multiplication by 1 - p."""
         if self.is_training:
             kept = functional.dropout(bottom, self.ratio, training=True)
             return kept if self.scale_train else kept * (1 - self.ratio)
@@ -168,16 +174,16 @@ class Dropout(Elementwise):
         return bottom if self.may_overwrite else bottom.clone()
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Nothing to do at inference."""
+        """The identity at inference, if ``scale_train`` is set."""
         return None if self.is_training or not self.scale_train else (None, None)
 
 
 @register("PReLU")
 class PReLU(Layer):
-    """max(x, 0) + a * min(x, 0) with a learned slope, per channel or one for all."""
+    """y = max(x, 0) + a * min(x, 0) with learned slopes a: (C,), or a scalar with ``channel_shared``."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the slopes."""
+        """Create the slopes."""
         options = self.parameter.prelu_param
         if len(bottoms[0]) < 2:
             raise self.error(f"Number of axes of bottom blob must be >=2, got shape {bottoms[0]}")
@@ -194,5 +200,5 @@ class PReLU(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """max(x, 0) + a * min(x, 0)."""
         return [functional.prelu(bottoms[0], parameters[0].reshape(-1))]

@@ -1,4 +1,4 @@
-"""Powers, exponentials and logarithms with Caffe's scale and shift."""
+"""Power, Exp and Log: element-wise functions of shift + scale * x."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NATURAL = -1.0
 
 @register("Power")
 class Power(Elementwise):
-    """(shift + scale * x) ^ power; where power or scale is 0 the input does not matter."""
+    """y = (shift + scale * x) ^ power; a constant if power or scale is 0."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -27,7 +27,7 @@ class Power(Elementwise):
         self.power, self.scale, self.shift = options.power, options.scale, options.shift
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Whole powers by multiplication, so that a zero or negative base is exact."""
+        """Powers 1 and 2 are computed by multiplication, which is exact for a zero or negative base."""
         if self.power == 0 or self.scale == 0:
             value = 1.0 if self.power == 0 else _power(self.shift, self.power)
             return bottom.detach() * 0 + value if bottom.isnan().any() else torch.full_like(bottom, value)
@@ -37,7 +37,7 @@ class Power(Elementwise):
         return base * base if self.power == 2 else base.pow(self.power)
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """A scale and a shift when the power is 1."""
+        """(scale, shift) if power is 1."""
         if self.power != 1:
             return None
         return torch.tensor([self.scale], dtype=torch.float64), torch.tensor([self.shift], dtype=torch.float64)
@@ -49,7 +49,7 @@ def _power(base: float, power: float) -> float:
 
 @register("Exp")
 class Exp(Elementwise):
-    """base ^ (shift + scale * x); base -1 is e."""
+    """y = base ^ (shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -62,14 +62,14 @@ class Exp(Elementwise):
         self.outer = math.exp(log_base * options.shift)
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """exp(log(base) * scale * x) * base ^ shift."""
         result = torch.exp(bottom if self.inner == 1 else bottom * self.inner)
         return result if self.outer == 1 else result * self.outer
 
 
 @register("Log")
 class Log(Elementwise):
-    """log_base(shift + scale * x); base -1 is e."""
+    """y = log_base(shift + scale * x); base -1 means e."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -80,7 +80,7 @@ class Log(Elementwise):
         self.factor = 1.0 if options.base == NATURAL else 1.0 / math.log(options.base)
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """log(shift + scale * x) / log(base)."""
         options = self.options
         inner = bottom if (options.scale, options.shift) == (1.0, 0.0) else bottom * options.scale + options.shift
         result = torch.log(inner)

@@ -1,4 +1,4 @@
-"""BatchNorm: mean and variance per channel, without scale and shift (those are the Scale layer's)."""
+"""BatchNorm: y = (x - mean) / sqrt(variance + eps) per channel. Caffe's scale and shift are a separate Scale layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STATISTICS = 3
 
 @register("BatchNorm")
 class BatchNorm(Layer):
-    """Normalizes each channel by the statistics of the batch (training) or by those collected before.
+    """Normalizes (N, C, ...) per channel by the statistics of the batch (training) or by the moving averages (testing).
 
-    The blobs are sums to be divided by the third one: mean, variance, and the weight of both.
+    Blobs: sum of means (C,), sum of variances (C,), and the factor (1,) by which both are divided.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the statistics; they are never learned."""
+        """Create the statistics; their learning rate is 0."""
         options = self.parameter.batch_norm_param
         self.fraction: float = options.moving_average_fraction
         self.eps: float = options.eps
@@ -50,14 +50,14 @@ class BatchNorm(Layer):
         return [shape]
 
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The collected mean and variance; zero when nothing was collected."""
+        """The moving averages of mean and variance, (C,) each; 0 if no batch was seen."""
         mean, variance, weight = (blob.tensor.detach() for blob in self.blobs)
         total = float(weight)
         factor = 0.0 if total == 0 else 1.0 / total
         return mean * factor, variance * factor
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """A scale and a shift when the collected statistics are used."""
+        """Return scale = 1 / sqrt(variance + eps) and shift = -mean * scale, if the moving averages are used."""
         if not self.use_global:
             return None
         mean, variance = self.statistics()
@@ -65,7 +65,7 @@ class BatchNorm(Layer):
         return factor, -mean.double() * factor
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Normalize; with batch statistics also update the collected ones."""
+        """Normalize; with batch statistics also update the moving averages."""
         del parameters
         bottom = bottoms[0]
         shape = (1, -1) + (1,) * (bottom.dim() - 2) if bottom.dim() > 1 else (1,)

@@ -1,4 +1,4 @@
-"""A BatchNorm whose statistics are refreshed by plain forwards, after its neighbours' weights were clustered."""
+"""A BatchNorm whose moving averages are recomputed by forward passes after the weights before it were clustered."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def dump_path(folder: str | os.PathLike[str], layer: str) -> Path:
-    """Where the refreshed statistics of a layer are written: a caffemodel of this one layer."""
+    """The caffemodel to which the recomputed statistics of one layer are written."""
     return Path(folder) / f"{quote(layer, safe='')}.caffemodel"
 
 
 @register("BatchNorm with refreshed statistics")
 class UpdatingBatchNorm(BatchNorm):
-    """Runs ``update_iterations`` forwards on the statistics of each batch, collects them, and writes them out."""
+    """Normalizes ``update_iterations`` batches by their own statistics, then writes the moving averages to a file."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """As any BatchNorm, on the statistics of the batch."""
+        """Set up a BatchNorm that uses batch statistics."""
         super().setup(bottoms)
         options = self.parameter.batch_norm_param
         self.iterations: int = options.update_iterations
@@ -39,7 +39,7 @@ class UpdatingBatchNorm(BatchNorm):
         self.done = 0
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Run, count, and write the statistics after the last of these forwards."""
+        """Run; write the statistics after the last of the ``update_iterations`` forward passes."""
         super().run(bottoms, tops)
         if self.done >= self.iterations:
             return

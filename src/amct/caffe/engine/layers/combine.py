@@ -1,4 +1,4 @@
-"""Several blobs from one and one from several: Split, Concat, Slice, Tile."""
+"""Split, Concat, Slice and Tile: one blob to several, several to one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @register("Split")
 class Split(Layer):
-    """The same values for several readers; their gradients add up."""
+    """One top per reader of a blob, all with the bottom's values; their gradients are summed."""
 
+    moves_values = True
     top_count = (1, None)
     returns_views = True
     shares_memory = True
     allows_in_place = False
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape for every top."""
+        """The bottom's shape for each top."""
         return [bottoms[0]] * len(self.top_blobs)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Views, no copies."""
+        """Views of the bottom, without a copy."""
         del parameters
         bottom = bottoms[0]
         if not bottom.requires_grad:
@@ -41,12 +42,13 @@ class Split(Layer):
 
 @register("Concat")
 class Concat(Layer):
-    """The bottoms one after the other along ``axis``."""
+    """The bottoms concatenated along ``axis``."""
 
+    moves_values = True
     bottom_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Find the axis, by its new or its old name."""
+        """Read the axis: ``axis`` or the older ``concat_dim``."""
         options = self.parameter.concat_param
         if options.HasField("axis") and options.HasField("concat_dim"):
             raise self.error("Either axis or concat_dim should be specified; not both")
@@ -55,7 +57,7 @@ class Concat(Layer):
         self.shares_memory = len(bottoms) == 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The sum along the axis; all else must agree."""
+        """The sum of the sizes along the axis; all other sizes must be equal."""
         first, axis = bottoms[0], self.axis
         for index, shape in enumerate(bottoms[1:], 1):
             if len(shape) != len(first):
@@ -70,19 +72,20 @@ class Concat(Layer):
         return [(*first[:axis], sum(shape[axis] for shape in bottoms), *first[axis + 1 :])]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Concatenate."""
         del parameters
         return [torch.cat(bottoms, self.axis)]
 
 
 @register("Slice")
 class Slice(Layer):
-    """Cuts the bottom into tops along ``axis``, at ``slice_point`` or evenly."""
+    """Splits the bottom along ``axis`` at ``slice_point``, or into equal parts."""
 
+    moves_values = True
     top_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Find the axis, by its new or its old name, and the points."""
+        """Read the axis (``axis`` or the older ``slice_dim``) and the slice points."""
         options = self.parameter.slice_param
         if options.HasField("axis") and options.HasField("slice_dim"):
             raise self.error("Either axis or slice_dim should be specified; not both")
@@ -92,7 +95,7 @@ class Slice(Layer):
         self.shares_memory = len(self.top_blobs) == 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The pieces."""
+        """The shape of each part."""
         shape, tops = bottoms[0], len(self.top_blobs)
         total = shape[self.axis]
         if self.points:
@@ -111,17 +114,19 @@ class Slice(Layer):
         return [(*shape[: self.axis], size, *shape[self.axis + 1 :]) for size in self.sizes]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copies, as a later in-place layer must not change the bottom."""
+        """Copies, because a later in-place layer must not change the bottom."""
         del parameters
         return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
 
 
 @register("Tile")
 class Tile(Layer):
-    """Repeats the bottom along ``axis``."""
+    """Repeats the bottom ``tiles`` times along ``axis``."""
+
+    moves_values = True
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """``tiles`` times as long."""
+        """The bottom's shape with ``tiles`` times the size along the axis."""
         options, shape = self.parameter.tile_param, bottoms[0]
         if options.tiles <= 0:
             raise self.error(f"Number of tiles must be positive, got {options.tiles}")
@@ -129,7 +134,7 @@ class Tile(Layer):
         return [(*shape[: self.axis], shape[self.axis] * options.tiles, *shape[self.axis + 1 :])]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Repeat."""
         del parameters
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles

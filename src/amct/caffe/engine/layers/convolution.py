@@ -1,4 +1,4 @@
-"""Convolution and Deconvolution over any number of spatial axes (torch: up to three)."""
+"""Convolution and Deconvolution over up to three spatial axes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Window:
     dilation: tuple[int, ...]
 
     def output(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Convolution's output size: rounded down."""
+        """floor((size + 2 * pad - dilation * (kernel - 1) - 1) / stride) + 1 for each axis."""
         return tuple(
             (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
             for size, kernel, stride, pad, dilation in zip(
@@ -44,7 +44,7 @@ class Window:
         )
 
     def transposed_output(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Deconvolution's output size."""
+        """Return stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad for each axis."""
         return tuple(
             stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad
             for size, kernel, stride, pad, dilation in zip(
@@ -54,7 +54,7 @@ class Window:
 
 
 def read_window(layer: Layer, options: ProtoMessage, axes: int) -> Window:
-    """The window a ConvolutionParameter describes for ``axes`` spatial axes.
+    """Read kernel, stride, padding and dilation from a ConvolutionParameter for ``axes`` spatial axes.
 
     Raises:
         ModelError: Sizes are missing, zero, given twice, or of the wrong number.
@@ -91,14 +91,14 @@ def _sizes(
 
 
 class _BaseConvolution(Layer):
-    """What both directions share: options, weights, the fold of leading axes into one batch axis."""
+    """The common part of Convolution and Deconvolution; the axes before ``axis`` are merged into one batch axis."""
 
     bottom_count = (1, None)
     top_count = (1, None)
     same_count = True
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options and make weight and bias."""
+        """Read the options and create weight and bias."""
         options = self.options = self.parameter.convolution_param
         shape = bottoms[0]
         self.axis = canonical_axis(options.axis, len(shape), self.name)
@@ -120,7 +120,7 @@ class _BaseConvolution(Layer):
             self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
 
     def default_group(self) -> int:
-        """How many groups the channels are split into."""
+        """The number of groups."""
         group: int = self.options.group
         return group
 
@@ -129,27 +129,27 @@ class _BaseConvolution(Layer):
         raise NotImplementedError
 
     def fold_channels(self) -> int:
-        """The output channels."""
+        """The number of output channels."""
         outputs: int = self.outputs
         return outputs
 
     def fold_groups(self) -> int:
-        """The groups."""
+        """The number of groups."""
         return self.group
 
     def output_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The spatial sizes of a top."""
+        """The spatial sizes of the top for those of the bottom."""
         return self.window.output(sizes)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Batch axes as they are, then num_output, then the window's output sizes."""
+        """The axes before ``axis``, then num_output, then the spatial output sizes."""
         tops = []
         for shape in bottoms:
             if len(shape) != self.axis + 1 + self.spatial_axes:
                 raise self.error(f"bottom num_axes may not change: {len(shape)} axes now in {shape}")
             if shape[self.axis] != self.channels:
                 raise self.error(
-                    f"Input size incompatible with convolution kernel: {shape[self.axis]} channels, the weights want "
+                    f"Input size incompatible with convolution kernel: {shape[self.axis]} channels, the weights expect "
                     f"{self.channels}"
                 )
             if shape != bottoms[0]:
@@ -161,7 +161,7 @@ class _BaseConvolution(Layer):
         return tops
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each bottom by itself, with the same weights."""
+        """Convolve each bottom with the same weights."""
         bias = parameters[1] if len(parameters) > 1 else None
         return [self._one(bottom, parameters[0], bias) for bottom in bottoms]
 
@@ -177,22 +177,22 @@ class _BaseConvolution(Layer):
         return result.reshape(*lead, *result.shape[1:])
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The convolution with one batch axis in front."""
+        """Convolve a bottom that has exactly one batch axis."""
         raise NotImplementedError
 
 
 @register("Convolution")
 class Convolution(_BaseConvolution):
-    """Cross-correlation with a bank of filters; weights (out, in/group, kernel...)."""
+    """Cross-correlation: (N, C, H, W) to (N, num_output, H', W'); weight (num_output, C / group, kernel...)."""
 
     fold_axis = 0
 
     def weight_shape(self) -> Shape:
-        """Outputs first."""
+        """(num_output, C / group, kernel...)."""
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Without gradients the weights are kept in the kernel's own order."""
+        """Without gradients, use the packed or channels_last weights cached for this layer."""
         own = all(given is blob.tensor for given, blob in zip(parameters, self.blobs, strict=False))
         if torch.is_grad_enabled() or not own:
             return super().forward(bottoms, parameters)
@@ -202,10 +202,10 @@ class Convolution(_BaseConvolution):
     def forward_folded(
         self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
     ) -> tuple[torch.Tensor, bool]:
-        """The activation is part of the kernel."""
+        """Run with folded weights. The packed kernel applies the activation too; returns (top, activation applied)."""
         if self._is_plain_image(bottom):
             return self._packed(bottom, folded, activation), True
-        kept = self.derived("laid out", folded.sources, lambda: _lay_out(folded.compute()))
+        kept = self.derived("channels_last", folded.sources, lambda: _to_channels_last(folded.compute()))
         return super().forward([bottom], kept)[0], False
 
     def _is_plain_image(self, bottom: torch.Tensor) -> bool:
@@ -222,7 +222,7 @@ class Convolution(_BaseConvolution):
         return weight, parameters[1] if len(parameters) > 1 else None
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Torch's convolution; pictures run in channels_last, which is about twice as fast on CPUs."""
+        """Torch's convolution; images run in channels_last, which is about twice as fast on CPUs."""
         window, axes = self.window, bottom.dim() - 2
         if axes == IMAGE_AXES:
             bottom = bottom.contiguous(memory_format=torch.channels_last)
@@ -232,8 +232,8 @@ class Convolution(_BaseConvolution):
         return _CONVOLVE[axes](bottom, weight, bias, window.stride, window.pad, window.dilation, self.group)
 
 
-def _lay_out(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The weights in the order convolutions of pictures read them."""
+def _to_channels_last(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters with a 2-D convolution weight in channels_last memory format."""
     if parameters[0].dim() != IMAGE_AXES + 2:
         return parameters
     return [parameters[0].contiguous(memory_format=torch.channels_last), *parameters[1:]]
@@ -241,16 +241,16 @@ def _lay_out(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @register("Deconvolution")
 class Deconvolution(_BaseConvolution):
-    """The transposed convolution; weights (in, out/group, kernel...)."""
+    """Transposed convolution: (N, C, H, W) to (N, num_output, H', W'); weight (C, num_output / group, kernel...)."""
 
     fold_axis = 1
 
     def weight_shape(self) -> Shape:
-        """Inputs first."""
+        """(C, num_output / group, kernel...)."""
         return (self.channels, self.outputs // self.group, *self.window.kernel)
 
     def output_sizes(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """What a convolution with this window would have started from."""
+        """The spatial sizes of a transposed convolution."""
         return self.window.transposed_output(sizes)
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""DepthwiseConv: a convolution of every channel by itself."""
+"""DepthwiseConv: each channel is convolved separately."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @register("DepthwiseConv", "ConvolutionDepthwise", "DepthwiseConvolution")
 class DepthwiseConv(Convolution):
-    """Convolution with as many groups as there are channels; ``num_output`` is that number unless given.
+    """A Convolution with ``group`` equal to the number of channels.
 
-    The options are those of Convolution, in ``convolution_param``; ``group`` need not be there.
+    The options are those of ``convolution_param``; ``group`` and ``num_output`` default to the number of channels.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Fill in what Convolution asks for."""
+        """Set ``group`` and ``num_output`` where they are missing."""
         options = self.parameter.convolution_param
         channels = bottoms[0][canonical_axis(options.axis, len(bottoms[0]), self.name)]
         if options.HasField("group") and options.group not in (1, channels):

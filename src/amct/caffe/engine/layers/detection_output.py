@@ -1,4 +1,4 @@
-"""DetectionOutput: SSD's last layer, from offsets, scores and default boxes to a list of detections."""
+"""DetectionOutput: SSD's last layer; decodes boxes and applies non-maximum suppression."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 CORNER, CENTER_SIZE, CORNER_SIZE = 1, 2, 3
 CORNERS = 4
 COLUMNS = 7
-#: Detections of one picture: class, then (score, index of the box), best first.
+#: Detections of one image: class -> (score, index of the box), best first.
 Found: TypeAlias = dict[int, list[tuple[float, int]]]
 
 
 @register("DetectionOutput")
 class DetectionOutput(Layer):
-    """Bottoms: offsets (N, boxes * 4), scores (N, boxes * classes), default boxes (1, 2, boxes * 4).
+    """Bottoms: offsets (N, boxes * 4), scores (N, boxes * classes), prior boxes (1, 2, boxes * 4).
 
-    Top: (1, 1, detections, 7), a row each: picture, class, score, xmin, ymin, xmax, ymax. Without any detection there
-    is one row per picture, its number and then -1.
+    Top: (1, 1, detections, 7), one row per detection: image, class, score, xmin, ymin, xmax, ymax. If nothing is
+    detected there is one row per image: its index, then six times -1.
     """
 
     bottom_count = (3, 3)
@@ -52,10 +52,10 @@ class DetectionOutput(Layer):
             raise self.error(f"eta must lie above 0 and be at most 1, got {options.nms_param.eta}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """One row; forward knows how many there are."""
+        """(1, 1, 1, 7); forward sets the real number of rows."""
         locations, scores, priors = bottoms
         if locations[0] != scores[0]:
-            raise self.error(f"offsets and scores are of {locations[0]} and {scores[0]} pictures")
+            raise self.error(f"offsets are for {locations[0]} images, scores for {scores[0]}")
         self.boxes = count(priors, 2) // CORNERS
         if count(locations, 1) != self.boxes * self.location_classes * CORNERS:
             raise self.error(
@@ -70,7 +70,7 @@ class DetectionOutput(Layer):
         return [(1, 1, 1, COLUMNS)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Decode, suppress, keep the best, picture by picture."""
+        """For each image: decode the boxes, suppress overlapping ones, keep the best."""
         del parameters
         pictures = bottoms[0].shape[0]
         locations = bottoms[0].detach().reshape(pictures, self.boxes, self.location_classes, CORNERS)
@@ -94,7 +94,7 @@ class DetectionOutput(Layer):
         return [torch.tensor(rows, dtype=torch.float32).reshape(1, 1, -1, COLUMNS)]
 
     def _detect(self, decoded: torch.Tensor, scores: torch.Tensor) -> Found:
-        """The boxes of every class that survive suppression."""
+        """The boxes of each class that remain after non-maximum suppression."""
         found: Found = {}
         for label in range(self.classes):
             if label == self.options.background_label_id:
@@ -109,7 +109,7 @@ class DetectionOutput(Layer):
         return found
 
     def _keep_best(self, found: Found) -> Found:
-        """The ``keep_top_k`` best of all classes together."""
+        """The ``keep_top_k`` best detections of all classes together."""
         most = self.options.keep_top_k
         if most <= -1 or sum(map(len, found.values())) <= most:
             return found
@@ -121,7 +121,7 @@ class DetectionOutput(Layer):
         return best
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Detections have no gradient."""
+        """The layer is not differentiable."""
         del bottom
         return False
 
@@ -129,7 +129,7 @@ class DetectionOutput(Layer):
 def decode(
     offsets: torch.Tensor, priors: torch.Tensor, variances: torch.Tensor, code_type: int, *, is_scaled: bool
 ) -> torch.Tensor:
-    """Default boxes moved by offsets; ``is_scaled`` when the offsets contain the variances already."""
+    """Prior boxes moved by offsets. ``is_scaled``: the offsets are already multiplied by the variances."""
     moves = offsets if is_scaled else offsets * variances
     low, high = priors[..., :2], priors[..., 2:]
     size = high - low

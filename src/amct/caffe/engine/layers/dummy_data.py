@@ -1,4 +1,4 @@
-"""DummyData: tops filled by fillers, for trying a net without data."""
+"""DummyData: tops filled by fillers, to run a net without data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @register("DummyData")
 class DummyData(Layer):
-    """Constant tops are filled once, random ones at every forward."""
+    """Constant tops are filled once, random tops at each forward pass."""
 
     bottom_count = (0, 0)
     top_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read shapes and fillers: one for all tops, or one each."""
+        """Read shapes and fillers: one for all tops, or one per top."""
         del bottoms
         options, tops = self.parameter.dummy_data_param, len(self.top_blobs)
         self.shapes = self._shapes(tops)
@@ -63,7 +63,7 @@ class DummyData(Layer):
         return list(self.shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Draw anew what is random."""
+        """Fill the random tops again."""
         del bottoms
         for blob, shape, filler in zip(tops, self.shapes, self.fillers, strict=True):
             if filler.type != "constant":

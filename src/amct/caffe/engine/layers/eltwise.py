@@ -1,4 +1,4 @@
-"""Eltwise: sum, product or maximum of several blobs."""
+"""Eltwise: sum, product or maximum of several blobs, element by element."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 PROD, SUM, MAX = 0, 1, 2
 
 
-class _FirstOrSecond(torch.autograd.Function):
-    """max(a, b) whose gradient goes to ``a`` only where a > b (or a >= b).
-
-    Caffe decides ties, torch would share them.
-    """
+class _Maximum(torch.autograd.Function):
+    """max(a, b); on a tie the gradient goes to ``b``, or to ``a`` if ``tie_to_first`` (torch would share it)."""
 
     @staticmethod
     def forward(ctx: AutogradContext, first: torch.Tensor, second: torch.Tensor, tie_to_first: bool) -> torch.Tensor:
@@ -40,7 +37,7 @@ class _FirstOrSecond(torch.autograd.Function):
 
 @register("Eltwise")
 class Eltwise(Layer):
-    """coeff-weighted sum, product, or maximum of bottoms of one shape."""
+    """sum(coeff_i * x_i), prod(x_i) or max(x_i) of bottoms with the same shape."""
 
     bottom_count = (2, None)
 
@@ -64,7 +61,7 @@ class Eltwise(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """From the first bottom to the last."""
+        """Combine the bottoms from first to last."""
         del parameters
         if self.operation == SUM:
             return [self._sum(bottoms)]
@@ -73,7 +70,7 @@ class Eltwise(Layer):
             if self.operation == PROD:
                 result = result * other
             elif result.requires_grad or other.requires_grad:
-                result = _FirstOrSecond.apply(result, other, index > 0)  # type: ignore[no-untyped-call]
+                result = _Maximum.apply(result, other, index > 0)  # type: ignore[no-untyped-call]
             else:
                 result = torch.maximum(result, other)
         return [result]

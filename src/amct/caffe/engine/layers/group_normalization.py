@@ -1,4 +1,4 @@
-"""GroupNorm and LayerNormalization: a sample is normalized by its own mean and variance."""
+"""GroupNorm and LayerNormalization: each sample is normalized by its own mean and variance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @register("GroupNorm")
 class GroupNorm(Layer):
-    """(x - mean) / sqrt(variance + eps) over each of ``group_num`` groups of channels; a Scale layer may follow."""
+    """y = (x - mean) / sqrt(variance + eps) over each of ``group_num`` groups of the channels of (N, C, ...)."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
@@ -30,7 +30,7 @@ class GroupNorm(Layer):
         return [shape]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Normalize each group."""
         del parameters
         options = self.parameter.group_norm_param
         return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
@@ -38,16 +38,16 @@ class GroupNorm(Layer):
 
 @register("LayerNormalization")
 class LayerNormalization(Layer):
-    """(x - mean) / sqrt(variance + epsilon) over the axes from ``axis`` on, times a scale, plus a bias. As ONNX's.
+    """ONNX's: y = scale * (x - mean) / sqrt(variance + epsilon) + bias over the axes from ``axis`` on.
 
-    Scale and bias are parameters, or the second and third bottom where there are any.
+    Scale and bias are parameters, or the second and third bottom if given; their shape is that of the normalized axes.
     """
 
     bottom_count = (1, 3)
     allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make scale and bias."""
+        """Create scale and bias unless they are bottoms."""
         options = self.options = self.parameter.layer_normalization_param
         self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
         if len(bottoms) > 1:
@@ -66,7 +66,7 @@ class LayerNormalization(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Normalize, multiply by the scale, add the bias."""
         bottom, *factors = [*bottoms, *parameters]
         scale = factors[0]
         bias = factors[1] if len(factors) > 1 else None

@@ -1,4 +1,4 @@
-"""GRU: a recurrent layer with two gates, in the frame of Caffe's LSTM and RNN."""
+"""GRU: a recurrent layer with two gates, with the bottoms, tops and options of Caffe's LSTM."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ GATES = 3
 class GRU(Recurrent):
     """Blobs: W_xc (3H, D), b_c (3H), W_xc_static if there is a static input, W_hc (3H, H); gates in the order z, r, h.
 
-    The formulas are ONNX's (``linear_before_reset`` 0): z = sigmoid(W_z x + R_z h + b_z), r likewise,
-    n = tanh(W_h x + R_h (r * h) + b_h), and the new h = (1 - z) * n + z * h. Bottoms, tops and options are those of
-    Caffe's LSTM (``recurrent_param``); h is multiplied by ``cont`` before use.
+    The formulas are ONNX's (``linear_before_reset`` 0): z = sigmoid(W_z x + R_z h + b_z), r likewise, n = tanh(W_h x +
+    R_h (r * h) + b_h), and the new h = (1 - z) * n + z * h. Bottoms, tops and options are those of Caffe's LSTM
+    (``recurrent_param``); h is multiplied by ``cont`` before use.
     """
 
     def make_parameters(self) -> None:
-        """Weights of input, static input and hidden state."""
+        """Create the weights of input, static input and hidden state."""
         rows = GATES * self.outputs
         self.add_weight(rows, self.inputs)
         self.add_bias(rows)
@@ -31,7 +31,7 @@ class GRU(Recurrent):
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The state is h."""
+        """One time step; the only state is h."""
         gated = 2 * self.outputs
         before = cont * states[0]
         hidden = self.hidden_product(before, parameters, -1, rows=slice(0, gated))

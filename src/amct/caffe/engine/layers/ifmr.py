@@ -1,23 +1,32 @@
-"""The layer that calibrates: it passes its bottom on, watches it, and writes the factors into the record file.
+"""The layer that calibrates: it passes its bottom on and shows it to the calibration session of its net.
 
-Where several IFMR layers see the same values (``factors_from``), one of them watches for all. What a net finds is
-sought and written at once, when its last IFMR layer has seen its batches: one change of the file instead of a hundred,
-and a calibration with one batch remembers as much as one with many.
+All IFMR layers of a net with the same record file share one session; when the last of them has seen its batches, the
+session searches all factors and they are written into the record file at once. Where several IFMR layers see the same
+values (``factors_from``), one of them is observed for all. A net in memory has IFMR layers without a record file:
+``start_session`` gives them a session whose result stays in memory.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct import log
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.calibration.record_files import RecordFiles
+from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
+from amct.calibration.layer_records import caffe_inputs, caffe_stream
+from amct.calibration.record_files import progress_path
+from amct.config.plan import OPEN_ENDED
+from amct.config.registry import settings_from_dict
+from amct.config.settings import IfmrSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
-from amct.record import DataFactors, update_inputs
+from amct.record import update_inputs
 from amct.record.float32 import shortest
 
 if TYPE_CHECKING:
@@ -26,103 +35,39 @@ if TYPE_CHECKING:
     import torch
 
     from amct.caffe.engine.blob import Shape
-    from amct.numerics.observer import ActivationFactors
+    from amct.calibration import CalibrationResult
+    from amct.config.settings import ActivationSettings
+    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.record import Progress
 
 logger = logging.getLogger(__name__)
-
-IMAGE_AXES = 4
-
-
-class Findings:
-    """What the IFMR layers of a net find for one record file: sought and written when the last of them is ready."""
-
-    def __init__(self, record_file: str) -> None:
-        self.record_file = record_file
-        self._counting: set[str] = set()
-        self._ready: list[IFMR] = []
-        self._log_started = False
-
-    def expect(self, layer: str) -> None:
-        """Wait for one more layer."""
-        self._counting.add(layer)
-
-    def start_log(self) -> None:
-        """Begin the log; of all layers the first one does."""
-        if not self._log_started:
-            log.start("amct_caffe")
-        self._log_started = True
-
-    def ready(self, layer: IFMR) -> None:
-        """A layer has seen its batches."""
-        self._ready.append(layer)
-        self._counting.discard(layer.name)
-        if not self._counting:
-            self.write()
-
-    def write(self) -> None:
-        """Search the factors of the layers that are ready, and write them."""
-        ready, self._ready = self._ready, []
-        found: dict[str, list[DataFactors]] = {}
-        for layer in ready:
-            for owner, factors in layer.found():
-                found.setdefault(owner, []).append(factors)
-        if not found:
-            return
-        update_inputs(self.record_file, found)
-        for owner, inputs in found.items():
-            for _ in inputs:
-                logger.info("Do layer %s activation calibration success!", owner)
 
 
 @register("IFMR")
 class IFMR(Layer):
-    """Passes its bottom on and watches it: after batch_num batches it has the factors for the record file."""
+    """Passes its bottom on; the session of its net observes the first ``batch_num`` batches of it."""
 
     returns_views = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
         del bottoms
-        options = self.options = self.parameter.ifmr_param
-        if not options.record_file_path or not options.object_layer:
-            raise self.error("ifmr_param needs record_file_path and object_layer")
-        self.seen = 0
-        self.shape: Shape | None = None
-        self.observer: IfmrObserver | None = self._new_observer()
-        self.followers: list[IFMR] = []
-        self.findings = Findings(options.record_file_path)
+        self.options = self.parameter.ifmr_param
+        if not self.options.object_layer:
+            raise self.error("ifmr_param needs object_layer")
+        self.session: CalibrationSession | None = None
+        self._log_started = False
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
-        """Find the layer that watches for this one, and those that write to the same file."""
+        """Check ``factors_from``; the last IFMR layer of a record file starts the session of all of them."""
         source = self.options.factors_from
-        if source:
-            leader = layers.get(source)
-            if not isinstance(leader, IFMR) or leader.options.factors_from:
-                raise self.error(f'factors_from: "{source}" is no IFMR layer that watches its bottom')
-            leader.followers.append(self)
+        leader = layers.get(source)
+        if source and (not isinstance(leader, IFMR) or leader.options.factors_from):
+            raise self.error(f'factors_from: "{source}" is no IFMR layer that watches its bottom')
         file = self.options.record_file_path
-        for other in layers.values():  # in net order: all take that of the first
-            if isinstance(other, IFMR) and other.options.record_file_path == file:
-                self.findings = other.findings
-                break
-        if not source:
-            self.findings.expect(self.name)
-
-    def _new_observer(self) -> IfmrObserver:
-        options = self.options
-        try:
-            return IfmrObserver(
-                bits=options.num_bits_d,
-                asymmetric=options.with_offset,
-                symmetric_scale=SymmetricScale.FULL_RANGE,
-                max_percentile=shortest(options.max_percentile),
-                min_percentile=shortest(options.min_percentile),
-                search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
-                search_step=shortest(options.search_step),
-                counts_all=False,
-            )
-        except AmctError as error:
-            raise self.error(str(error)) from error
+        sharing = [each for each in layers.values() if isinstance(each, IFMR) and each.options.record_file_path == file]
+        if file and sharing[-1] is self:
+            start_session(sharing, record_file=file)
 
     @property
     def uses_autograd(self) -> bool:
@@ -134,83 +79,142 @@ class IFMR(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Look, and pass on."""
+        """Show the bottom to the session and pass it on."""
         del parameters
-        self.shape = tuple(bottoms[0].shape)
-        if self.options.factors_from:
-            return [bottoms[0]]
-        if self.seen < self.options.batch_num:
-            self._observe(bottoms[0])
-        else:
-            self.findings.write()  # there is something only when layers behind this one were never run
+        options = self.options
+        if self.session is None:
+            raise self.error("ifmr_param needs record_file_path")
+        if options.record_file_path and not self._log_started:
+            log.start("amct_caffe")
+            self._log_started = True
+        for layer in reversed(options.object_layer):  # the first is the one whose stream has an observer
+            self.session.observe(layer, bottoms[0], caffe_stream(options.index), ends_batch=options.reports_progress)
         return [bottoms[0]]
 
-    def _observe(self, x: torch.Tensor) -> None:
-        assert self.observer is not None, "the data is forgotten after the last batch only"
-        if self.seen == 0:
-            self.findings.start_log()
-            self.observer.expect(x.numel() * self._needed)
+    def streams(self, layers: Mapping[str, IFMR]) -> Iterator[Stream]:
+        """One stream for each layer that reads the bottom; all but one take over the factors of another one."""
+        options = self.options
+        leader = layers[options.factors_from or self.name].options
+        observed = (leader.object_layer[0], caffe_stream(leader.index))
+        for layer in options.object_layer:
+            name = caffe_stream(options.index)
+            yield Stream(
+                layer=layer,
+                name=name,
+                settings=self._settings(),
+                batch_num=options.batch_num,
+                make_observer=self._make_observer,
+                same_as=None if (layer, name) == observed else observed,
+            )
+
+    def _settings(self) -> ActivationSettings:
+        options = self.options
         try:
-            self.observer.observe(x)
-        except AmctError as error:
-            raise self._illegal(error) from error
-        self.seen += 1
-        for name in self.objects:
-            logger.debug("layer %s (input %d): %d/%d batches", name, self.options.index, self.seen, self._needed)
-        if self.seen == self._needed:
-            self.findings.ready(self)
-        if self.options.reports_progress:  # the last layer of a net that watches, for all of them
-            logger.info("calibration: %d/%d batches", self.seen, self._needed)
-            progress = dict.fromkeys(self.objects, (self.seen, self._needed))
-            RecordFiles(self.options.record_file_path).note(progress)
+            if options.settings:
+                return settings_from_dict(json.loads(options.settings))
+            return IfmrSettings(
+                num_bits=options.num_bits_d,
+                asymmetric=options.with_offset,
+                max_percentile=shortest(options.max_percentile),
+                min_percentile=shortest(options.min_percentile),
+                search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
+                search_step=shortest(options.search_step),
+            )
+        except (AmctError, json.JSONDecodeError) as error:
+            raise self.error(f"settings: {error}" if options.settings else str(error)) from error
 
-    def _illegal(self, error: AmctError) -> CalibrationError:
-        prefix = "IfmrQuantWithOffset" if self.options.with_offset else "IfmrQuantWithoutOffset"
-        batch = min(self.seen + 1, self._needed)
-        return CalibrationError(
-            f'layer "{self.objects[0]}", input {self.options.index}, batch {batch}: {prefix} scale is illegal: {error}'
-        )
-
-    @property
-    def objects(self) -> list[str]:
-        """The layers that read this input."""
-        return list(self.options.object_layer)
-
-    @property
-    def _needed(self) -> int:
-        needed: int = self.options.batch_num
-        return needed
-
-    def found(self) -> Iterator[tuple[str, DataFactors]]:
-        """Search, forget the data, and say for which layers which factors were found.
-
-        Raises:
-            CalibrationError: the data has no legal factors.
-        """
-        assert self.observer is not None, "a layer is ready once"
+    def _make_observer(self) -> Observer:
+        settings = self._settings()
         try:
-            factors = self.observer.result()
+            if not isinstance(settings, IfmrSettings):
+                return make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
+            return IfmrLayerObserver(
+                bits=settings.num_bits,
+                asymmetric=settings.asymmetric,
+                max_percentile=settings.max_percentile,
+                min_percentile=settings.min_percentile,
+                search_range=settings.search_range,
+                search_step=settings.search_step,
+                batch_num=self.options.batch_num,
+            )
         except AmctError as error:
-            raise self._illegal(error) from error
-        self.observer = None
-        for layer in (self, *self.followers):
-            entry = layer.entry(factors, layer.shape or self.shape)
-            for name in layer.objects:
-                if bool(factors.tiny):
-                    logger.warning(
-                        'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, entry.index
-                    )
-                yield name, entry
+            raise self.error(str(error)) from error
 
-    def entry(self, factors: ActivationFactors, shape: Shape | None) -> DataFactors:
-        """What the record says of this layer's bottom."""
-        sizes = {}
-        if shape is not None and len(shape) == IMAGE_AXES:
-            sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True))
-        return DataFactors(
-            index=self.options.index,
-            scale=float(factors.scale),
-            offset=int(factors.offset),
-            num_bits=factors.bits,
-            **sizes,
+
+@dataclass(kw_only=True, eq=False)
+class IfmrLayerObserver(IfmrObserver):
+    """IFMR as AMCT's layer does it: its memory does not depend on ``batch_num``, and its errors begin as in AMCT."""
+
+    symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE
+    counts_all: bool = False
+    batch_num: int = OPEN_ENDED
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Observe one batch; the first one says how many values will come."""
+        if self.batches == 0 and self.batch_num < OPEN_ENDED:
+            self.expect(x.numel() * self.batch_num)
+        with self._errors_as_in_amct():
+            super().observe(x)
+
+    def result(self) -> ActivationFactors:
+        """Scale and offset for all data seen so far."""
+        with self._errors_as_in_amct():
+            return super().result()
+
+    @contextmanager
+    def _errors_as_in_amct(self) -> Iterator[None]:
+        try:
+            yield
+        except AmctError as error:
+            kind = "IfmrQuantWithOffset" if self.asymmetric else "IfmrQuantWithoutOffset"
+            raise CalibrationError(f"{kind} scale is illegal: {error}") from error
+
+
+def start_session(
+    layers: Sequence[IFMR], *, tensors: Mapping[str, TensorObserver] | None = None, record_file: str = ""
+) -> CalibrationSession:
+    """Start the session that IFMR layers of a net share.
+
+    Args:
+        layers: the IFMR layers, in the order of the net.
+        tensors: observers of blobs between layers.
+        record_file: where the factors are written; empty: they are only in the result of the session.
+
+    Raises:
+        CalibrationError: there is no IFMR layer.
+        ModelError: the settings of one are wrong.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    streams = [stream for layer in layers for stream in layer.streams(by_name)]
+    if record_file:
+        file = _RecordFile(record_file)
+        session = CalibrationSession(
+            streams, tensors=tensors, on_progress=file.note, on_ready=file.write, on_end=file.complete
         )
+    else:
+        session = CalibrationSession(streams, tensors=tensors)
+    for layer in layers:
+        layer.session = session
+    return session
+
+
+@dataclass(frozen=True)
+class _RecordFile:
+    """The record file of a calibration and its progress file."""
+
+    path: str
+
+    def note(self, progress: Mapping[str, Progress]) -> None:
+        logger.info("calibration: %d/%d batches", *max(progress.values()))
+        RecordFiles(self.path).note(progress)
+
+    def write(self, result: CalibrationResult) -> None:
+        found = caffe_inputs(result)
+        update_inputs(self.path, found)
+        for layer, inputs in found.items():
+            for _ in inputs:
+                logger.info("Do layer %s activation calibration success!", layer)
+
+    def complete(self, result: CalibrationResult) -> None:
+        self.write(result)
+        progress_path(self.path).unlink(missing_ok=True)

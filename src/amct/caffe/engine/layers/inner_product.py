@@ -1,4 +1,4 @@
-"""Fully connected layers: InnerProduct, Embed."""
+"""Fully connected layers: InnerProduct and Embed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @register("InnerProduct")
 class InnerProduct(Layer):
-    """y = x W^T + b over everything from ``axis`` on.
+    """y = x W^T + b, where x is the bottom flattened from ``axis`` on.
 
-    Weights (outputs, inputs), or the other way round with ``transpose``.
+    The weight is (num_output, inputs), or (inputs, num_output) with ``transpose``.
     """
 
     fold_axis = 0
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options and make weight and bias."""
+        """Read the options and create weight and bias."""
         options = self.options = self.parameter.inner_product_param
         self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
         self.inputs = count(bottoms[0], self.axis)
@@ -37,25 +37,25 @@ class InnerProduct(Layer):
         if options.bias_term:
             self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
         if options.transpose or self.axis != 1:
-            self.fold_axis = -1  # type: ignore[misc]  # others fold along axis 1 into rows only
+            self.fold_axis = -1  # type: ignore[misc]  # folding needs rows = outputs and the channel axis 1
 
     def fold_channels(self) -> int:
-        """The outputs."""
+        """num_output."""
         return self.outputs
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Leading axes, then num_output."""
+        """The axes before ``axis``, then num_output."""
         inputs = count(bottoms[0], self.axis)
         if inputs != self.inputs:
             raise self.error(
                 f"Input size incompatible with inner product parameters: {inputs} values from axis {self.axis} of "
                 f"{bottoms[0]}, "
-                f"the weights want {self.inputs}"
+                f"the weights expect {self.inputs}"
             )
         return [(*bottoms[0][: self.axis], self.outputs)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """One matrix product."""
+        """Return x W^T + b."""
         bottom = bottoms[0]
         weight = parameters[0].t() if self.options.transpose else parameters[0]
         bias = parameters[1] if len(parameters) > 1 else None
@@ -65,10 +65,10 @@ class InnerProduct(Layer):
 
 @register("Embed")
 class Embed(Layer):
-    """A row of the weights for each (whole) number of the bottom."""
+    """Row i of the weight (input_dim, num_output) for each integer i of the bottom, plus the bias."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options and make weight and bias."""
+        """Read the options and create weight and bias."""
         del bottoms
         options = self.options = self.parameter.embed_param
         for name in ("num_output", "input_dim"):
@@ -80,11 +80,11 @@ class Embed(Layer):
             self.add_parameter((options.num_output,), options.bias_filler if options.HasField("bias_filler") else None)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """One more axis."""
+        """The bottom's shape, then num_output."""
         return [(*bottoms[0], self.options.num_output)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Look up."""
+        """Look up the rows."""
         index = bottoms[0].detach().to(torch.int64)
         if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < self.options.input_dim):
             raise self.error(

@@ -1,4 +1,4 @@
-"""Blobs that come from the user or from a parameter: Input, Parameter."""
+"""Input and Parameter: tops that come from the user or from a learnable parameter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @register("Input")
 class Input(Layer):
-    """Tops the user fills. Its shape is only the first one: reshaping the blob is allowed at any time."""
+    """Tops that the user fills. The shape in the prototxt is only the initial one."""
 
     bottom_count = (0, 0)
     top_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the shapes: none, one for all tops, or one each."""
+        """Read the shapes: none, one for all tops, or one per top."""
         del bottoms
         shapes = [tuple(shape.dim) for shape in self.parameter.input_param.shape]
         tops = len(self.top_blobs)
@@ -36,23 +36,23 @@ class Input(Layer):
             blob.set_shape(shape)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Whatever shape the user gave the blobs."""
+        """The shapes that the user gave the blobs."""
         del bottoms
         return [blob.shape for blob in self.top_blobs]
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Nothing: the user's values are there."""
+        """Do nothing: the user has set the values."""
 
 
 @register("Parameter")
 class Parameter(Layer):
-    """A top that is a learnable parameter."""
+    """A top that holds a learnable parameter."""
 
     bottom_count = (0, 0)
     returns_views = True
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the parameter."""
+        """Create the parameter."""
         del bottoms
         self.add_parameter(tuple(self.parameter.parameter_param.shape.dim))
 
@@ -62,6 +62,6 @@ class Parameter(Layer):
         return [self.blobs[0].shape]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parameter itself."""
+        """A view of the parameter."""
         del bottoms
         return [parameters[0].view_as(parameters[0])]

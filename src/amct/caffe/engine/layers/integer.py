@@ -1,8 +1,7 @@
 """Layers of deploy models that run on integers: Convolution, Deconvolution, InnerProduct, and all without weights.
 
-A weighted layer's top holds exact sums (DeQuant turns them into real numbers). A layer without weights computes on
-what its integers stand for; where that only moves or selects values and all inputs share their factors, the result is
-turned back into integers, without loss.
+A weighted layer's top holds exact sums, which DeQuant dequantizes. A layer without weights computes on dequantized
+values; where it only moves or selects values and all inputs have the same factors, it runs on the integers themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, _Ba
 from amct.caffe.engine.layers.depthwise import DepthwiseConv
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.layers.quantization import InputFactors
-from amct.caffe.engine.registry import layer_class, register
+from amct.caffe.engine.registry import find_layer_class, layer_class, register
 from amct.caffe.engine.shapes import count
 from amct.errors import AmctError
 from amct.numerics.arq import WeightKind, from_channels_first
@@ -43,9 +42,9 @@ class _IntegerWeights(Layer):
     weight_groups = 1
 
     def make_integer_blobs(self, outputs: int) -> None:
-        """Read the factors; give every bottom a bias of its own, since its integers stand in another step.
+        """Read the factors; every bottom gets a bias of its own, because its sums have another scale.
 
-        The weight of a clustered layer is exchanged for packed indices and their table.
+        The weight of a clustered layer is replaced by packed indices and their table.
         """
         options = self.parameter.integer_param
         if len(options.input) != len(self.bottom_blobs):
@@ -124,7 +123,7 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
         return sums
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Padding stands for zero, which is the offset among the integers of the bottom at hand."""
+        """Padding is zero, which is the integer ``offset`` of this bottom."""
         window = self.window
         plain = self.spatial_axes == 0
         geometry = ConvolutionGeometry(
@@ -177,7 +176,7 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
         return (self.outputs, self.inputs)
 
     def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
-        """The other way round with ``transpose``."""
+        """``[inputs, outputs]`` with ``transpose``."""
         return weight.t() if self.options.transpose else weight
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -193,7 +192,7 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
 
 @register("data on integers")
 class IntegerData(Layer):
-    """Any layer without quantized weights, fed with integers: it computes on what they stand for."""
+    """Any layer without quantized weights whose bottoms hold integers."""
 
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         super().__init__(parameter, context)
@@ -219,7 +218,7 @@ class IntegerData(Layer):
         return self.inner.reshape(bottoms)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Run the layer inside on real numbers, or on integers that count from zero."""
+        """Run the layer inside on dequantized values, or on integers minus their offset."""
         inputs = []
         for blob, factors in zip(bottoms, self.factors, strict=True):
             scale = torch.ones(()) if self.stays_integer else factors.scale
@@ -234,10 +233,6 @@ class IntegerData(Layer):
                 blob.set_tensor((blob.tensor + factors.offset).to(factors.dtype))
 
 
-_MOVING = ("Concat", "Slice", "Reshape", "Flatten", "Permute", "Split", "ShuffleChannel", "PassThrough", "Reorg",
-           "Reverse", "Tile")  # fmt: skip
-
-
 def stays_integer(parameter: ProtoMessage) -> bool:
     """Whether a layer without weights only moves or selects values, and all its inputs have the same factors."""
     inputs = [(each.scale, each.offset, each.num_bits_d) for each in parameter.integer_param.input]
@@ -245,9 +240,6 @@ def stays_integer(parameter: ProtoMessage) -> bool:
 
 
 def moves_values(parameter: ProtoMessage) -> bool:
-    """Whether a layer only moves or selects values: rounding before it, or behind it on the same grid, is the same."""
-    if parameter.type == "Pooling":
-        return len(parameter.top) == 1 and parameter.pooling_param.pool == parameter.pooling_param.MAX
-    if parameter.type == "ReLU":
-        return not parameter.relu_param.negative_slope
-    return parameter.type in _MOVING
+    """Whether a layer only moves or selects values; a layer of an unknown type does not."""
+    kind = find_layer_class(parameter.type)
+    return kind is not None and kind.only_moves_values(parameter)

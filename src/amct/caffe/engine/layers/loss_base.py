@@ -1,4 +1,4 @@
-"""What loss layers share: two bottoms of one batch size, a scalar top, normalization, labels."""
+"""The common part of loss layers: batch size check, scalar top, normalization, labels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LABELS = 1
 
 
 class LossLayer(Layer):
-    """A layer whose first top is one number with weight 1."""
+    """A layer whose first top is a scalar loss with weight 1."""
 
     bottom_count = (2, 2)
     default_loss_weight = 1.0
     makes_missing_tops = True
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         if bottoms[0][:1] != bottoms[1][:1]:
             raise self.error(f"The data and label should have the same first dimension: {bottoms[0]} and {bottoms[1]}")
         return [()]
@@ -33,7 +33,7 @@ class LossLayer(Layer):
         return bottom != LABELS
 
     def normalization(self, default: int) -> int:
-        """The mode loss_param asks for, by its new or its old field."""
+        """The normalization mode of loss_param: ``normalization`` or the older ``normalize``."""
         options = self.parameter.loss_param
         if options.HasField("normalization"):
             mode: int = options.normalization
@@ -44,12 +44,12 @@ class LossLayer(Layer):
 
     @property
     def ignore_label(self) -> int | None:
-        """The label that does not count, if there is one."""
+        """The label that is ignored, if any."""
         options = self.parameter.loss_param
         return options.ignore_label if options.HasField("ignore_label") else None
 
     def labels(self, bottom: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The labels as whole numbers (0 where ignored) and which of them count.
+        """Return the labels as integers (0 where ignored) and a mask of those that are not ignored.
 
         Raises:
             ModelError: A label is not a class.
@@ -67,6 +67,6 @@ class LossLayer(Layer):
 
 
 def normalizer(mode: int, outer: int, inner: int, valid: int) -> float:
-    """What a loss is divided by; never less than 1."""
+    """The number by which a loss is divided, at least 1."""
     value = {FULL: outer * inner, VALID: valid, BATCH_SIZE: outer, NONE: 1}[mode]
     return max(1.0, float(value))

@@ -1,4 +1,4 @@
-"""Losses on numbers: Euclidean, Hinge, SigmoidCrossEntropy, Contrastive."""
+"""EuclideanLoss, HingeLoss, SigmoidCrossEntropyLoss and ContrastiveLoss."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ SIMILARITY = 2
 
 @register("EuclideanLoss")
 class EuclideanLoss(LossLayer):
-    """Half the mean (over the batch) of the squared distance; both bottoms get gradients."""
+    """sum((a - b)^2) / (2 N); both bottoms get gradients."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         if count(bottoms[0], 1) != count(bottoms[1], 1):
             raise self.error(f"Inputs must have the same dimension: {bottoms[0]} and {bottoms[1]}")
         return super().reshape(bottoms)
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Both."""
+        """Both bottoms get gradients."""
         del bottom
         return True
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """sum((a - b)^2) / (2 N)."""
         del parameters
         difference = bottoms[0].reshape(-1) - bottoms[1].reshape(-1)
         return [difference.dot(difference) / bottoms[0].shape[0] / 2]
@@ -45,10 +45,10 @@ class EuclideanLoss(LossLayer):
 
 @register("HingeLoss")
 class HingeLoss(LossLayer):
-    """The mean of max(0, 1 - x) for the label's score and max(0, 1 + x) for all others, or of their squares."""
+    """sum(max(0, 1 - x) for the label, max(0, 1 + x) for the other classes) / N; squared with norm L2."""
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """The mean hinge loss of the batch."""
         del parameters
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
         labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
@@ -61,10 +61,10 @@ class HingeLoss(LossLayer):
 
 @register("SigmoidCrossEntropyLoss")
 class SigmoidCrossEntropyLoss(LossLayer):
-    """Cross entropy of the sigmoid with targets in 0..1, computed from the scores."""
+    """-sum(t * log(sigmoid(x)) + (1 - t) * log(1 - sigmoid(x))) with targets t in 0..1, divided by the normalizer."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         if count(bottoms[0]) != count(bottoms[1]):
             raise self.error(
                 f"SIGMOID_CROSS_ENTROPY_LOSS layer inputs must have the same count: {bottoms[0]} and {bottoms[1]}"
@@ -72,7 +72,7 @@ class SigmoidCrossEntropyLoss(LossLayer):
         return super().reshape(bottoms)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says; targets equal to ignore_label do not count."""
+        """The normalized loss; targets equal to ignore_label are left out."""
         del parameters
         scores, targets = bottoms[0].reshape(-1), bottoms[1].detach().reshape(-1)
         losses = functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
@@ -86,7 +86,7 @@ class SigmoidCrossEntropyLoss(LossLayer):
 
 
 class _ContrastiveLoss(torch.autograd.Function):
-    """Caffe's gradient divides by (distance + 1e-4)."""
+    """The contrastive loss with Caffe's gradient, which divides by (distance + 1e-4)."""
 
     @staticmethod
     def forward(
@@ -120,12 +120,12 @@ class _ContrastiveLoss(torch.autograd.Function):
 
 @register("ContrastiveLoss")
 class ContrastiveLoss(LossLayer):
-    """Pulls pairs marked similar together and pushes others apart up to ``margin``."""
+    """sum(d^2 if similar else max(0, margin - d)^2) / (2 N), d = |a - b|; legacy_version uses max(0, margin - d^2)."""
 
     bottom_count = (3, 3)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         first, second, similar = bottoms
         if first[1:2] != second[1:2] or count(first) != count(first, 0, 2) or count(second) != count(second, 0, 2):
             raise self.error(f"the two feature blobs need shape (N, C) or (N, C, 1, 1): {first} and {second}")
@@ -134,11 +134,11 @@ class ContrastiveLoss(LossLayer):
         return super().reshape([first, second])
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Both feature blobs."""
+        """Both feature blobs get gradients."""
         return bottom != SIMILARITY
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """The mean contrastive loss of the batch."""
         del parameters
         options = self.parameter.contrastive_loss_param
         first, second = (bottom.reshape(bottom.shape[0], -1) for bottom in bottoms[:2])

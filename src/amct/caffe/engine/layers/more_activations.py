@@ -1,4 +1,4 @@
-"""Element-wise functions beyond Caffe 1.0, and CReLU."""
+"""Element-wise functions that Caffe 1.0 does not have, and CReLU."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ SIX = 6.0
 
 @register("ReLU6")
 class ReLU6(Elementwise):
-    """min(max(x, 0), 6) + negative_slope * min(x, 0), as in MobileNet."""
+    """y = min(max(x, 0), 6) + negative_slope * min(x, 0), as in MobileNet."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the slope."""
+        """Read negative_slope."""
         del bottoms
         self.slope: float = self.parameter.relu6_param.negative_slope
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """min(max(x, 0), 6) + negative_slope * min(x, 0)."""
         limited = bottom.clamp(0, SIX)
         return limited + self.slope * bottom.clamp(max=0) if self.slope else limited
 
     def activation(self) -> Activation | None:
-        """Two ends, unless there is a slope."""
+        """A hardtanh with the bounds 0 and 6, if negative_slope is 0."""
         return None if self.slope else ("hardtanh", (0.0, SIX))
 
 
 @register("Hswish")
 class Hswish(Elementwise):
-    """x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
+    """y = x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """Return x * min(max(x + 3, 0), 6) / 6."""
         return functional.hardswish(bottom)
 
 
 @register("RReLU")
 class RReLU(Elementwise):
-    """max(x, 0) + a * min(x, 0); a is drawn anew for every value while training, else the mean of its range."""
+    """y = max(x, 0) + a * min(x, 0); a is uniform in lower..upper per value in training, their mean in testing."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the range of slopes."""
+        """Read lower and upper."""
         del bottoms
         options = self.parameter.rrelu_param
         self.lower, self.upper = options.lower, options.upper
@@ -60,7 +60,7 @@ class RReLU(Elementwise):
             raise self.error(f"needs 0 <= lower <= upper, got {self.lower} and {self.upper}")
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """max(x, 0) + a * min(x, 0)."""
         if self.is_training:
             return functional.rrelu(bottom, self.lower, self.upper, training=True)
         return functional.leaky_relu(bottom, (self.lower + self.upper) / 2)
@@ -68,70 +68,70 @@ class RReLU(Elementwise):
 
 @register("Sqrt")
 class Sqrt(Elementwise):
-    """The square root."""
+    """y = sqrt(x)."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """sqrt(x)."""
         return bottom.sqrt()
 
 
 @register("Ceil")
 class Ceil(Elementwise):
-    """The next whole number from x on; no gradient."""
+    """The smallest integer >= x; not differentiable."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """ceil(x)."""
         return bottom.ceil()
 
 
 @register("Sign")
 class Sign(Elementwise):
-    """-1, 0 or 1; no gradient."""
+    """-1, 0 or 1 by the sign of x; not differentiable."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """sign(x)."""
         return bottom.sign()
 
 
 @register("Cos")
 class Cos(Elementwise):
-    """The cosine, x in radians."""
+    """y = cos(x), x in radians."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """cos(x)."""
         return bottom.cos()
 
 
 @register("Sin")
 class Sin(Elementwise):
-    """The sine, x in radians."""
+    """y = sin(x), x in radians."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """sin(x)."""
         return bottom.sin()
 
 
 @register("Erf")
 class Erf(Elementwise):
-    """The error function."""
+    """y = erf(x), the error function."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """erf(x)."""
         return bottom.erf()
 
 
 @register("CReLU")
 class CReLU(TensorOperator):
-    """ReLU of x and of -x, one behind the other along ``concat_axis``."""
+    """ReLU of x and ReLU of -x, concatenated along ``concat_axis``; leaky with ``negative_slope``."""
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Twice as long along the axis."""
+        """The bottom's shape with twice the size along the axis."""
         shape = list(bottoms[0])
         shape[canonical_axis(self.parameter.crelu_param.concat_axis, len(shape), self.name)] *= 2
         return [tuple(shape)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """ReLU(concat(x, -x))."""
         options = self.parameter.crelu_param
         both = torch.cat([bottoms[0], -bottoms[0]], options.concat_axis)
         return [functional.leaky_relu(both, options.negative_slope) if options.negative_slope else torch.relu(both)]

@@ -1,4 +1,4 @@
-"""LRN and MVN: normalization by neighbours, or by the picture's own mean and deviation."""
+"""LRN and MVN: normalization by neighbouring values, or by the mean and deviation of an image."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ IMAGE_BLOB_AXES = 4
 
 @register("LRN")
 class LRN(Layer):
-    """x / (k + alpha/n * sum of squares of n neighbours) ^ beta, across channels or within one.
+    """y = x / (k + alpha / n * sum of the squares of n neighbours) ^ beta, across channels or within a channel.
 
-    Within a channel k is always 1, whatever the prototxt says.
+    Within a channel k is always 1, as in Caffe.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -40,7 +40,7 @@ class LRN(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Return x / (k + alpha / n * sum of squares) ^ beta."""
         del parameters
         bottom, options = bottoms[0], self.options
         size, half = options.local_size, options.local_size // 2
@@ -56,7 +56,7 @@ class LRN(Layer):
 
 @register("MVN")
 class MVN(Layer):
-    """(x - mean) / (standard deviation + eps) of each channel (or of the whole sample) of each picture."""
+    """y = (x - mean) / (standard deviation + eps) per channel of each image, or per image with ``across_channels``."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -70,7 +70,7 @@ class MVN(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """(x - mean) / (standard deviation + eps)."""
         del parameters
         bottom = bottoms[0]
         legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))

@@ -1,7 +1,7 @@
-"""Pooling with Caffe's own window rules, and SPP, which is made of it.
+"""Pooling with Caffe's window rules, and SPP, which is built from it.
 
-The output size rounds up (unless ``round_mode`` says otherwise), a last window that would start in the padding is
-dropped, MAX does not see the padding, AVE divides by the part of the window inside the padded picture.
+The output size is rounded up (unless ``round_mode`` is FLOOR); a last window that would start in the padding is
+dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded image.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
 IMAGE_BLOB_AXES = 4
 LOWEST = torch.finfo(torch.float32).min
-PLACES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes the places, twice as large as the values
+INDICES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes int64 indices too
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolWindow:
-    """Kernel, stride and padding as (height, width), and how the output size is rounded."""
+    """Kernel, stride and padding as (height, width), and the rounding of the output size."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -40,7 +40,7 @@ class PoolWindow:
     floor: bool = False
 
     def output(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """The output's height and width."""
+        """The output's (height, width)."""
         results = []
         for size, kernel, stride, pad in zip(sizes, self.kernel, self.stride, self.pad, strict=True):
             steps = (size + 2 * pad - kernel) / stride
@@ -52,7 +52,7 @@ class PoolWindow:
         return results[0], results[1]
 
     def is_torch_like(self, sizes: Sequence[int], output: tuple[int, int]) -> bool:
-        """Whether torch's pooling with ``ceil_mode`` makes the same windows."""
+        """Whether torch's pooling with ``ceil_mode`` uses the same windows."""
         if any(2 * pad > kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
             return False
         for size, kernel, stride, pad, result in zip(sizes, self.kernel, self.stride, self.pad, output, strict=True):
@@ -65,7 +65,7 @@ class PoolWindow:
         return True
 
     def overhang(self, sizes: Sequence[int], output: tuple[int, int]) -> list[int]:
-        """How much to pad in the order torch wants: left, right, top, bottom."""
+        """The padding that covers all windows, in torch's order: left, right, top, bottom."""
         amounts: list[int] = []
         for axis in (1, 0):
             end = (output[axis] - 1) * self.stride[axis] + self.kernel[axis]
@@ -74,7 +74,7 @@ class PoolWindow:
 
 
 def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each window (the first one on a tie) and its place, row * width + column."""
+    """The largest value of each window (the first on a tie) and its index, row * width + column."""
     sizes = bottom.shape[2:]
     output = window.output(sizes)
     if window.is_torch_like(sizes, output):
@@ -95,16 +95,16 @@ def max_pool_values(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     output = window.output(sizes)
     if not window.is_torch_like(sizes, output):
         return max_pool(bottom, window)[0]
-    pictures = max(1, PLACES_AT_ONCE // max(1, bottom.shape[1] * math.prod(output)))
+    pictures = max(1, INDICES_AT_ONCE // max(1, bottom.shape[1] * math.prod(output)))
     if torch.is_grad_enabled() or bottom.device.type != "cpu" or pictures >= bottom.shape[0]:
         return functional.max_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
-    return _max_pool_by_turns(bottom, window, output, pictures)
+    return _max_pool_in_parts(bottom, window, output, pictures)
 
 
-def _max_pool_by_turns(
+def _max_pool_in_parts(
     bottom: torch.Tensor, window: PoolWindow, output: tuple[int, int], pictures: int
 ) -> torch.Tensor:
-    """Some pictures at a time, so that the places, which nobody wants, take little memory."""
+    """Pool a few images at a time, so that the unused indices take little memory."""
     is_channels_last = bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
     shape = (bottom.shape[1], *output)
@@ -125,7 +125,7 @@ def _max_pool_by_turns(
 
 
 def average_pool(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
-    """The mean of each window; padding counts, what hangs over it does not."""
+    """The mean of each window; padding is included, the part of a window beyond the padding is not."""
     sizes = bottom.shape[2:]
     output = window.output(sizes)
     if output == (1, 1) and window.kernel == tuple(sizes) and not any(window.pad):
@@ -138,7 +138,7 @@ def average_pool(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
 
 
 def _areas(window: PoolWindow, sizes: Sequence[int], output: tuple[int, int]) -> torch.Tensor:
-    """How many cells of the padded picture each window covers; 0 for a window that starts behind it."""
+    """The area of each window inside the padded image."""
     lengths = []
     for axis in (0, 1):
         start = torch.arange(output[axis]) * window.stride[axis] - window.pad[axis]
@@ -149,16 +149,21 @@ def _areas(window: PoolWindow, sizes: Sequence[int], output: tuple[int, int]) ->
 
 @register("Pooling")
 class Pooling(Layer):
-    """MAX, AVE or STOCHASTIC over windows; with MAX a second top gives the places."""
+    """MAX, AVE or STOCHASTIC over windows of (N, C, H, W); with MAX an optional second top holds the indices."""
 
     top_count = (1, 2)
+
+    @classmethod
+    def only_moves_values(cls, parameter: ProtoMessage) -> bool:
+        """MAX without the places."""
+        return len(parameter.top) == 1 and bool(parameter.pooling_param.pool == parameter.pooling_param.MAX)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the window."""
         options = self.options = self.parameter.pooling_param
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         if len(self.top_blobs) > 1 and options.pool != MAX:
-            raise self.error("only MAX pooling has a second top (the places)")
+            raise self.error("only MAX pooling has a second top (the indices of the maxima)")
         self._check_options(options)
         self._window(bottoms[0])
 
@@ -198,7 +203,7 @@ class Pooling(Layer):
         return window
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Caffe's output size."""
+        """(N, C, H', W') with Caffe's output size."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         self.window = self._window(bottoms[0])
         height, width = self.window.output(bottoms[0][2:])
@@ -207,7 +212,7 @@ class Pooling(Layer):
         return [(*bottoms[0][:2], height, width)] * len(self.top_blobs)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As the method says."""
+        """Pool each window by the method."""
         del parameters
         bottom, method = bottoms[0], self.options.pool
         if method == AVE:
@@ -220,7 +225,7 @@ class Pooling(Layer):
         return [max_pool_values(bottom, self.window)]
 
     def _stochastic(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Training draws one value of each window, with its size as the chance; testing takes the expectation."""
+        """Training: draw one value per window with probability x / sum(x). Testing: sum(x^2) / sum(x)."""
         window = self.window
         output = window.output(bottom.shape[2:])
         padded = functional.pad(bottom, window.overhang(bottom.shape[2:], output))
@@ -239,10 +244,10 @@ class Pooling(Layer):
 
 @register("SPP")
 class SPP(Layer):
-    """Spatial pyramid pooling: 1, 2x2, 4x4, ... bins over the whole picture, flattened and joined."""
+    """Spatial pyramid pooling: 1x1, 2x2, 4x4, ... bins over the whole image, flattened and concatenated."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the height of the pyramid."""
+        """Read pyramid_height and the method."""
         options = self.options = self.parameter.spp_param
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         self.levels: int = options.pyramid_height
@@ -263,7 +268,7 @@ class SPP(Layer):
         return windows
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """All bins of all levels; a single level stays a picture."""
+        """(N, C * total number of bins); with one level (N, C, 1, 1)."""
         shape = bottoms[0]
         require_axes(shape, IMAGE_BLOB_AXES, self.name)
         self.windows = self._windows(shape)
@@ -273,7 +278,7 @@ class SPP(Layer):
         return [(shape[0], sum(shape[1] * height * width for height, width in outputs))]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Pool each level."""
+        """Pool each level and concatenate."""
         del parameters
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]

@@ -1,4 +1,4 @@
-"""PriorBox: the default boxes of SSD, several shapes at every place of a feature map."""
+"""PriorBox: SSD's prior boxes, several at each position of a feature map."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ IMAGE_BLOB_AXES = 4
 
 @register("PriorBox")
 class PriorBox(Layer):
-    """From a feature map and the picture to (1, 2, boxes * 4): the corners in parts of the picture, then variances.
+    """Bottoms: feature map and image. Top: (1, 2, boxes * 4), normalized corners and variances.
 
-    At each place come, for every ``min_size``: the square of that size, the square of sqrt(min_size * max_size) if
-    there are max_sizes, then one box for each aspect ratio but 1.
+    Each position has, for every ``min_size``: a square of that size, a square of sqrt(min_size * max_size) if max_size
+    is given, and one box per aspect ratio other than 1.
     """
 
     bottom_count = (2, 2)
@@ -86,7 +86,7 @@ class PriorBox(Layer):
         return values[0], values[1]
 
     def _shapes(self) -> Sequence[tuple[float, float]]:
-        """Width and height of every box of one place."""
+        """(width, height) of each box of one position."""
         shapes = []
         for low, high in self.sizes:
             shapes.append((low, low))
@@ -97,14 +97,14 @@ class PriorBox(Layer):
         return shapes
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """One row of corners, one of variances."""
+        """(1, 2, boxes * 4)."""
         for shape in bottoms:
             require_axes(shape, IMAGE_BLOB_AXES, self.name)
         height, width = bottoms[0][2:]
         return [(1, 2, height * width * len(self.shapes) * CORNERS)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Only the shapes matter; the result is kept until they change."""
+        """The boxes, which depend on the bottoms' shapes only; cached until these change."""
         del parameters
         feature, picture = (tuple(bottom.shape[2:]) for bottom in bottoms)
         result = self.derived("boxes", [], lambda: self._boxes(feature, picture), (feature, picture))
@@ -128,6 +128,6 @@ class PriorBox(Layer):
         return torch.stack([corners.reshape(-1), row.repeat(corners.numel() // CORNERS)]).unsqueeze(0)
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Boxes have no gradient."""
+        """The layer is not differentiable."""
         del bottom
         return False

@@ -1,4 +1,4 @@
-"""Proposal: the regions a Faster R-CNN looks at, from its region proposal network; no Python layer needed."""
+"""Proposal: the regions of Faster R-CNN's region proposal network, without a Python layer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CORNERS = 4
 
 @register("Proposal")
 class Proposal(Layer):
-    """Bottoms: scores (1, 2A, H, W), offsets (1, 4A, H, W), picture (height, width, scale). Top: (R, 5) regions.
+    """Bottoms: scores (1, 2A, H, W), offsets (1, 4A, H, W), image info (height, width, scale). Top: regions (R, 5).
 
-    The second top, if there is one, holds the scores (R, 1), or with ``output_actual_rois_num`` just R.
+    The optional second top holds the scores (R, 1), or with ``output_actual_rois_num`` the number R.
     """
 
     bottom_count = (3, 3)
@@ -35,7 +35,7 @@ class Proposal(Layer):
     allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the anchors."""
+        """Compute the anchors."""
         options = self.options = self.parameter.proposal_param
         self.anchors = anchors(
             options.base_size, tuple(options.ratio) or DEFAULT_RATIOS, tuple(options.scale) or DEFAULT_SCALES
@@ -45,7 +45,7 @@ class Proposal(Layer):
         del bottoms
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """As many regions as allowed; forward knows better."""
+        """(post_nms_topn, 5); forward sets the real number of regions."""
         scores, offsets, picture = bottoms
         number = len(self.anchors)
         for shape in (scores, offsets):
@@ -64,14 +64,14 @@ class Proposal(Layer):
         return [(most, 1 + CORNERS), *second[: len(self.top_blobs) - 1]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Move the anchors, drop the small ones, sort, suppress."""
+        """Apply the offsets to the anchors, drop small boxes, sort by score, apply non-maximum suppression."""
         del parameters
         options, number = self.options, len(self.anchors)
         height, width, scale = bottoms[2].detach().reshape(-1)[:3].tolist()
         scores = bottoms[0].detach()[0, number:].permute(1, 2, 0).reshape(-1)
         rows, columns = bottoms[0].shape[2:]
         offsets = bottoms[1].detach()[0].permute(1, 2, 0).reshape(-1, CORNERS)
-        boxes = move(all_anchors(self.anchors, rows, columns, options.feat_stride).to(offsets), offsets)
+        boxes = apply_offsets(all_anchors(self.anchors, rows, columns, options.feat_stride).to(offsets), offsets)
         boxes = torch.stack(
             [boxes[:, side].clamp(0, (width if side % 2 == 0 else height) - 1) for side in range(CORNERS)], 1
         )
@@ -85,13 +85,13 @@ class Proposal(Layer):
         return [regions, second][: len(self.top_blobs)]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Regions have no gradient."""
+        """The layer is not differentiable."""
         del bottom
         return False
 
 
 def anchors(base: float, ratios: Sequence[float], scales: Sequence[float]) -> torch.Tensor:
-    """The boxes of one place, (A, 4): every ratio of height to width at every scale, around a square of ``base``."""
+    """The anchors of one position, (A, 4): each ratio (height / width) at each scale, around a square of ``base``."""
     centre = (base - 1) / 2
     found = []
     for ratio in ratios:
@@ -104,14 +104,14 @@ def anchors(base: float, ratios: Sequence[float], scales: Sequence[float]) -> to
 
 
 def all_anchors(base: torch.Tensor, rows: int, columns: int, stride: float) -> torch.Tensor:
-    """The anchors of every place of a feature map, (rows * columns * A, 4)."""
+    """The anchors of all positions of a feature map, (rows * columns * A, 4)."""
     y, x = torch.meshgrid(torch.arange(rows) * stride, torch.arange(columns) * stride, indexing="ij")
     shift = torch.stack([x, y, x, y], -1).reshape(-1, 1, CORNERS)
     return (shift + base).reshape(-1, CORNERS)
 
 
-def move(boxes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Faster R-CNN's decoding: the centre moves by parts of the size, the size grows by exp."""
+def apply_offsets(boxes: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Faster R-CNN's decoding: centre += offset * size, size *= exp(offset)."""
     size = boxes[:, 2:] - boxes[:, :2] + 1
     centre = boxes[:, :2] + 0.5 * size + offsets[:, :2] * size
     half = 0.5 * size * offsets[:, 2:].exp()

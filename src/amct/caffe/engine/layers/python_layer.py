@@ -1,4 +1,4 @@
-"""Python: a layer whose class stands in the user's own module, with pycaffe's protocol."""
+"""Python: a layer whose class is in a user's module, with pycaffe's interface."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Python(Layer):
     top_count = (0, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Import the module, make the object and let it set itself up.
+        """Import the module, create the object and call its ``setup``.
 
         Raises:
-            ModelError: Nobody allowed Python layers, the module or class is not there, or its ``setup`` fails.
+            ModelError: Python layers are not allowed, the module or class does not exist, or its ``setup`` fails.
         """
         del bottoms
         options = self.parameter.python_param
         self.place = f"{options.module}.{options.layer}"
         if not (self.context.allow_python or python_layers_allowed()):
             raise self.error(
-                f"it would execute code, class {options.layer!r} of module {options.module!r}, and nobody allowed "
-                "that. If you trust the prototxt, make the net with allow_python=True, or inside "
+                f"it would execute code (class {options.layer!r} of module {options.module!r}), which is not "
+                "allowed by default. If you trust the prototxt, create the net with allow_python=True, or inside "
                 "`with allow_python_layers():` (from amct.caffe.pycaffe)"
             )
         self.user = self._make()
@@ -51,7 +51,7 @@ class Python(Layer):
             self.user.setup(self.bottom_blobs, self.top_blobs)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Let the object give the tops their shapes."""
+        """Call the object's ``reshape``, which sets the tops' shapes."""
         del bottoms
         before = [blob.shape for blob in self.top_blobs]
         with self._building("reshape"):
@@ -64,18 +64,18 @@ class Python(Layer):
         return after
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Reshape, which pycaffe promises before every forward, then forward."""
+        """Call ``reshape`` (pycaffe does so before each forward pass), then ``forward``."""
         if not self._is_reshaped:
             self.reshape([blob.shape for blob in bottoms])
         self._is_reshaped = False
         for blob in tops:
-            if not blob.values.is_allocated:  # never used, or freed by a net that keeps no blobs
+            if not blob.values.is_allocated:  # not used yet, or freed because keep_blobs is False
                 blob.set_tensor(torch.zeros(blob.shape))
         with self._running("forward"):
             self.user.forward(bottoms, tops)
 
     def run_backward(self, tops: list[Blob], propagate_down: list[bool], bottoms: list[Blob]) -> None:
-        """The object writes the gradients itself."""
+        """Call the object's ``backward``, which writes the gradients."""
         with self._running("backward"):
             self.user.backward(tops, propagate_down, bottoms)
 
@@ -85,7 +85,7 @@ class Python(Layer):
             module = importlib.import_module(options.module)
         except ImportError as error:
             hint = (
-                " It wants the module caffe: call amct_caffe.install_as_caffe() first."
+                " It imports the module caffe: call amct_caffe.install_as_caffe() first."
                 if error.name == "caffe"
                 else " Is its folder in PYTHONPATH (sys.path)?"
             )
@@ -107,7 +107,7 @@ class Python(Layer):
 
     @contextmanager
     def _building(self, method: str) -> Iterator[None]:
-        """Whatever goes wrong while the net is built is an error of this layer."""
+        """Turn an exception of the user's code into a ModelError that names this layer."""
         try:
             yield
         except AmctError:
@@ -117,7 +117,7 @@ class Python(Layer):
 
     @contextmanager
     def _running(self, method: str) -> Iterator[None]:
-        """While the net runs the user's own exception comes through, as in pycaffe; the log says whose it is."""
+        """Let an exception of the user's code pass, as pycaffe does, and log the layer it came from."""
         try:
             yield
         except Exception:

@@ -36,17 +36,17 @@ class InputFactors:
         return torch.int8 if self.bits <= 8 else torch.int16
 
     def integers(self, x: torch.Tensor) -> torch.Tensor:
-        """What a blob of integers holds; a blob that NumPy looks at holds them as floats."""
+        """The integers of a blob; a blob that was read as a NumPy array holds them as floats."""
         return x.round().to(self.dtype) if x.is_floating_point() else x
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
-        """The real numbers that a blob of integers stands for."""
+        """The dequantized values of a blob of integers."""
         return dequantize(self.integers(x), self.scale, self.offset)
 
 
 @register("Quant")
 class Quant(Layer):
-    """Rounds to the grid of scale and offset; its top holds real numbers or, in a deploy model, the integers."""
+    """Quantizes; its top holds dequantized values or, in a deploy model, the integers."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
@@ -59,7 +59,7 @@ class Quant(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Gradients pass straight through, where there are any."""
+        """Fake-quantize with the straight-through gradient, or quantize."""
         del parameters
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
@@ -80,16 +80,16 @@ class _Integers(Layer):
     """A layer that reads or writes integers: it has no gradients."""
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """As any layer."""
+        """Forward on blobs; overridden so that the engine asks for no gradients."""
         super().run(bottoms, tops)
 
 
 @register("DeQuant")
 class DeQuant(_Integers):
-    """Sums of products to real numbers: times scale_d · scale_w, one number or one for each channel."""
+    """Dequantizes sums of products: times scale_d · scale_w, one number or one for each channel."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make room for the factors."""
+        """Add the parameter that holds the factors."""
         shape = bottoms[0]
         self.per_channel: bool = self.parameter.dequant_param.channel_wise
         self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
@@ -108,7 +108,7 @@ class DeQuant(_Integers):
 
 @register("AntiQuant")
 class AntiQuant(_Integers):
-    """Integers behind a layer without weights to real numbers; without a scale it passes real numbers on."""
+    """Dequantizes the integers of a layer without weights; without a scale it passes float values on."""
 
     returns_views = True
 
@@ -123,6 +123,6 @@ class AntiQuant(_Integers):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Dequantize, or pass on."""
         del parameters
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]

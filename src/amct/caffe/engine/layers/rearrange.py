@@ -21,7 +21,7 @@ _MODES = {1: "reflect", 2: "edge", 3: "wrap"}
 
 
 def space_to_depth(bottom: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Blocks of pixels become channels; channels that were neighbours stay neighbours."""
+    """(N, C, H, W) to (N, h * w * C, H / h, W / w): the pixels of each h x w block become channels."""
     batch, channels, rows, columns = bottom.shape
     split = bottom.reshape(batch, channels, rows // height, height, columns // width, width)
     moved = split.permute(0, 3, 5, 1, 2, 4)
@@ -29,7 +29,7 @@ def space_to_depth(bottom: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 
 def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The way back."""
+    """The inverse of ``space_to_depth``: (N, h * w * C, H, W) to (N, C, H * h, W * w)."""
     batch, channels, rows, columns = bottom.shape
     split = bottom.reshape(batch, height, width, channels // (height * width), rows, columns)
     moved = split.permute(0, 3, 4, 1, 5, 2)
@@ -38,10 +38,12 @@ def depth_to_space(bottom: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 @register("Reorg")
 class Reorg(TensorOperator):
-    """Blocks of ``stride`` x ``stride`` pixels become channels; ``reverse`` makes pixels of channels. As ATC has it."""
+    """Space to depth with blocks of ``stride`` x ``stride`` pixels, or depth to space with ``reverse``; as in ATC."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options."""
+        """Read stride and reverse."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         options = self.parameter.reorg_param
         self.block, self.is_reverse = (options.stride, options.stride), options.reverse
@@ -52,7 +54,7 @@ class Reorg(TensorOperator):
             raise self.error(f"the block of pixels must not be empty, got {self.block}")
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """More channels and fewer pixels, or the other way round."""
+        """(N, C * block area, H / h, W / w), or the inverse with ``reverse``."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         (batch, channels, rows, columns), (height, width) = bottoms[0], self.block
         if self.is_reverse:
@@ -60,21 +62,21 @@ class Reorg(TensorOperator):
                 raise self.error(f"{channels} channels cannot become blocks of {height} x {width} pixels")
             return [(batch, channels // (height * width), rows * height, columns * width)]
         if rows % height or columns % width:
-            raise self.error(f"a picture of {(rows, columns)} has no whole blocks of {height} x {width} pixels")
+            raise self.error(f"an image of {(rows, columns)} cannot be split into blocks of {height} x {width} pixels")
         return [(batch, channels * height * width, rows // height, columns // width)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Space to depth, or depth to space."""
         change = depth_to_space if self.is_reverse else space_to_depth
         return [change(bottoms[0], *self.block)]
 
 
 @register("PassThrough")
 class PassThrough(Reorg):
-    """Blocks of ``block_height`` x ``block_width`` pixels (2 x 2 if not given) become channels, as in YOLO v2."""
+    """Space to depth with blocks of ``block_height`` x ``block_width`` (default 2 x 2) pixels, as in YOLO v2."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options: its own, or Reorg's."""
+        """Read ``pass_through_param``, or ``reorg_param`` if that is given."""
         if self.parameter.HasField("reorg_param"):
             super().setup(bottoms)
             return
@@ -91,17 +93,19 @@ class PassThrough(Reorg):
 
 @register("ShuffleChannel")
 class ShuffleChannel(TensorOperator):
-    """Channels written in ``group`` rows are read column by column, as in ShuffleNet."""
+    """Channels as a (group, C / group) matrix, transposed; as in ShuffleNet."""
+
+    moves_values = True
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's."""
+        """The bottom's shape."""
         group, shape = self.parameter.shuffle_channel_param.group, bottoms[0]
         if len(shape) < 2 or group <= 0 or shape[1] % group:
             raise self.error(f"group {group} does not divide the channels of {shape}")
         return [shape]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Transpose the two factors of the channel axis."""
         bottom, group = bottoms[0], self.parameter.shuffle_channel_param.group
         rows = bottom.reshape(bottom.shape[0], group, bottom.shape[1] // group, *bottom.shape[2:])
         return [rows.transpose(1, 2).reshape(bottom.shape).clone()]
@@ -109,25 +113,27 @@ class ShuffleChannel(TensorOperator):
 
 @register("Reverse")
 class Reverse(TensorOperator):
-    """The last becomes the first along each ``axis`` (0 if none is given)."""
+    """Reverses the order of the values along each ``axis`` (default 0)."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axes."""
         given = self.parameter.reverse_param.axis
-        axes = [given] if isinstance(given, int) else given or [0]  # other forks have a single axis
+        axes = [given] if isinstance(given, int) else given or [0]  # some forks declare a single axis
         self.axes = sorted({canonical_axis(axis, len(bottoms[0]), self.name) for axis in axes})
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Flip the axes."""
         return [bottoms[0].flip(self.axes)]
 
 
 @register("Pad")
 class Pad(TensorOperator):
-    """Values put before and behind each axis: first all the numbers before, then all behind, as in ONNX."""
+    """Pads each axis; ``pads`` lists the amounts before all axes, then those after all axes, as in ONNX."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Sort out which axis gets how many."""
+        """Read how much is added before and after each axis."""
         options, count = self.parameter.pad_param, len(bottoms[0])
         axes = [canonical_axis(axis, count, self.name) for axis in options.axes] or list(range(count))
         pads = list(options.pads)
@@ -136,18 +142,18 @@ class Pad(TensorOperator):
         self.sides = dict(zip(axes, zip(pads[: len(axes)], pads[len(axes) :], strict=True), strict=True))
         self.mode = _MODES.get(options.mode)
         if self.mode and min(pads) < 0:
-            raise self.error(f"negative pads, which cut off, go with mode CONSTANT only, got {pads}")
+            raise self.error(f"negative pads (cropping) need mode CONSTANT, got {pads}")
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Longer, or shorter, along the axes."""
+        """The size of each axis plus its pads."""
         shape = tuple(size + sum(self.sides.get(axis, ())) for axis, size in enumerate(bottoms[0]))
         empty = self.mode is not None and any(bottoms[0][axis] == 0 for axis in self.sides)
         if min(shape) < 0 or empty:
-            raise self.error(f"pads {self.sides} (axis: before, behind) do not fit {bottoms[0]}")
+            raise self.error(f"pads {self.sides} (axis: before, after) do not fit {bottoms[0]}")
         return [shape]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Pad by a constant, or by index in the other modes."""
         bottom = bottoms[0]
         if self.mode is None:
             flat = [side for axis in reversed(range(bottom.dim())) for side in self.sides.get(axis, (0, 0))]

@@ -1,4 +1,4 @@
-"""LSTM, RNN and the single step LSTMUnit: sequences of shape (time, stream, ...), restarted where ``cont`` is 0."""
+"""LSTM, RNN and LSTMUnit on sequences (time, stream, ...), whose state is reset where ``cont`` is 0."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ EVERY_ROW = slice(None)
 
 
 class Recurrent(Layer):
-    """What recurrent layers share: bottoms, state carried from one forward to the next, exposed state.
+    """The common part of recurrent layers: bottoms, states carried from one forward pass to the next, exposed states.
 
-    Bottoms: x (T, N, ...), cont (T, N), then x_static (N, ...) if there is one, then, with ``expose_hidden``, the
-    first states (1, N, H). Tops: the outputs (T, N, H), then the last states. As in Caffe no gradient passes
-    through exposed states.
+    Bottoms: x (T, N, ...), cont (T, N), optionally x_static (N, ...), and with ``expose_hidden`` the initial states (1,
+    N, H). Tops: the outputs (T, N, H), then the final states if exposed. As in Caffe no gradient passes through exposed
+    states.
     """
 
     bottom_count = (2, None)
     top_count = (1, None)
     states = 1
-    """How many states are carried."""
+    """The number of states carried."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Read the options and make the parameters."""
+        """Read the options and create the parameters."""
         options = self.options = self.parameter.recurrent_param
         self.outputs: int = options.num_output
         self.exposed: bool = options.expose_hidden
@@ -44,7 +44,7 @@ class Recurrent(Layer):
         extra = self.states if self.exposed else 0
         if len(bottoms) - extra not in (2, 3) or len(self.top_blobs) != 1 + extra:
             raise self.error(
-                f"takes x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and gives "
+                f"needs the bottoms x, cont, optionally x_static{f', and {extra} state(s)' if extra else ''}, and has "
                 f"{1 + extra} top(s); got "
                 f"{len(bottoms)} bottoms and {len(self.top_blobs)} tops"
             )
@@ -55,16 +55,16 @@ class Recurrent(Layer):
         self.make_parameters()
 
     def make_parameters(self) -> None:
-        """Add the parameters."""
+        """Create the parameters."""
         raise NotImplementedError
 
     def add_weight(self, rows: int, columns: int) -> None:
-        """A matrix with the weight filler."""
+        """Add a matrix parameter with the weight filler."""
         options = self.options
         self.add_parameter((rows, columns), options.weight_filler if options.HasField("weight_filler") else None)
 
     def add_bias(self, size: int) -> None:
-        """A vector with the bias filler."""
+        """Add a vector parameter with the bias filler."""
         options = self.options
         self.add_parameter((size,), options.bias_filler if options.HasField("bias_filler") else None)
 
@@ -76,7 +76,7 @@ class Recurrent(Layer):
         if cont != x[:2]:
             raise self.error(f"bottom[1] must have shape {x[:2]} -- (#timesteps, #streams), got {cont}")
         if count(x, 2) != self.inputs:
-            raise self.error(f"Input size incompatible: {count(x, 2)} values per step, the weights want {self.inputs}")
+            raise self.error(f"Input size incompatible: {count(x, 2)} values per step, weights expect {self.inputs}")
         if self.has_static and (bottoms[2][0] != x[1] or count(bottoms[2], 1) != self.static_inputs):
             raise self.error(f"bottom[2] must have {x[1]} streams of {self.static_inputs} values, got {bottoms[2]}")
         state = (1, x[1], self.outputs)
@@ -86,7 +86,7 @@ class Recurrent(Layer):
         return [(x[0], x[1], self.outputs), *[state] * (len(self.top_blobs) - 1)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Step through time."""
+        """Run all time steps."""
         x, cont = bottoms[0], bottoms[1].detach()
         streams = x.shape[1]
         states = self._first_states(bottoms, streams, x)
@@ -109,7 +109,7 @@ class Recurrent(Layer):
         return [torch.zeros(streams, self.outputs, device=like.device) for _ in range(self.states)]
 
     def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
-        """What the input adds at every step, for all steps at once."""
+        """The input part of the gates at all time steps: W_x x + b (+ W_static x_static)."""
         driven = functional.linear(x, parameters[0], parameters[1])
         if self.has_static:
             driven = driven + functional.linear(bottoms[2].reshape(x.shape[1], -1), parameters[2])
@@ -124,22 +124,22 @@ class Recurrent(Layer):
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """A hidden state times (some rows of) the matrix of that place, plus the bias of that place."""
+        """Return hidden times (selected rows of) parameters[blob], plus parameters[bias]."""
         return functional.linear(hidden, parameters[blob][rows], None if bias is None else parameters[bias])
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One step: the output and the new states."""
+        """One time step: return the output and the new states."""
         raise NotImplementedError
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """All but the continuation marks."""
+        """All bottoms except ``cont``."""
         return bottom != CONTINUATION
 
 
 def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """New cell and hidden state from the gates' input (order i, f, o, g)."""
+    """New cell and hidden state from the gate inputs (order i, f, o, g)."""
     enter, forget, leave, new = gates.chunk(GATES, -1)
     cell = cont * torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
     return cell, torch.sigmoid(leave) * torch.tanh(cell)
@@ -147,12 +147,12 @@ def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tu
 
 @register("LSTM")
 class LSTM(Recurrent):
-    """Blobs: W_xc (4H, D), b_c (4H), W_xc_static if there is a static input, W_hc (4H, H)."""
+    """Blobs: W_xc (4H, D), b_c (4H), W_xc_static if there is a static input, W_hc (4H, H); gate order i, f, o, g."""
 
     states = 2
 
     def make_parameters(self) -> None:
-        """Weights of input, static input and hidden state."""
+        """Create the weights of input, static input and hidden state."""
         rows = GATES * self.outputs
         self.add_weight(rows, self.inputs)
         self.add_bias(rows)
@@ -163,7 +163,7 @@ class LSTM(Recurrent):
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """States are h and c."""
+        """One time step; the states are h and c."""
         gates = drive + self.hidden_product(cont * states[0], parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
         return hidden, [hidden, cell]
@@ -174,7 +174,7 @@ class RNN(Recurrent):
     """h = tanh(W_hh h + W_xh x + b_h), o = tanh(W_ho h + b_o); blobs W_xh, b_h, [W_xh_static], W_hh, W_ho, b_o."""
 
     def make_parameters(self) -> None:
-        """Weights of input, static input, hidden state and output."""
+        """Create the weights of input, static input, hidden state and output."""
         self.add_weight(self.outputs, self.inputs)
         self.add_bias(self.outputs)
         if self.has_static:
@@ -186,30 +186,30 @@ class RNN(Recurrent):
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The state is h."""
+        """One time step; the only state is h."""
         hidden = torch.tanh(drive + self.hidden_product(cont * states[0], parameters, -3))
         return torch.tanh(self.hidden_product(hidden, parameters, -2, bias=-1)), [hidden]
 
 
 @register("LSTMUnit")
 class LSTMUnit(Layer):
-    """One step of an LSTM: (c_prev, gates, cont) to (c, h)."""
+    """One LSTM time step: c_prev (1, N, H), gates (1, N, 4H), cont (1, N) to c and h (1, N, H)."""
 
     bottom_count = (3, 3)
     top_count = (2, 2)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The cell's shape twice."""
+        """The shape of c, twice."""
         cell, gates, cont = bottoms
         if len(cell) != 3 or cell[0] != 1 or gates != (1, cell[1], GATES * cell[2]) or cont != cell[:2]:
             raise self.error(f"needs bottoms (1, N, H), (1, N, 4H) and (1, N), got {bottoms}")
         return [cell, cell]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Return c = cont * f * c_prev + i * g, h = o * tanh(c)."""
         del parameters
         return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """All but the continuation marks."""
+        """All bottoms except ``cont``."""
         return bottom != 2

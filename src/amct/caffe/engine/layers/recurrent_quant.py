@@ -1,8 +1,8 @@
-"""LSTM, RNN and GRU of quantized models: every hidden state that meets a matrix is rounded to integers.
+"""LSTM, RNN and GRU of quantized models: each hidden state is quantized before it is multiplied by a matrix.
 
-A hidden state lies in -1..1, so 1 is the largest integer and no calibration is needed. Gates, cell and output stay
-real. In a deploy model data, static input and hidden states meet int8 matrices as integers: the sums, with int32
-biases, are exact, and each is turned into a real number once.
+A hidden state lies in -1..1, so its scale is 1 / (largest integer) and needs no calibration. Gates, cell and output
+stay float. In a deploy model data, static input and hidden state are integers and the matrices int8: the sums, with
+int32 biases, are exact, and each is dequantized once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STATIC = 2
 
 
 class QuantizedRecurrent(Recurrent):
-    """What the quantized forms share; the class beside it in the bases is the plain layer."""
+    """The common part of fake-quantized recurrent layers; the float layer is the second base class."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """As the plain layer; the hidden state's largest value, 1, is the largest integer."""
+        """Set up the float layer; the scale of the hidden state is 1 / (largest integer)."""
         super().setup(bottoms)
         self.bits: int = self.parameter.lstm_quant_param.num_bits_d
         self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
@@ -46,33 +46,33 @@ class QuantizedRecurrent(Recurrent):
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """From the rounded state."""
+        """The product with the fake-quantized hidden state."""
         rounded = fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
         return super().hidden_product(rounded, parameters, blob, rows=rows, bias=bias)
 
 
 @register("LSTMQuant")
 class LSTMQuant(QuantizedRecurrent, LSTM):
-    """A quantized LSTM."""
+    """An LSTM with fake-quantized hidden states."""
 
 
 @register("RNNQuant")
 class RNNQuant(QuantizedRecurrent, RNN):
-    """A quantized RNN."""
+    """An RNN with fake-quantized hidden states."""
 
 
 @register("GRUQuant")
 class GRUQuant(QuantizedRecurrent, GRU):
-    """A quantized GRU."""
+    """A GRU with fake-quantized hidden states."""
 
 
 class IntegerRecurrent(QuantizedRecurrent):
-    """What the forms on integers share."""
+    """The common part of recurrent layers with integer weights."""
 
     keeps_integers = True
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """As the quantized layer; every bottom has factors and every matrix a scale."""
+        """Set up the quantized layer; each bottom has a scale and offset, each matrix a scale."""
         super().setup(bottoms)
         inputs = self.parameter.integer_param.input
         if len(inputs) != len(bottoms):
@@ -92,7 +92,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         return False
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What meets a matrix stays integer; continuation marks and first states become real."""
+        """Bottoms that are multiplied by a matrix stay integers; the others are dequantized."""
         multiplied = (0, STATIC) if self.has_static else (0,)
         taken = [
             factors.integers(bottom) if index in multiplied else factors.real(bottom)
@@ -101,7 +101,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         return super().forward(taken, parameters)
 
     def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
-        """What the input adds at every step: exact sums, made real."""
+        """The input part of the gates: exact integer sums, dequantized."""
         driven = self._product(x, self.factors[0], parameters, 0, bias=1)
         if self.has_static:
             static = bottoms[STATIC].reshape(x.shape[1], -1)
@@ -122,7 +122,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         return self._real(sums, factors.scale, blob)
 
     def _real(self, sums: torch.Tensor, data_scale: torch.Tensor, blob: int) -> torch.Tensor:
-        """Multiplied in float64 by the float32 step and rounded once, as DeQuant does."""
+        """Return sums * (data scale * weight scale) in float64, rounded to float32 once, as in DeQuant."""
         step = (data_scale.double() * self.weight_scales[blob].double()).float()
         return (sums.double() * step.double()).float()
 
@@ -135,7 +135,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """The state as integers times int8: exact sums, made real."""
+        """The quantized hidden state times an int8 matrix: exact sums, dequantized."""
         state = quantize(hidden, self.hidden_scale, self.zero, self.bits)
         matrix = _integers(parameters[blob], torch.int8)[rows]
         added = None if bias is None else _integers(parameters[bias], torch.int32)
@@ -144,20 +144,20 @@ class IntegerRecurrent(QuantizedRecurrent):
 
 
 def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """What a blob of integers holds; a blob that NumPy looks at holds them as floats."""
+    """The integers of a blob; after access through NumPy they are stored as floats."""
     return parameter.round().to(kind) if parameter.is_floating_point() else parameter
 
 
 @register("LSTMQuant on integers")
 class IntegerLSTM(IntegerRecurrent, LSTM):
-    """An LSTM of int8 or int16 data with int8 weights."""
+    """An LSTM on int8 or int16 data with int8 weights."""
 
 
 @register("RNNQuant on integers")
 class IntegerRNN(IntegerRecurrent, RNN):
-    """An RNN of int8 or int16 data with int8 weights."""
+    """An RNN on int8 or int16 data with int8 weights."""
 
 
 @register("GRUQuant on integers")
 class IntegerGRU(IntegerRecurrent, GRU):
-    """A GRU of int8 or int16 data with int8 weights."""
+    """A GRU on int8 or int16 data with int8 weights."""

@@ -1,4 +1,4 @@
-"""Reduction to one number per leading index, and ArgMax."""
+"""Reduction of trailing axes to one value, and ArgMax."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SUM, ASUM, SUMSQ, MEAN = 1, 2, 3, 4
 
 @register("Reduction")
 class Reduction(Layer):
-    """coeff times the sum, sum of absolute values, sum of squares or mean of everything from ``axis`` on."""
+    """coeff * (sum, sum of |x|, sum of x^2 or mean) over all axes from ``axis`` on."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The leading axes."""
+        """The axes before ``axis``."""
         self.axis = canonical_axis(self.parameter.reduction_param.axis, len(bottoms[0]), self.name)
         return [bottoms[0][: self.axis]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As the operation says."""
+        """Reduce by the operation."""
         del parameters
         options, bottom = self.parameter.reduction_param, bottoms[0]
         axes = list(range(self.axis, bottom.dim()))
@@ -42,10 +42,7 @@ class Reduction(Layer):
 
 @register("ArgMax")
 class ArgMax(Layer):
-    """The places (and, if asked for, the values) of the ``top_k`` largest values.
-
-    On a tie the later place comes first.
-    """
+    """The indices (and with ``out_max_val`` the values) of the ``top_k`` largest values; ties: later index first."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -70,11 +67,11 @@ class ArgMax(Layer):
         return [(shape[0], *rows, *(1,) * (axes - 3))]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Sort and take the first."""
+        """Sort and take the first top_k."""
         del parameters
         bottom, options = bottoms[0], self.options
         values = bottom.movedim(self.axis, -1) if self.axis is not None else bottom.reshape(bottom.shape[0], -1)
-        # Flipped, a stable sort meets the later place of a tie first.
+        # The flip makes a stable sort return the later index of a tie first.
         order = values.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., : options.top_k]
         places = values.shape[-1] - 1 - order
         found = values.gather(-1, places)
@@ -85,6 +82,6 @@ class ArgMax(Layer):
         return [torch.stack(pieces, 1).reshape(self.reshape([tuple(bottom.shape)])[0])]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Places have no gradient."""
+        """Indices have no gradient."""
         del bottom
         return False

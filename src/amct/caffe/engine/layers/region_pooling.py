@@ -1,6 +1,6 @@
 """Pooling inside regions of a feature map: ROIPooling, PSROIPooling, ROIAlign.
 
-Regions are rows (picture, x1, y1, x2, y2) in pixels of the picture; ``spatial_scale`` brings them to the feature map.
+Regions are rows (image, x1, y1, x2, y2) in image pixels; ``spatial_scale`` converts them to the feature map.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class _RegionPooling(Layer):
     scale: float
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A picture of fixed size for each region."""
+        """(R, channels, pooled height, pooled width)."""
         features, regions = bottoms
         require_axes(features, IMAGE_BLOB_AXES, self.name)
         if count(regions) != regions[0] * COLUMNS:
-            raise self.error(f"regions must be rows of (picture, x1, y1, x2, y2), got shape {regions}")
+            raise self.error(f"regions must be rows of (image index, x1, y1, x2, y2), got shape {regions}")
         self.check_channels(features[1])
         return [(regions[0], self.channels, *self.pooled)]
 
     def check_channels(self, channels: int) -> None:
-        """By default a region has the channels of the features."""
+        """Set the number of output channels: that of the features."""
         self.channels = channels
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Region by region."""
+        """Pool region by region."""
         del parameters
         features = bottoms[0]
         results = []
         for picture, *region in bottoms[1].detach().reshape(-1, COLUMNS).tolist():
             if not 0 <= picture < features.shape[0]:
-                raise self.error(f"a region is of picture {picture:g}, the batch has {features.shape[0]}")
+                raise self.error(f"a region is in image {picture:g}, the batch has {features.shape[0]} images")
             results.append(self.pool(features[int(picture)], *region))
         if not results:
             return [features.new_zeros(0, self.channels, *self.pooled)]
         return [torch.stack(results)]
 
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
-        """One region of one picture (C, H, W)."""
+        """Pool one region of one image (C, H, W)."""
         raise NotImplementedError
 
     def allows_forced_backward(self, bottom: int) -> bool:
@@ -69,20 +69,20 @@ class _RegionPooling(Layer):
         return bottom != REGIONS
 
     def read_size(self, height: int, width: int, scale: float) -> None:
-        """Set and check pooled size and scale."""
+        """Set and check the pooled size and the scale."""
         if height <= 0 or width <= 0:
             raise self.error(f"pooled_h and pooled_w must be > 0, got {height} and {width}")
         self.pooled, self.scale = (height, width), scale
 
 
 def _round(value: float) -> int:
-    """To the nearest whole number, halves away from 0, as C's round."""
+    """Round to the nearest integer, halves away from 0, as C's round."""
     return math.floor(abs(value) + 0.5) * (-1 if value < 0 else 1)
 
 
 @register("ROIPooling")
 class ROIPooling(_RegionPooling):
-    """The largest value of each cell; cells have whole pixels and may share borders. As in Fast R-CNN."""
+    """The maximum of each cell; cells consist of whole pixels and may overlap. As in Fast R-CNN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -91,7 +91,7 @@ class ROIPooling(_RegionPooling):
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
 
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
-        """Rows inside, columns outside: of equal values the first in reading order gets the gradient."""
+        """Maximum over columns, then rows: the first of equal values in row-major order gets the gradient."""
         height, width = features.shape[1:]
         rows = _cells(_round(y1 * self.scale), _round(y2 * self.scale), self.pooled[0], height)
         columns = _cells(_round(x1 * self.scale), _round(x2 * self.scale), self.pooled[1], width)
@@ -107,7 +107,7 @@ class ROIPooling(_RegionPooling):
 
 
 def _cells(start: int, end: int, cells: int, limit: int) -> list[tuple[int, int]]:
-    """First pixel and the one after the last of every cell along one axis."""
+    """(first pixel, pixel after the last) of each cell along one axis."""
     size = max(end - start + 1, 1) / cells
     return [
         (_clip(math.floor(cell * size) + start, limit), _clip(math.ceil((cell + 1) * size) + start, limit))
@@ -121,7 +121,7 @@ def _clip(value: int, limit: int) -> int:
 
 @register("PSROIPooling")
 class PSROIPooling(_RegionPooling):
-    """The mean of each cell, every cell out of channels of its own. As in R-FCN."""
+    """The mean of each cell, where each cell has its own channels. As in R-FCN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -133,7 +133,7 @@ class PSROIPooling(_RegionPooling):
         self.outputs: int = options.output_dim
 
     def check_channels(self, channels: int) -> None:
-        """A set of channels for each cell."""
+        """Each cell of each output needs one channel."""
         cells = self.pooled[0] * self.pooled[1]
         if channels != self.outputs * cells:
             raise self.error(
@@ -143,7 +143,7 @@ class PSROIPooling(_RegionPooling):
         self.channels = self.outputs
 
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
-        """Cell by cell."""
+        """Average cell by cell."""
         size, (height, width) = self.pooled[0], features.shape[1:]
         grouped = features.reshape(self.channels, size, size, height, width)
         rows = self._borders(y1, y2, height)
@@ -169,7 +169,7 @@ class PSROIPooling(_RegionPooling):
 
 @register("ROIAlign")
 class ROIAlign(_RegionPooling):
-    """The mean of points inside each cell, interpolated: no rounding of coordinates. As in Mask R-CNN."""
+    """The mean of bilinearly interpolated points of each cell, without rounding coordinates. As in Mask R-CNN."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -177,17 +177,17 @@ class ROIAlign(_RegionPooling):
         options = self.options = self.parameter.roi_align_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
         if options.roi_end_mode not in (0, 1):
-            raise self.error(f"roi_end_mode must be 0, or 1 when x2 and y2 are inside, got {options.roi_end_mode}")
+            raise self.error(f"roi_end_mode must be 0, or 1 if regions include x2 and y2, got {options.roi_end_mode}")
 
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
-        """Weights per axis: the interpolation is separable."""
+        """Bilinear interpolation is separable: one weight matrix per axis."""
         height, width = features.shape[1:]
         down = self._weights(y1, y2, self.pooled[0], height).to(features)
         across = self._weights(x1, x2, self.pooled[1], width).to(features)
         return torch.einsum("ph,chw,qw->cpq", down, features, across)
 
     def _weights(self, first: float, last: float, cells: int, size: int) -> torch.Tensor:
-        """How much each of ``size`` pixels counts in each cell."""
+        """The weight of each of ``size`` pixels in each cell, (cells, size)."""
         start = first * self.scale
         end = (last + self.options.roi_end_mode) * self.scale
         step = max(end - start, 1.0) / cells

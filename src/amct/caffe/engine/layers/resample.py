@@ -1,4 +1,4 @@
-"""Layers that make a picture larger (or smaller): Upsample, Unpooling, Interp."""
+"""Layers that resize an image: Upsample, Unpooling, Interp."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ DEFAULT_STRIDE = 2
 AVERAGE = 1
 
 
-class _Unpooled(Layer):
-    """Puts values at the places a mask names: the second top of a MAX Pooling, row * width + column of each plane."""
+class _MaskedUnpooling(Layer):
+    """Writes values to the indices of a mask: the second top of MAX Pooling, row * width + column within each plane."""
 
     bottom_count = (1, 2)
     allows_in_place = False
     size: tuple[int, int]
 
     def check_mask(self, bottoms: list[Shape]) -> None:
-        """The mask has a place for every value."""
+        """The mask must have the shape of the first bottom."""
         require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
         if len(bottoms) > MASK and bottoms[MASK] != bottoms[0]:
             raise self.error(f"the mask must have the shape of the first bottom, got {bottoms[MASK]} and {bottoms[0]}")
 
-    def place(self, bottom: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Zeros but for the values at their places."""
+    def scatter(self, bottom: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """A plane of zeros with the values at their indices."""
         lead, (height, width) = bottom.shape[:2], self.size
         places = mask.detach().reshape(*lead, -1).to(torch.int64)
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < height * width):
-            raise self.error(f"the mask names a place outside the {height} x {width} picture")
+            raise self.error(f"the mask holds an index outside the {height} x {width} image")
         plane = bottom.new_zeros(*lead, height * width)
         return plane.scatter(2, places, bottom.reshape(*lead, -1)).reshape(*lead, height, width)
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Places have no gradient."""
+        """Indices have no gradient."""
         return bottom != MASK
 
 
 def _given(options: ProtoMessage, name: str) -> float | None:
-    """An option if it is set; a custom.proto's own message need not even have it."""
+    """The value of an option if it is set; the message of a custom.proto may lack the field."""
     if name not in options.DESCRIPTOR.fields_by_name or not options.HasField(name):
         return None
     value: float = getattr(options, name)
@@ -59,15 +59,14 @@ def _given(options: ProtoMessage, name: str) -> float | None:
 
 
 @register("Upsample")
-class Upsample(_Unpooled):
-    """Every value repeated ``stride`` times (YOLO v3), or put where the mask says (SegNet, with two bottoms).
+class Upsample(_MaskedUnpooling):
+    """Repeats each value ``stride`` times (YOLO v3), or with two bottoms writes it to the index in the mask (SegNet).
 
-    ``scale`` alone is the factor of size, as YOLO's Caffe has it; beside a ``stride`` it multiplies the values, as
-    ATC has it.
+    ``scale`` alone is the factor of size (YOLO's Caffe); together with ``stride`` it multiplies the values (ATC).
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Sort out what scale means."""
+        """Read the factor of size and the factor of the values."""
         del bottoms
         options = self.parameter.upsample_param
         scale, stride = _given(options, "scale"), _given(options, "stride")
@@ -84,7 +83,7 @@ class Upsample(_Unpooled):
             raise self.error(f"the factor of size must be a whole number of at least 1, got {self.factor}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Larger by the factor, or the size given for an unpooled picture."""
+        """The size times the factor; with a mask upsample_h and upsample_w override it."""
         self.check_mask(bottoms)
         height, width = (int(size * factor) for size, factor in zip(bottoms[0][2:], self.factor, strict=True))
         if len(bottoms) > MASK:
@@ -93,10 +92,10 @@ class Upsample(_Unpooled):
         return [(*bottoms[0][:2], height, width)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Repeat, or scatter by the mask; then multiply by ``scale``."""
         del parameters
         if len(bottoms) > MASK:
-            result = self.place(*bottoms)
+            result = self.scatter(*bottoms)
         else:
             vertical, horizontal = map(int, self.factor)
             result = bottoms[0].repeat_interleave(vertical, 2).repeat_interleave(horizontal, 3)
@@ -104,11 +103,11 @@ class Upsample(_Unpooled):
 
 
 @register("Unpooling")
-class Unpooling(_Unpooled):
-    """The way back from Pooling, as in DeconvNet.
+class Unpooling(_MaskedUnpooling):
+    """The inverse of Pooling, as in DeconvNet.
 
-    MAX puts each value at the place the mask (second bottom) names, without a mask at the start of its window; AVE
-    spreads each value evenly over its window, and what overlaps adds up.
+    MAX writes each value to the index in the mask (second bottom), or without a mask to the first pixel of its window.
+    AVE divides each value evenly over its window; overlapping windows add up.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -123,7 +122,7 @@ class Unpooling(_Unpooled):
         if any(pad >= kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
             raise self.error(f"pad must be smaller than the kernel, got {self.pad} and {self.kernel}")
         if options.unpool == AVERAGE and len(bottoms) > MASK:
-            raise self.error("a mask goes with MAX unpooling only")
+            raise self.error("only MAX unpooling takes a mask (second bottom)")
 
     def _pair(self, single: str, down: str, across: str) -> tuple[int, int]:
         options = self.options
@@ -132,7 +131,7 @@ class Unpooling(_Unpooled):
         return getattr(options, single), getattr(options, single)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The size given, else the smallest that holds all windows."""
+        """The size given, else (size - 1) * stride + kernel - 2 * pad."""
         self.check_mask(bottoms)
         options = self.options
         given = (options.unpool_h or options.unpool_size, options.unpool_w or options.unpool_size)
@@ -146,24 +145,24 @@ class Unpooling(_Unpooled):
         return [(*bottoms[0][:2], height, width)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Unpool by MAX or AVE."""
         del parameters
         bottom = bottoms[0]
         if self.options.unpool == AVERAGE:
             return [self._spread(bottom)]
         if len(bottoms) > MASK:
-            return [self.place(*bottoms)]
+            return [self.scatter(*bottoms)]
         rows, columns = (
             (torch.arange(count) * stride - pad).clamp(0, limit - 1)
             for count, stride, pad, limit in zip(bottom.shape[2:], self.stride, self.pad, self.size, strict=True)
         )
         starts = rows.reshape(-1, 1) * self.size[1] + columns
-        return [self.place(bottom, starts.to(bottom.device).expand(bottom.shape))]
+        return [self.scatter(bottom, starts.to(bottom.device).expand(bottom.shape))]
 
     def _spread(self, bottom: torch.Tensor) -> torch.Tensor:
-        """A transposed convolution with ones; a window counts only its pixels inside the picture."""
+        """A transposed convolution of value / area with ones, cropped to the image."""
         channels = bottom.shape[1]
-        share = self._overlap(bottom.new_ones(1, 1, *self.size), bottom.shape[2:])
+        share = self._areas(bottom.new_ones(1, 1, *self.size), bottom.shape[2:])
         kernel = bottom.new_ones(channels, 1, *self.kernel)
         spread = functional.conv_transpose2d(bottom / share, kernel, None, self.stride, 0, 0, channels)
         below, right = (pad + size for pad, size in zip(self.pad, self.size, strict=True))
@@ -171,8 +170,8 @@ class Unpooling(_Unpooled):
         spread = functional.pad(spread, (0, missing[0], 0, missing[1]))
         return spread[:, :, self.pad[0] : below, self.pad[1] : right].contiguous()
 
-    def _overlap(self, picture: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
-        """How many pixels of the picture each window has."""
+    def _areas(self, picture: torch.Tensor, windows: Sequence[int]) -> torch.Tensor:
+        """The number of pixels of the image in each window, at least 1."""
         ends = [
             (count - 1) * stride + kernel
             for count, stride, kernel in zip(windows, self.stride, self.kernel, strict=True)
@@ -185,7 +184,7 @@ class Unpooling(_Unpooled):
 
 @register("Interp")
 class Interp(Layer):
-    """Bilinear interpolation with the corners of both pictures on each other, as in DeepLab v2 and PSPNet."""
+    """Bilinear interpolation with aligned corners, as in DeepLab v2 and PSPNet."""
 
     allows_in_place = False
 
@@ -207,11 +206,11 @@ class Interp(Layer):
         self.by_factor = factors
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Shrunk, then zoomed: between n values lie n - 1 gaps."""
+        """Shrink by ``shrink_factor``, then zoom by ``zoom_factor``, both counted in intervals (size - 1)."""
         options = self.options
         inner = [size + options.pad_beg + options.pad_end for size in bottoms[0][2:]]
         if min(inner) <= 0:
-            raise self.error(f"nothing is left of {bottoms[0]} after cropping")
+            raise self.error(f"no pixels are left of {bottoms[0]} after cropping")
         if self.by_factor:
             shrunk = [(size - 1) // options.shrink_factor + 1 for size in inner]
             self.size = tuple(size + (size - 1) * (options.zoom_factor - 1) for size in shrunk)
@@ -220,7 +219,7 @@ class Interp(Layer):
         return [(*bottoms[0][:2], *self.size)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Crop, then interpolate."""
         del parameters
         bottom, first, last = bottoms[0], -self.options.pad_beg, self.options.pad_end
         rows, columns = (slice(first, size + last) for size in bottom.shape[2:])

@@ -1,4 +1,4 @@
-"""Scale and Bias: products and sums with a parameter, or with a second bottom, along some axes."""
+"""Scale and Bias: y = x * scale (+ bias), y = x + bias, with a parameter or a second bottom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Broadcast(Layer):
-    """What Scale and Bias share: an operand whose axes line up with the bottom's from ``axis`` on."""
+    """The common part of Scale and Bias: an operand whose axes match those of the bottom from ``axis`` on."""
 
     bottom_count = (1, 2)
 
@@ -37,7 +37,7 @@ class _Broadcast(Layer):
         return bottoms[0][start : start + num_axes]
 
     def align(self, bottoms: list[Shape], operand: Shape, axis: int) -> None:
-        """Find the shape that broadcasts the operand over the bottom."""
+        """Compute the shape that broadcasts the operand over the bottom."""
         shape = bottoms[0]
         # A scalar may be applied to a bottom of any number of axes.
         start = 0 if not operand else canonical_axis(axis, len(shape), self.name)
@@ -46,16 +46,16 @@ class _Broadcast(Layer):
         self.broadcast = (1,) * start + operand + (1,) * (len(shape) - start - len(operand))
 
     def is_per_channel(self, axis: int) -> bool:
-        """Whether the operand is one number per channel (axis 1)."""
+        """Whether the operand has one value per channel (axis 1)."""
         return len(self.bottom_blobs) == 1 and axis in (1, -3) and len(self.blobs[0].shape) == 1
 
 
 @register("Scale")
 class Scale(_Broadcast):
-    """x * scale (+ bias)."""
+    """y = x * scale (+ bias)."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the scale unless it is the second bottom, and the bias if asked for."""
+        """Create the scale unless it is the second bottom, and the bias if ``bias_term`` is set."""
         options = self.options = self.parameter.scale_param
         operand = self.operand_shape(bottoms, options.axis, options.num_axes)
         if len(bottoms) == 1:
@@ -69,14 +69,14 @@ class Scale(_Broadcast):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """One pass with a bias, one without."""
+        """Return x * scale (+ bias)."""
         scale = (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)
         if not self.options.bias_term:
             return [bottoms[0] * scale]
         return [torch.addcmul(parameters[-1].reshape(self.broadcast), bottoms[0], scale)]
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Its scale and bias, when both are one number per channel."""
+        """(scale, bias), if both have one value per channel."""
         if not self.blobs or not self.is_per_channel(self.options.axis):
             return None
         shift = self.blobs[1].tensor.detach().double() if self.options.bias_term else None
@@ -85,10 +85,10 @@ class Scale(_Broadcast):
 
 @register("Bias")
 class Bias(_Broadcast):
-    """x + bias."""
+    """y = x + bias."""
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the bias unless it is the second bottom."""
+        """Create the bias unless it is the second bottom."""
         options = self.options = self.parameter.bias_param
         operand = self.operand_shape(bottoms, options.axis, options.num_axes)
         if len(bottoms) == 1:
@@ -100,11 +100,11 @@ class Bias(_Broadcast):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Return x + bias."""
         return [bottoms[0] + (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)]
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        """Its bias, when that is one number per channel."""
+        """(None, bias), if it has one value per channel."""
         if not self.blobs or not self.is_per_channel(self.options.axis):
             return None
         return None, self.blobs[0].tensor.detach().double()

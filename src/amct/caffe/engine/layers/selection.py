@@ -1,4 +1,4 @@
-"""Layers that pick or drop whole samples: BatchReindex, Filter, Silence."""
+"""Layers that select or drop whole samples: BatchReindex, Filter, Silence."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @register("BatchReindex")
 class BatchReindex(Layer):
-    """Sample i of the top is sample index[i] of the bottom."""
+    """top[i] = bottom[index[i]]."""
 
     bottom_count = (2, 2)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """As many samples as there are indices."""
+        """(number of indices, ...)."""
         if len(bottoms[1]) != 1:
             raise self.error(f"the second bottom must be a list of indices, got shape {bottoms[1]}")
         return [(bottoms[1][0], *bottoms[0][1:])]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Pick."""
+        """Select the samples."""
         del parameters
         index = bottoms[1].detach().to(torch.int64)
         if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < bottoms[0].shape[0]):
@@ -45,16 +45,13 @@ class BatchReindex(Layer):
 
 @register("Filter")
 class Filter(Layer):
-    """Keeps the samples whose selector (the last bottom) is not 0.
-
-    Until the first forward nothing is known to be dropped.
-    """
+    """Keeps the samples whose selector (the last bottom) is not 0; the tops' shapes are the bottoms' until forward."""
 
     bottom_count = (2, None)
     top_count = (1, None)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottoms' shapes; forward knows better."""
+        """The bottoms' shapes; forward sets the real number of samples."""
         *values, selector = bottoms
         if len(values) != len(self.top_blobs):
             raise self.error(f"needs one top for each bottom but the selector: {len(self.top_blobs)} for {len(values)}")
@@ -70,19 +67,19 @@ class Filter(Layer):
         return values
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Pick."""
+        """Select the samples."""
         del parameters
         kept = bottoms[-1].detach().reshape(-1).nonzero().reshape(-1)
         return [bottom.index_select(0, kept) for bottom in bottoms[:-1]]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """All but the selector."""
+        """All bottoms except the selector."""
         return bottom != len(self.bottom_blobs) - 1
 
 
 @register("Silence")
 class Silence(Layer):
-    """Takes blobs nobody else wants."""
+    """Consumes blobs that no other layer reads, so that they are not outputs of the net."""
 
     bottom_count = (1, None)
     top_count = (0, 0)
@@ -93,6 +90,6 @@ class Silence(Layer):
         return []
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Nothing."""
+        """Do nothing."""
         del bottoms, parameters
         return []

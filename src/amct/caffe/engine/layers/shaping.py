@@ -1,4 +1,4 @@
-"""Layers that only change the shape or cut a part out: Flatten, Reshape, Crop, Im2col."""
+"""Layers that change the shape or crop: Flatten, Reshape, Crop, Im2col."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
 
-class _SameValues(Layer):
-    """The top is the bottom's memory under another shape."""
+class _View(Layer):
+    """The top is the bottom's memory with another shape."""
 
     returns_views = True
     shares_memory = True
     allows_in_place = False
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """A view where the memory order allows it."""
+        """A view, if the memory layout allows it."""
         del parameters
         return [bottoms[0].reshape(self.top_shape)]
 
@@ -35,11 +35,13 @@ class _SameValues(Layer):
 
 
 @register("Flatten")
-class Flatten(_SameValues):
-    """The axes from ``axis`` to ``end_axis`` become one."""
+class Flatten(_View):
+    """Merges the axes from ``axis`` to ``end_axis`` into one."""
+
+    moves_values = True
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Join the axes."""
+        """The shape with the axes merged."""
         options, shape = self.parameter.flatten_param, bottoms[0]
         start = canonical_axis(options.axis, len(shape), self.name)
         end = canonical_axis(options.end_axis, len(shape), self.name)
@@ -50,8 +52,10 @@ class Flatten(_SameValues):
 
 
 @register("Reshape")
-class Reshape(_SameValues):
-    """New sizes for some axes: 0 copies the bottom's, one -1 is inferred."""
+class Reshape(_View):
+    """Sets new sizes for some axes: 0 copies the bottom's size, one -1 is inferred."""
+
+    moves_values = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the sizes."""
@@ -63,7 +67,7 @@ class Reshape(_SameValues):
             raise self.error(f"a dim of the new shape must be -1, 0 or positive, got {self.dims}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Work out 0 and -1."""
+        """Resolve 0 and -1."""
         options, shape = self.parameter.reshape_param, bottoms[0]
         axes = len(shape)
         start = options.axis if options.axis >= 0 else axes + options.axis + 1
@@ -95,7 +99,7 @@ class Reshape(_SameValues):
 
 @register("Crop")
 class Crop(Layer):
-    """Cuts the first bottom to the second one's size from ``axis`` on, at ``offset``."""
+    """Crops the first bottom to the second one's size on the axes from ``axis`` on, starting at ``offset``."""
 
     bottom_count = (2, 2)
 
@@ -112,10 +116,10 @@ class Crop(Layer):
             )
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The second bottom's sizes from the axis on."""
+        """The first bottom's sizes before ``axis``, the second one's from there on."""
         shape, like = bottoms
         if len(shape) != len(like):
-            raise self.error(f"the two bottoms need as many axes: {shape} and {like}")
+            raise self.error(f"both bottoms need the same number of axes: {shape} and {like}")
         self.starts, sizes = [0] * self.axis, list(shape[: self.axis])
         for position, axis in enumerate(range(self.axis, len(shape))):
             offset = self.offset[position if len(self.offset) > 1 else 0] if self.offset else 0
@@ -130,7 +134,7 @@ class Crop(Layer):
         return [self.sizes]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Cut."""
+        """Crop."""
         del parameters
         window = tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
         return [bottoms[0][window].clone()]
@@ -138,18 +142,18 @@ class Crop(Layer):
 
 @register("Im2col")
 class Im2col(Layer):
-    """Every window of the picture as a column of channels."""
+    """(N, C, H, W) to (N, C * kernel area, H', W'): each window as a column of channels."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the window."""
         options = self.parameter.convolution_param
         self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
         if len(bottoms[0]) - self.axis - 1 != IMAGE_AXES:
-            raise self.error(f"needs two spatial axes behind axis {self.axis}, got shape {bottoms[0]}")
+            raise self.error(f"needs two spatial axes after axis {self.axis}, got shape {bottoms[0]}")
         self.window = read_window(self, options, IMAGE_AXES)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Channels times kernel size, then the number of windows along each axis."""
+        """(..., C * kernel area, windows along H, windows along W)."""
         shape = bottoms[0]
         self.sizes = self.window.output(shape[self.axis + 1 :])
         if min(self.sizes) <= 0:
@@ -158,7 +162,7 @@ class Im2col(Layer):
         return [(*shape[: self.axis], self.rows, *self.sizes)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Unfold."""
+        """Unfold the windows."""
         del parameters
         bottom, window = bottoms[0], self.window
         flat = bottom.reshape(-1, *bottom.shape[self.axis :])

@@ -20,21 +20,21 @@ INSIDE, OUTSIDE = 2, 3
 
 @register("SmoothL1Loss")
 class SmoothL1Loss(LossLayer):
-    """Sum of outside * f(inside * (a - b)) over the batch size; f is quadratic up to 1/sigma^2, then linear.
+    """sum(outside * f(inside * (a - b))) / N; f(d) = (sigma d)^2 / 2 if |d| < 1 / sigma^2, else |d| - 1 / (2 sigma^2).
 
-    The weights inside and outside are bottoms 2 and 3, 1 where missing.
+    Bottom 2 holds the inside weights, bottom 3 the outside weights; both default to 1.
     """
 
     bottom_count = (2, 4)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         for index, shape in enumerate(bottoms[1:], 1):
             require_same_shape(bottoms[0], shape, self.name, index)
         return super().reshape(bottoms)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """The smooth L1 loss of the batch."""
         del parameters
         sharpness = self.parameter.smooth_l1_loss_param.sigma**2
         difference = bottoms[0] - bottoms[1]
@@ -47,5 +47,5 @@ class SmoothL1Loss(LossLayer):
         return [values.sum() / bottoms[0].shape[0]]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """All but the weights."""
+        """The weights have no gradient."""
         return bottom < INSIDE

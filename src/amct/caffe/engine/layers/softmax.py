@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register("Softmax")
 class Softmax(Layer):
-    """exp(x) / sum(exp(x)) along ``axis``; the maximum is subtracted first."""
+    """y = exp(x) / sum(exp(x)) along ``axis``; the maximum is subtracted first."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
@@ -26,6 +26,6 @@ class Softmax(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Softmax along the axis."""
         del parameters
         return [torch.softmax(bottoms[0], self.axis)]

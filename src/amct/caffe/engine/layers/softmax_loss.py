@@ -21,7 +21,7 @@ LOG_THRESHOLD = 1e-20
 
 
 class _SoftmaxLoss(torch.autograd.Function):
-    """Loss with probabilities floored, gradient p - y as if they were not: what Caffe does."""
+    """Caffe's softmax loss: the probability is clamped from below in the loss, but not in the gradient p - y."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class _SoftmaxLoss(torch.autograd.Function):
 
 
 class _ClassLoss(LossLayer):
-    """Scores along an axis, one label for every other position."""
+    """The common part of losses with scores along one axis and one label for each other position."""
 
     def prepare(self, bottoms: list[Shape]) -> None:
         """Find the axis and check the number of labels."""
@@ -64,12 +64,12 @@ class _ClassLoss(LossLayer):
         self.label_shape = scores[: self.axis] + scores[self.axis + 1 :]
 
     def class_axis(self) -> int:
-        """The axis of the classes as the prototxt gives it."""
+        """The class axis of the prototxt."""
         axis: int = self.parameter.softmax_param.axis
         return axis
 
     def divisor(self, counts: torch.Tensor) -> float:
-        """What to divide the sum of losses by."""
+        """The normalizer of the sum of losses."""
         mode = self.normalization(VALID)
         valid = int(counts.sum()) if mode == VALID and self.ignore_label is not None else counts.numel()
         return normalizer(mode, self.outer, self.inner, valid)
@@ -77,18 +77,18 @@ class _ClassLoss(LossLayer):
 
 @register("SoftmaxWithLoss")
 class SoftmaxWithLoss(_ClassLoss):
-    """The mean of -log(softmax of the label's score); a second top gives the probabilities."""
+    """-log(softmax(x)[label]), averaged; an optional second top holds the probabilities."""
 
     top_count = (1, 2)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar, and the scores' shape for the probabilities."""
+        """(), and the scores' shape for the probabilities."""
         tops = super().reshape(bottoms)
         self.prepare(bottoms)
         return [*tops, bottoms[0]][: len(self.top_blobs)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """The normalized loss, and the probabilities."""
         del parameters
         scores = bottoms[0]
         labels, counts = self.labels(bottoms[1].reshape(self.label_shape), scores.shape[self.axis])
@@ -98,7 +98,7 @@ class SoftmaxWithLoss(_ClassLoss):
 
 @register("InfogainLoss")
 class InfogainLoss(_ClassLoss):
-    """Softmax loss in which a matrix says how much each class counts for each label."""
+    """-sum_c H[label, c] * log(p_c), averaged; H (C, C) is the infogain matrix."""
 
     bottom_count = (2, 3)
     top_count = (1, 2)
@@ -115,12 +115,12 @@ class InfogainLoss(_ClassLoss):
             self.matrix = _read_matrix(options.source)
 
     def class_axis(self) -> int:
-        """From infogain_loss_param."""
+        """The axis of infogain_loss_param."""
         axis: int = self.parameter.infogain_loss_param.axis
         return axis
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar, and the scores' shape for the probabilities."""
+        """(), and the scores' shape for the probabilities."""
         tops = super().reshape(bottoms)
         self.prepare(bottoms)
         classes = bottoms[0][self.axis]
@@ -130,11 +130,11 @@ class InfogainLoss(_ClassLoss):
         return [*tops, bottoms[0]][: len(self.top_blobs)]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Only the scores."""
+        """Only the scores get a gradient."""
         return bottom == 0
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says; probabilities below 1e-20 count as that, with the gradient as if they did not."""
+        """The normalized loss; probabilities are clamped at 1e-20 in the loss, but not in the gradient."""
         del parameters
         scores = bottoms[0]
         classes = scores.shape[self.axis]
@@ -160,16 +160,16 @@ def _read_matrix(path: str) -> torch.Tensor:
 
 @register("MultinomialLogisticLoss")
 class MultinomialLogisticLoss(LossLayer):
-    """The mean of -log of the label's probability; the bottom holds probabilities."""
+    """-log(p[label]), averaged; the first bottom holds probabilities."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """A scalar."""
+        """()."""
         if count(bottoms[1]) != bottoms[1][0]:
             raise self.error(f"one label per sample is needed, got shape {bottoms[1]}")
         return super().reshape(bottoms)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Floored at 1e-20, with the gradient of the floored value."""
+        """The loss with probabilities clamped at 1e-20; the gradient is that of the clamped value."""
         del parameters
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
         labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])

@@ -1,4 +1,4 @@
-"""Sort, TopK and Nms: putting values or boxes in order."""
+"""Sort, TopK and Nms."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CORNERS = 4
 
 @register("Sort")
 class Sort(TensorOperator):
-    """The values along ``axis`` in order, smallest first unless ``descending``; second top: where each came from.
+    """Sorts along ``axis``, ascending unless ``descending``; stable. Top 0: the values.
 
-    Equal values keep their order.
+    Top 1 (optional): their indices.
     """
 
     top_count = (1, 2)
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's, twice."""
+        """The bottom's shape, twice."""
         canonical_axis(self.parameter.sort_param.axis, len(bottoms[0]), self.name)
         return [bottoms[0], bottoms[0]]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """A stable sort."""
         options, bottom = self.parameter.sort_param, bottoms[0]
         axis = canonical_axis(options.axis, bottom.dim(), self.name)
         values, places = bottom.sort(dim=axis, descending=options.descending, stable=True)
@@ -46,15 +46,12 @@ class Sort(TensorOperator):
 
 @register("TopK")
 class TopK(TensorOperator):
-    """The ``k`` largest (or smallest) values along ``axis``, best first; second top: their places.
-
-    Of equal values the first counts first.
-    """
+    """The ``k`` largest (or smallest) values along ``axis``, best first, then their indices; ties: first index wins."""
 
     top_count = (1, 2)
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The number asked for along the axis, twice."""
+        """The bottom's shape with size k along the axis, twice."""
         options, shape = self.parameter.topk_param, bottoms[0]
         axis = canonical_axis(options.axis, len(shape), self.name)
         if not 1 <= options.k <= shape[axis]:
@@ -62,7 +59,7 @@ class TopK(TensorOperator):
         return [(*shape[:axis], options.k, *shape[axis + 1 :])] * 2
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """A stable sort, cut to k."""
         options, bottom = self.parameter.topk_param, bottoms[0]
         axis = canonical_axis(options.axis, bottom.dim(), self.name)
         values, places = bottom.sort(dim=axis, descending=options.largest, stable=True)
@@ -72,10 +69,10 @@ class TopK(TensorOperator):
 
 @register("Nms")
 class Nms(Layer):
-    """Boxes (N, B, 4) and scores (N, classes, B) to rows (picture, class, box) of those kept.
+    """Boxes (N, B, 4) and scores (N, classes, B) to rows (image, class, box index) of the boxes kept.
 
-    ONNX's NonMaxSuppression: boxes are (y1, x1, y2, x2), corners in any order, or with ``center_point_box``
-    (x centre, y centre, width, height). Without ``max_output_boxes_per_class`` there is no limit.
+    ONNX's NonMaxSuppression: boxes are (y1, x1, y2, x2), corners in any order, or with ``center_point_box`` (x centre,
+    y centre, width, height). Without ``max_output_boxes_per_class`` there is no limit.
     """
 
     bottom_count = (2, 2)
@@ -93,7 +90,7 @@ class Nms(Layer):
             raise self.error(f"max_output_boxes_per_class must not be negative, got {self.most}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """At most all of them; forward knows how many."""
+        """(largest possible number of boxes, 3); forward sets the real number."""
         boxes, scores = bottoms
         fits = len(boxes) == len(scores) == BATCH_AXES and boxes[2] == CORNERS
         if not fits or (boxes[0], boxes[1]) != (scores[0], scores[2]):
@@ -102,7 +99,7 @@ class Nms(Layer):
         return [(scores[0] * scores[1] * each, BATCH_AXES)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Class by class."""
+        """Suppress class by class."""
         del parameters
         boxes, scores = self._corners(bottoms[0].detach()), bottoms[1].detach()
         rows = [
@@ -126,6 +123,6 @@ class Nms(Layer):
         return order[kept]
 
     def allows_forced_backward(self, bottom: int) -> bool:
-        """Places have no gradient."""
+        """Indices have no gradient."""
         del bottom
         return False

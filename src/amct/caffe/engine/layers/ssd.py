@@ -1,4 +1,4 @@
-"""Permute and Normalize, as SSD defines them."""
+"""Permute and Normalize, as defined by SSD."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 @register("Permute")
 class Permute(Layer):
-    """The axes in another order; those not named follow, in their own order."""
+    """Permutes the axes; axes that ``order`` does not list follow in their own order."""
 
+    moves_values = True
     allows_in_place = False
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -33,26 +34,26 @@ class Permute(Layer):
         self.order = [*given, *(axis for axis in range(axes) if axis not in given)]
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The sizes in the new order."""
+        """The permuted shape."""
         if len(bottoms[0]) != len(self.order):
-            raise self.error(f"was made for {len(self.order)} axes, got shape {bottoms[0]}")
+            raise self.error(f"was set up for {len(self.order)} axes, got shape {bottoms[0]}")
         return [tuple(bottoms[0][axis] for axis in self.order)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy in the new order."""
+        """Permute and copy."""
         del parameters
         return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
 
 
 @register("Normalize")
 class Normalize(Layer):
-    """x / sqrt(sum of squares + eps) * scale; the sum goes over the channels, or over the whole sample.
+    """y = scale * x / sqrt(sum(x^2) + eps); the sum is over the channels, or over the sample with ``across_spatial``.
 
-    The one parameter is the scale: one per channel, or a single one with ``channel_shared``.
+    The scale has one value per channel, or a single one with ``channel_shared``.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Make the scale."""
+        """Create the scale."""
         options = self.options = self.parameter.norm_param
         if len(bottoms[0]) < 2:
             raise self.error(f"needs a bottom of at least two axes, got shape {bottoms[0]}")
@@ -66,7 +67,7 @@ class Normalize(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As it says."""
+        """Return scale * x / sqrt(sum(x^2) + eps)."""
         bottom = bottoms[0]
         axes = list(range(1, bottom.dim())) if self.options.across_spatial else [1]
         norm = (bottom * bottom).sum(axes, keepdim=True).add(self.options.eps).sqrt()

@@ -1,4 +1,4 @@
-"""Operators on whole tensors, as ONNX (and NumPy) define them: products, comparisons, reductions, Axpy."""
+"""Tensor operators as defined by ONNX (and NumPy): matrix products, comparisons, reductions, Axpy."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ MATRIX_AXES = 2
 
 
 class _Product(TensorOperator):
-    """Products of matrices: what shapes go together."""
+    """The shape rules of matrix products."""
 
     bottom_count = (2, 2)
 
     def product(self, left: Shape, right: Shape) -> Shape:
-        """The shape of left times right, leading axes broadcast."""
+        """(..., M, K) times (..., K, N): (..., M, N), leading axes broadcast."""
         if min(len(left), len(right)) < MATRIX_AXES or left[-1] != right[-2]:
             raise self.error(f"cannot multiply {left} by {right}: the inner sizes must agree")
         return (*self.broadcast(left[:-2], right[:-2]), left[-2], right[-1])
 
     def broadcast(self, first: Shape, second: Shape) -> Shape:
-        """The common shape of leading axes."""
+        """The broadcast shape of the leading axes."""
         try:
             return np.broadcast_shapes(first, second)
         except ValueError as error:
-            raise self.error(f"the leading axes {first} and {second} do not go together") from error
+            raise self.error(f"the leading axes {first} and {second} cannot be broadcast") from error
 
 
-def _turned(shape: Shape, is_turned: bool) -> Shape:
-    """With the last two axes exchanged, or as it is."""
-    return (*shape[:-2], shape[-1], shape[-2]) if is_turned and len(shape) >= MATRIX_AXES else shape
+def _transposed(shape: Shape, is_transposed: bool) -> Shape:
+    """The shape with the last two axes exchanged, if ``is_transposed``."""
+    return (*shape[:-2], shape[-1], shape[-2]) if is_transposed and len(shape) >= MATRIX_AXES else shape
 
 
 @register("MatMul")
 class MatMul(_Product):
-    """The matrix product of the last two axes; leading axes are a batch and broadcast."""
+    """The matrix product of the last two axes; leading axes are batch axes and are broadcast."""
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Rows of the first, columns of the second."""
+        """(..., M, N)."""
         options = self.parameter.matmul_param
-        return [self.product(_turned(bottoms[0], options.transpose_a), _turned(bottoms[1], options.transpose_b))]
+        return [
+            self.product(_transposed(bottoms[0], options.transpose_a), _transposed(bottoms[1], options.transpose_b))
+        ]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """A B."""
         options = self.parameter.matmul_param
         left = bottoms[0].mT if options.transpose_a else bottoms[0]
         right = bottoms[1].mT if options.transpose_b else bottoms[1]
@@ -65,33 +67,36 @@ class Mvm(_Product):
     """Matrix times vector: (..., M, K) and (..., K) give (..., M)."""
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Rows of the matrix."""
+        """(..., M)."""
         return [self.product(bottoms[0], (*bottoms[1], 1))[:-1]]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """A x."""
         return [torch.matmul(bottoms[0], bottoms[1].unsqueeze(-1)).squeeze(-1)]
 
 
 @register("Gemm")
 class Gemm(_Product):
-    """alpha * A' B' + beta * C for matrices; C, which may be missing, is broadcast."""
+    """alpha * A' B' + beta * C; C is optional and is broadcast.
+
+    A' and B' are transposed if ``trans_a``, ``trans_b``.
+    """
 
     bottom_count = (2, 3)
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Rows of A', columns of B'."""
+        """(rows of A', columns of B')."""
         options = self.parameter.gemm_param
         for shape in bottoms[:2]:
             if len(shape) != MATRIX_AXES:
-                raise self.error(f"takes matrices, got shape {shape}")
-        result = self.product(_turned(bottoms[0], options.trans_a), _turned(bottoms[1], options.trans_b))
+                raise self.error(f"needs matrices (2 axes), got shape {shape}")
+        result = self.product(_transposed(bottoms[0], options.trans_a), _transposed(bottoms[1], options.trans_b))
         if len(bottoms) > MATRIX_AXES and self.broadcast(result, bottoms[2]) != result:
-            raise self.error(f"C of shape {bottoms[2]} cannot be spread over {result}")
+            raise self.error(f"C of shape {bottoms[2]} cannot be broadcast to {result}")
         return [result]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Return alpha * A' B' + beta * C."""
         options = self.parameter.gemm_param
         left = bottoms[0].T if options.trans_a else bottoms[0]
         right = bottoms[1].T if options.trans_b else bottoms[1]
@@ -100,44 +105,44 @@ class Gemm(_Product):
 
 
 class _Comparison(TensorOperator):
-    """1 or 0 for every pair of values; the bottoms broadcast."""
+    """A comparison, 1 or 0 for each pair of values; the bottoms are broadcast."""
 
     bottom_count = (2, 2)
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The common shape."""
+        """The broadcast shape."""
         try:
             return [np.broadcast_shapes(*bottoms)]
         except ValueError as error:
-            raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} do not go together") from error
+            raise self.error(f"bottoms of shapes {bottoms[0]} and {bottoms[1]} cannot be broadcast") from error
 
 
 @register("Equal")
 class Equal(_Comparison):
-    """1 where two bottoms agree, else 0; they broadcast. No gradient."""
+    """1 where the bottoms are equal, else 0; not differentiable."""
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Return a == b."""
         return [torch.eq(*bottoms).to(bottoms[0].dtype)]
 
 
 @register("Greater")
 class Greater(_Comparison):
-    """1 where the first bottom is greater, else 0; they broadcast. No gradient."""
+    """1 where the first bottom is greater, else 0; not differentiable."""
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Return a > b."""
         return [torch.gt(*bottoms).to(bottoms[0].dtype)]
 
 
 @register("Axpy")
 class Axpy(TensorOperator):
-    """a * x + y with one a per channel of each sample, as in SENet."""
+    """a * x + y with x and y (N, C, H, W) and a (N, C, 1, 1), as in SENet."""
 
     bottom_count = (3, 3)
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """That of x."""
+        """The shape of x."""
         a, x, y = bottoms
         if len(x) < 2 or a[:2] != x[:2] or count(a, 2) != 1:
             raise self.error(f"needs one factor per channel of {x}, got shape {a}")
@@ -146,7 +151,7 @@ class Axpy(TensorOperator):
         return [x]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """Return a * x + y."""
         a, x, y = bottoms
         return [a.reshape(*x.shape[:2], *(1,) * (x.dim() - 2)) * x + y]
 
@@ -157,7 +162,7 @@ def _without(shape: Shape, axes: Sequence[int], *, keep: bool) -> Shape:
 
 
 class _Reduce(TensorOperator):
-    """Reduces ``axes`` (all if none are given); ``keepdims`` leaves axes of size 1 behind."""
+    """Reduces ``axes`` (all if none are given); ``keepdims`` keeps them with size 1."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the axes."""
@@ -168,15 +173,15 @@ class _Reduce(TensorOperator):
         self.keep: bool = options.keepdims
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Without the axes, or with 1 in their place."""
+        """The shape without the axes, or with size 1."""
         return [_without(bottoms[0], self.axes, keep=self.keep)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """The reduction, or a copy if there is no axis to reduce."""
         return [self.reduce(bottoms[0]) if self.axes else bottoms[0].clone()]
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The function over ``self.axes``, of which there is at least one."""
+        """Reduce ``self.axes``, which is not empty."""
         raise NotImplementedError
 
 
@@ -185,7 +190,7 @@ class ReduceSum(_Reduce):
     """The sum over ``axes``."""
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """The sum over the axes."""
         return bottom.sum(self.axes, keepdim=self.keep)
 
 
@@ -194,25 +199,25 @@ class ReduceMean(_Reduce):
     """The mean over ``axes``."""
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """The mean over the axes."""
         return bottom.mean(self.axes, keepdim=self.keep)
 
 
 @register("ReduceMax")
 class ReduceMax(_Reduce):
-    """The largest value over ``axes``; equal ones share the gradient."""
+    """The maximum over ``axes``; equal values share the gradient."""
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """The maximum over the axes."""
         return bottom.amax(self.axes, keepdim=self.keep)
 
 
 @register("ReduceMin")
 class ReduceMin(_Reduce):
-    """The smallest value over ``axes``; equal ones share the gradient."""
+    """The minimum over ``axes``; equal values share the gradient."""
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """As it says."""
+        """The minimum over the axes."""
         return bottom.amin(self.axes, keepdim=self.keep)
 
 
@@ -221,7 +226,7 @@ class ReduceProd(_Reduce):
     """The product over ``axes``."""
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """One axis after the other, the last first."""
+        """The product, axis by axis from the last."""
         for axis in reversed(self.axes):
             bottom = bottom.prod(axis, keepdim=self.keep)
         return bottom
@@ -229,10 +234,10 @@ class ReduceProd(_Reduce):
 
 @register("ArgMin")
 class ArgMin(TensorOperator):
-    """The place of the smallest value along ``axis``; of equal ones the first, or the last if asked for."""
+    """The index of the minimum along ``axis``; on a tie the first, or the last with ``select_last_index``."""
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """Without the axis, or with 1 in its place."""
+        """The shape without the axis, or with size 1."""
         options, shape = self.parameter.argmin_param, bottoms[0]
         axis = canonical_axis(options.axis, len(shape), self.name)
         if not shape[axis]:
@@ -240,7 +245,7 @@ class ArgMin(TensorOperator):
         return [_without(shape, [axis], keep=options.keepdims)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As it says."""
+        """The index of the minimum."""
         options, bottom = self.parameter.argmin_param, bottoms[0]
         axis = canonical_axis(options.axis, bottom.dim(), self.name)
         if options.select_last_index:

@@ -1,4 +1,4 @@
-"""The base of layers that are one function of tensors and may leave a second result away."""
+"""The base of layers that are a function of tensors, without parameters and with optional further tops."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class TensorOperator(Layer):
-    """A layer without parameters; subclasses define ``shapes`` and ``compute``, for all the tops they can have."""
+    """Subclasses define ``shapes`` and ``compute`` for all possible tops; those the net does not have are dropped."""
 
     allows_in_place = False
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The shapes of those tops the net has."""
+        """The shapes of the tops that the net has."""
         return self.shapes(bottoms)[: len(self.top_blobs)]
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
-        """The tops' shapes; the bottom's unless a subclass says otherwise."""
+        """The tops' shapes; by default that of the first bottom."""
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As ``compute`` says."""
+        """The results of ``compute`` for the tops that the net has."""
         del parameters
         return self.compute(bottoms)[: len(self.top_blobs)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tops, new float32 tensors."""
+        """Compute all tops as new float32 tensors."""
         raise NotImplementedError

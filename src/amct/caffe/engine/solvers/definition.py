@@ -1,4 +1,4 @@
-"""What a solver prototxt asks for: its older forms upgraded, and the nets it names with their phase and stages."""
+"""Reads a solver prototxt: upgrades older formats and resolves its nets with phase, level and stages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Today's name of each value of the old ``solver_type`` enum.
+#: The current name of each value of the old ``solver_type`` enum.
 _TYPE_OF_ENUM = {
     "SGD": "SGD", "NESTEROV": "Nesterov", "ADAGRAD": "AdaGrad", "RMSPROP": "RMSProp", "ADADELTA": "AdaDelta",
     "ADAM": "Adam",
@@ -28,7 +28,7 @@ _TRAIN_NET_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
 @dataclass(frozen=True, kw_only=True)
 class NetDefinition:
-    """One net of a solver: the message, the state its rules see, and where it came from."""
+    """One net of a solver: the message, the state for its rules, and its source."""
 
     parameter: ProtoMessage
     phase: int
@@ -38,10 +38,10 @@ class NetDefinition:
 
 
 def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
-    """Read a solver prototxt and bring it to today's form.
+    """Read a solver prototxt and upgrade it to the current format.
 
-    ``solver_type: ADAM`` becomes ``type: "Adam"``. A missing ``snapshot_prefix`` is the file's own name without its
-    ending; one that is a folder gets that name appended.
+    ``solver_type: ADAM`` becomes ``type: "Adam"``. A missing ``snapshot_prefix`` is the file's name without its
+    extension; if it is a folder, that name is appended.
 
     Raises:
         FileError: The file cannot be read.
@@ -51,7 +51,7 @@ def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
     try:
         text = read_text_file(path)
     except FileError as error:
-        raise FileError(f"File not found: {path} (the solver prototxt; looked for in {Path.cwd()})") from error
+        raise FileError(f"File not found: {path} (the solver prototxt; looked for in {Path.cwd()}): {error}") from error
     parameter = parse_message(text, "SolverParameter", str(path))
     upgrade_type(parameter, str(path))
     file = Path(path)
@@ -65,7 +65,7 @@ def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
 
 
 def upgrade_type(parameter: ProtoMessage, source: str) -> None:
-    """Turn the old ``solver_type`` into ``type``, in place.
+    """Convert the old ``solver_type`` to ``type``, in place.
 
     Raises:
         ConfigError: Both are given.
@@ -83,7 +83,7 @@ def upgrade_type(parameter: ProtoMessage, source: str) -> None:
 
 
 def train_definition(parameter: ProtoMessage) -> NetDefinition:
-    """The net a solver trains.
+    """The net that a solver trains.
 
     Raises:
         ConfigError: The solver names none, or more than one.
@@ -103,7 +103,7 @@ def train_definition(parameter: ProtoMessage) -> NetDefinition:
 
 
 def test_definitions(parameter: ProtoMessage) -> list[NetDefinition]:
-    """The nets a solver tests: ``test_net_param``, then ``test_net``, then ``net`` for every ``test_iter`` left.
+    """The nets that a solver tests: ``test_net_param``, ``test_net``, and ``net`` for each remaining ``test_iter``.
 
     Raises:
         ConfigError: Numbers of test nets, ``test_iter`` and ``test_state`` do not fit, or ``test_interval`` is missing.
@@ -146,17 +146,17 @@ def _read_net(path: str, field: str) -> ProtoMessage:
         return read_message(path, "NetParameter")
     except FileError as error:
         raise FileError(
-            f'the net of the solver ({field}: "{path}") cannot be read: {error}. Such paths count from the current '
-            f"folder, {Path.cwd()}, not from the solver's"
+            f'the net of the solver ({field}: "{path}") cannot be read: {error}. Paths are relative to the current '
+            f"folder, {Path.cwd()}, not to the solver's"
         ) from error
 
 
 def _with_state(net: ProtoMessage, phase: int, state: ProtoMessage, source: str) -> NetDefinition:
-    """Phase, level and stages: the solver's own state beats the net's, which beats the default of the phase."""
+    """Phase, level and stages: the solver's state overrides the net's, which overrides the phase's default."""
     merged = new_message("NetState", phase=phase)
     merged.MergeFrom(net.state)
     merged.MergeFrom(state)
-    # the net's own stages stay in its message, only the solver's are added to them
+    # The net's own stages stay in its message; only the solver's are added.
     return NetDefinition(
         parameter=net, phase=merged.phase, level=merged.level, stages=tuple(state.stage), source=source
     )

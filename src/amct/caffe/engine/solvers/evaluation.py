@@ -1,4 +1,4 @@
-"""Running a net over some batches and averaging its outputs, as ``caffe test`` does."""
+"""Runs a net on several batches and averages its outputs, as ``caffe test`` does."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out: the mean loss and the mean of each output."""
+    """The mean loss and the mean of each output."""
 
     loss: float
     scores: Sequence[Score]
 
     def lines(self) -> list[str]:
-        """As Caffe prints it."""
+        """The lines that Caffe prints."""
         return [f"Loss: {self.loss:g}", *(str(score) for score in self.scores)]
 
 
 def evaluate(net: Net, iterations: int) -> Evaluation:
-    """Run a net so many times; each batch is logged.
+    """Run a net ``iterations`` times and log each batch.
 
     Raises:
         ArgumentError: The number of iterations is not positive.

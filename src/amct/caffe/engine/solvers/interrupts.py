@@ -1,4 +1,4 @@
-"""Ctrl-C while training: finish the iteration, write a snapshot, stop; as Caffe's command line does."""
+"""Ctrl-C during training: finish the iteration, write a snapshot, stop; as Caffe's command line does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Action(Enum):
-    """What someone outside asks a running solver to do."""
+    """A request to a running solver."""
 
     NONE = "none"
     STOP = "stop"
@@ -25,9 +25,9 @@ class Action(Enum):
 
 @contextmanager
 def signal_actions(effects: Mapping[signal.Signals, Action]) -> Iterator[Callable[[], Action]]:
-    """Turn signals into requests while the block runs; yields the function a solver asks (``Solver.action_source``).
+    """Convert signals to requests inside the block; yields the function for ``Solver.action_source``.
 
-    A second signal that asks to stop is not caught: it ends the program at once, for those who cannot wait.
+    A second stop signal is not caught and ends the program at once.
     """
     pending: list[Action] = []
     previous: dict[signal.Signals, object] = {}
@@ -39,7 +39,7 @@ def signal_actions(effects: Mapping[signal.Signals, Action]) -> Iterator[Callabl
         pending.append(action)
         if action is Action.STOP:
             signal.signal(kind, previous[kind])  # type: ignore[arg-type]  # what signal.signal returned
-            logger.info("%s: stopping after this iteration; once more to stop at once", kind.name)
+            logger.info("%s: stopping after this iteration; send it again to stop at once", kind.name)
 
     def next_action() -> Action:
         return pending.pop(0) if pending else Action.NONE

@@ -1,4 +1,4 @@
-"""Caffe's learning-rate policies, computed in the precision that Caffe computes them in."""
+"""Caffe's learning-rate policies, computed in Caffe's precision."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def learning_rate(parameter: ProtoMessage, iteration: int, current_step: int) -> tuple[float, int]:
-    """The rate of an iteration, and the step that ``step`` and ``multistep`` have reached.
+    """The learning rate of an iteration, and the step reached by ``step`` and ``multistep``.
 
-    ``multistep`` goes at most one step further each time it is asked, as in Caffe: two step values that are due in
-    one iteration take two calls.
+    As in Caffe ``multistep`` advances by at most one step per call.
 
     Args:
         parameter: The SolverParameter.
-        iteration: How many updates were made.
+        iteration: The number of updates made.
         current_step: The step reached so far.
 
     Raises:
@@ -42,7 +41,7 @@ def learning_rate(parameter: ProtoMessage, iteration: int, current_step: int) ->
             f"Set lr_policy in the solver to one of: {', '.join(sorted(_POLICIES))}"
         )
     factor, step = policy(parameter, iteration, current_step)
-    # C++ multiplies in the type of the factor: double for a whole exponent, float for a broken one
+    # C++ multiplies in the type of the factor: double for an integer exponent, float for a fractional one.
     return float(np.float32(type(factor)(parameter.base_lr) * factor)), step
 
 
@@ -93,7 +92,7 @@ def _sigmoid(parameter: ProtoMessage, iteration: int, current_step: int) -> tupl
     return np.float32(1) / (np.float32(1) + np.float32(grown)), current_step
 
 
-_LARGEST_EXPONENT = 88.0  # exp overflows a float a little later
+_LARGEST_EXPONENT = 88.0  # exp(89) overflows float32
 _POLICIES: dict[str, Callable[[ProtoMessage, int, int], tuple[Factor, int]]] = {
     "fixed": _fixed,
     "step": _step,
@@ -106,7 +105,7 @@ _POLICIES: dict[str, Callable[[ProtoMessage, int, int], tuple[Factor, int]]] = {
 
 
 def _power(base: float, exponent: float) -> np.float64:
-    """C's pow: NaN for a negative base and a broken exponent (poly beyond max_iter), inf where it overflows."""
+    """C's pow: NaN for a negative base and a fractional exponent (poly beyond max_iter), inf on overflow."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         power: np.float64 = np.float64(base) ** np.float64(exponent)
         return power

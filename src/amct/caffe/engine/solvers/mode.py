@@ -1,4 +1,4 @@
-"""Which device a command runs on: what was asked for, else what the solver prototxt says."""
+"""Chooses the device of a command: the user's choice, else that of the solver prototxt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _GPU = 1
 def choose_device(*, gpu: bool, device: int | None, parameter: ProtoMessage | None = None) -> None:
     """Set CPU or GPU mode.
 
-    ``solver_mode`` that is not written means GPU in Caffe; here it means a GPU if there is one, without a warning if
-    there is none.
+    A missing ``solver_mode`` means GPU in Caffe; here it means a GPU if there is one, without a warning otherwise.
 
     Args:
-        gpu: The user wants a GPU.
-        device: The user wants this one.
+        gpu: The user requests a GPU.
+        device: The user requests this device.
         parameter: The solver, if there is one.
 
     Raises:

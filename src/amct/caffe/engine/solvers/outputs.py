@@ -1,4 +1,4 @@
-"""The numbers a net ends in, and the log lines Caffe writes about them."""
+"""The output values of a net, and Caffe's log lines for them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one output blob."""
+    """One value of one output blob."""
 
     name: str
     value: float
     loss_weight: float
 
     def __str__(self) -> str:
-        """As Caffe prints it: ``loss = 0.5 (* 2 = 1 loss)``."""
+        """The form that Caffe prints: ``loss = 0.5 (* 2 = 1 loss)``."""
         loss = f" (* {self.loss_weight:g} = {self.loss_weight * self.value:g} loss)" if self.loss_weight else ""
         return f"{self.name} = {self.value:g}{loss}"
 
 
 def scores(net: Net) -> list[Score]:
-    """Every number of every output, in the order of the outputs."""
+    """All values of all outputs, in order."""
     graph = net.graph
     return [
         Score(graph.blob_names[index], value, graph.loss_weights[index])
@@ -37,14 +37,14 @@ def scores(net: Net) -> list[Score]:
 
 
 class MeanScores:
-    """The mean of a net's outputs over several forwards."""
+    """The mean of a net's outputs over several forward passes."""
 
     def __init__(self) -> None:
         self.count = 0
         self._sums: list[Score] = []
 
     def add(self, new: list[Score]) -> None:
-        """Add the outputs of one forward; numbers without a partner (a batch of another size) are left out."""
+        """Add the outputs of one forward pass; surplus values (a batch of another size) are ignored."""
         if self.count == 0:
             self._sums = new
         else:
@@ -55,7 +55,7 @@ class MeanScores:
         self.count += 1
 
     def means(self) -> list[Score]:
-        """The mean of each number so far."""
+        """The mean of each value so far."""
         return [
             Score(total.name, total.value / self.count if self.count else math.nan, total.loss_weight)
             for total in self._sums

@@ -1,7 +1,7 @@
-"""How each solver turns a gradient into an update: Caffe's rules, in Caffe's order, in float32.
+"""The update rule of each solver type: Caffe's formulas, in Caffe's order, in float32.
 
-A rule gets the gradient (clipped, normalized, weight decay added), the history tensors of one parameter, which it
-changes in place, and the rate of that parameter. It returns what is subtracted from the weights.
+A rule gets the gradient (clipped, normalized, with weight decay), the history tensors of one parameter, which it
+changes in place, and the learning rate of that parameter. It returns the value to subtract from the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _no_check(parameter: ProtoMessage) -> None:
-    """Any setting will do."""
+    """Accept any setting."""
     del parameter
 
 
@@ -35,17 +35,17 @@ class Rule:
 
     name: str
     update: Update
-    """``(gradient, histories, rate, solver parameter, iteration) -> what to subtract``."""
+    """``(gradient, histories, rate, solver parameter, iteration) -> value to subtract``."""
     histories: int = 1
-    """How many history tensors each parameter has."""
+    """The number of history tensors per parameter."""
     check: Callable[[ProtoMessage], None] = _no_check
-    """Raises ConfigError when the solver's settings make no sense for the rule."""
+    """Raises ConfigError if the solver's settings are invalid for the rule."""
 
 
 def _sgd(
     gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
 ) -> torch.Tensor:
-    """The history is momentum times itself plus rate times gradient: the rate is inside, unlike in torch."""
+    """Return history = momentum * history + rate * gradient; unlike in torch the rate is part of the history."""
     (history,) = histories
     history.mul_(parameter.momentum).add_(gradient, alpha=rate)
     return history.clone()
@@ -54,7 +54,7 @@ def _sgd(
 def _nesterov(
     gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
 ) -> torch.Tensor:
-    """Step back along the old history, then over along the new one."""
+    """(1 + momentum) * new history - momentum * old history."""
     (history,) = histories
     momentum = parameter.momentum
     before = history.clone()
@@ -93,7 +93,7 @@ def _adadelta(
 def _adam(
     gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, iteration: int
 ) -> torch.Tensor:
-    """Bias-corrected through the rate; ``delta`` is added to the uncorrected root."""
+    """Adam with bias correction in the rate; ``delta`` is added to the uncorrected square root."""
     first, second = histories
     beta1, beta2 = parameter.momentum, parameter.momentum2
     first.mul_(beta1).add_(gradient, alpha=_float(1 - beta1))
@@ -104,7 +104,7 @@ def _adam(
 
 
 def _float(value: float) -> float:
-    """Rounded to float32, as the constants of a C++ float solver are."""
+    """Round to float32, as the constants of a C++ float solver are."""
     return float(np.float32(value))
 
 
@@ -151,7 +151,7 @@ def rule_of(name: str) -> Rule:
     """The rule of a solver type.
 
     Raises:
-        ConfigError: Nobody knows the type.
+        ConfigError: The type is unknown.
     """
     rule = RULES.get(name)
     if rule is None:

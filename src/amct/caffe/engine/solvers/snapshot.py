@@ -1,4 +1,4 @@
-"""Snapshots: the caffemodel and the solver state of one iteration, both or neither, in Caffe's two formats."""
+"""Snapshots: the caffemodel and the solver state of one iteration, written both or neither, in Caffe's two formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HDF5 = 0
 
 
 def check_snapshots(parameter: ProtoMessage) -> None:
-    """Find out before training starts whether snapshots can be written.
+    """Check before training that snapshots can be written.
 
     Raises:
         ConfigError: ``snapshot`` is set without ``snapshot_prefix``, or its folder does not exist.
@@ -57,7 +57,7 @@ def write_snapshot(graph: Graph, state: StoredState, parameter: ProtoMessage) ->
         FileError: A file cannot be written; then neither is changed.
     """
     if not parameter.snapshot_prefix:
-        raise ConfigError("a snapshot needs snapshot_prefix in the solver, the beginning of the names of its files")
+        raise ConfigError("a snapshot needs snapshot_prefix in the solver, the start of its file names")
     _check_folder(parameter.snapshot_prefix)
     ending = ".h5" if parameter.snapshot_format == _HDF5 else ""
     what = "HDF5" if ending else "binary proto"
@@ -96,7 +96,7 @@ def _write_state_hdf5(path: Path, state: StoredState) -> None:
 
 
 def _write_c_string(file: h5py.File, name: str, text: str) -> None:
-    """A string with its final zero, which Caffe relies on; h5py by itself writes none."""
+    """Write a zero-terminated string, as Caffe expects; h5py writes none by itself."""
     import h5py
 
     content = text.encode() + b"\0"
@@ -108,7 +108,7 @@ def _write_c_string(file: h5py.File, name: str, text: str) -> None:
 
 
 def read_state(path: str) -> StoredState:
-    """Read a solver state; HDF5 is told by content.
+    """Read a solver state; the format is detected from the content.
 
     Raises:
         FileError: The file cannot be read.
@@ -141,7 +141,7 @@ def _read_state_hdf5(path: str) -> StoredState:
 
 
 def find_learned_net(state: StoredState, state_path: str) -> str:
-    """The caffemodel a state names: as stored (from the current folder), else beside the state file.
+    """The caffemodel that a state names: at the stored path, else in the folder of the state file.
 
     Raises:
         FileError: It is in neither place.
@@ -151,11 +151,11 @@ def find_learned_net(state: StoredState, state_path: str) -> str:
         return stored
     beside = Path(state_path).parent / Path(stored).name
     if beside.is_file():
-        logger.info("%s names %s, which is not there; using %s", state_path, stored, beside)
+        logger.info("%s names %s, which does not exist; using %s", state_path, stored, beside)
         return str(beside)
     raise FileError(
-        f'{state_path}: the caffemodel it names, "{stored}", is neither there (paths count from the current folder, '
-        f"{Path.cwd()}) nor beside the state file ({beside})"
+        f'{state_path}: the caffemodel it names, "{stored}", is neither there (relative to the current folder, '
+        f"{Path.cwd()}) nor next to the state file ({beside})"
     )
 
 

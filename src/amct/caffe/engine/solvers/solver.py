@@ -1,8 +1,8 @@
 """The training loop, in Caffe's order, with Caffe's log lines.
 
-One iteration: clear the gradients; test if it is time; forward and backward ``iter_size`` times; learning rate; clip;
-divide by ``iter_size``; weight decay; the rule of the solver type (``rules.py``); subtract; count; snapshot if it is
-time. After a step a parameter's ``diff`` holds what was subtracted, not the gradient.
+One iteration: clear the gradients; test if due; forward and backward ``iter_size`` times; learning rate; clip; divide
+by ``iter_size``; weight decay; the rule of the solver type (``rules.py``); subtract; count; snapshot if due. After a
+step a parameter's ``diff`` holds the value that was subtracted, not the gradient.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def _no_request() -> Action:
 
 
 class Solver:
-    """Trains a net as a SolverParameter says.
+    """Trains a net by a SolverParameter.
 
     Args:
-        parameter: The solver; it is kept, and changing it changes what follows (``solver.param.base_lr = 0.01``).
-        solver_type: Which rule; None takes ``parameter.type``.
-        make_net: What makes a net from a NetParameter; the engine's Net unless told otherwise.
-        allow_python: Let Python layers run.
+        parameter: The solver; later changes take effect (``solver.param.base_lr = 0.01``).
+        solver_type: The rule; None uses ``parameter.type``.
+        make_net: Creates a net from a NetParameter; by default the engine's Net.
+        allow_python: Allow Python layers.
 
     Raises:
-        ConfigError: The solver's settings make no sense.
+        ConfigError: The solver's settings are invalid.
         FileError, ParseError, ModelError: A net or its weights cannot be read or built.
     """
 
@@ -88,7 +88,7 @@ class Solver:
         self._callbacks: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self._history = [torch.zeros(shape) for shape in self._history_shapes()]
         self.action_source: Callable[[], Action] = _no_request
-        """Asked after every iteration and every test batch whether to stop or to snapshot."""
+        """Called after every iteration and every test batch; returns a request to stop or to write a snapshot."""
         logger.info("Solver scaffolding done.")
 
     @classmethod
@@ -96,16 +96,16 @@ class Solver:
         """Read a solver prototxt; ``options`` as for the class."""
         return cls(read_solver(path), **options)  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------ what can be asked
+    # ------------------------------------------------------------------ state
 
     @property
     def iter(self) -> int:
-        """How many updates were made."""
+        """The number of updates made."""
         return self._iteration
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; asking may move ``multistep`` on, as in Caffe.
+        """The learning rate of the next update; as in Caffe, reading it may advance ``multistep``.
 
         Raises:
             ConfigError: The policy is unknown, or its numbers are out of range.
@@ -115,21 +115,21 @@ class Solver:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether the last ``step`` or ``solve`` ended because someone asked it to."""
+        """Whether the last ``step`` or ``solve`` ended on a stop request."""
         return self._stopped
 
     @property
     def history(self) -> list[torch.Tensor]:
-        """What the rule remembers: a tensor for each parameter, then (AdaDelta, Adam) a second for each."""
+        """The history tensors of the rule: one per parameter, then (AdaDelta, Adam) a second one per parameter."""
         return self._history
 
     # ------------------------------------------------------------------ training
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
-        """Train up to ``max_iter``, snapshot, and test once more.
+        """Train up to ``max_iter``, write a snapshot, and test once more.
 
         Args:
-            resume_file: A solver state to go on from.
+            resume_file: A solver state to resume from.
         """
         logger.info("Solving %s", self.net.name)
         logger.info("Learning Rate Policy: %s", self.param.lr_policy)
@@ -150,7 +150,7 @@ class Solver:
         logger.info("Optimization Done.")
 
     def step(self, iterations: int) -> None:
-        """Make so many updates, whatever ``max_iter`` says; none when the number is not positive."""
+        """Make ``iterations`` updates, regardless of ``max_iter``; none if the number is not positive."""
         end = self._iteration + iterations
         self._stopped = False
         self._losses.clear()
@@ -170,7 +170,7 @@ class Solver:
                 break
 
     def apply_update(self) -> None:
-        """Turn the gradients in the parameters' ``diff`` into an update and make it."""
+        """Compute the update from the gradients in the parameters' ``diff``, and apply it."""
         rate = self.lr
         if self._is_due(self.param.display):
             logger.info("Iteration %d, lr = %g", self._iteration, rate)
@@ -186,10 +186,10 @@ class Solver:
             decay = _float(decay_rate * parameter.decay)
             if decay:
                 gradient = gradient.add(values.sign() if is_l1 else values, alpha=decay)
-            places = [index + block * len(parameters) for block in range(blocks)]
-            for place in places:
-                self._history[place] = self._history[place].to(gradient.device)
-            histories = [self._history[place] for place in places]
+            indices = [index + block * len(parameters) for block in range(blocks)]
+            for slot in indices:
+                self._history[slot] = self._history[slot].to(gradient.device)
+            histories = [self._history[slot] for slot in indices]
             update = self.rule.update(gradient, histories, _float(rate * parameter.rate), self.param, self._iteration)
             blob.set_tensor(values - update)
             blob.set_gradient(update)
@@ -200,7 +200,7 @@ class Solver:
             on_start()
         total = 0.0
         for _ in range(self.param.iter_size):
-            total += Net.forward(self.net)  # of the engine: pycaffe's has other arguments
+            total += Net.forward(self.net)  # the engine's: pycaffe's has other arguments
             Net.backward(self.net)
         self._losses.append(total / self.param.iter_size)
         if self._is_due(self.param.display):
@@ -233,7 +233,7 @@ class Solver:
     # ------------------------------------------------------------------ testing
 
     def test_all(self) -> list[list[Score]]:
-        """Test every test net on its ``test_iter`` batches; the mean of each output, for each net."""
+        """Test each test net on its ``test_iter`` batches; returns the mean outputs of each net."""
         results = []
         for index in range(len(self.test_nets)):
             if self._stopped:
@@ -247,7 +247,7 @@ class Solver:
         net.share_weights(self.net)
         mean, loss = MeanScores(), 0.0
         for _ in range(self.param.test_iter[index]):
-            self._obey_requests()
+            self._handle_requests()
             if self._stopped:
                 logger.info("Test interrupted.")
                 return []
@@ -260,7 +260,7 @@ class Solver:
             logger.info("    Test net output #%d: %s", number, score)
         return results
 
-    def _obey_requests(self) -> None:
+    def _handle_requests(self) -> None:
         while (request := self.action_source()) is not Action.NONE:
             if request is Action.SNAPSHOT:
                 self.snapshot()
@@ -281,7 +281,7 @@ class Solver:
         snapshots.write_snapshot(self.net.graph, state, self.param)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a snapshot: iteration, weights, history. Nothing is changed when the state does not fit.
+        """Resume from a snapshot: iteration, weights, history. Nothing changes if the state does not fit.
 
         Raises:
             FileError: The state, or the caffemodel it names, cannot be read.
@@ -297,14 +297,14 @@ class Solver:
         self._iteration, self._current_step = state.iteration, state.current_step
 
     def add_callback(self, on_start: Callable[[], object], on_gradients_ready: Callable[[], object]) -> None:
-        """Call two functions in every iteration: before the first forward, and when the gradients are there."""
+        """Call two functions in each iteration: before the first forward pass, and after backward."""
         self._callbacks.append((on_start, on_gradients_ready))
 
     def share_weights(self, net: Net) -> None:
-        """Let another net use the weights that are trained here."""
+        """Let another net share the weights that are trained here."""
         net.share_weights(self.net)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ internals
 
     def _build(self, definition: NetDefinition, message: str, *, trains: bool) -> Net:
         logger.info(message, definition.source)

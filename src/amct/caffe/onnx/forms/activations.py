@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @onnx_form(activations.ReLU)
 def relu(place: Place[activations.ReLU]) -> None:
-    """Relu, or LeakyRelu with a slope."""
+    """Relu, or LeakyRelu if negative_slope is not 0."""
     if place.layer.slope:
         place.top("LeakyRelu", place.bottom, alpha=place.layer.slope)
     else:
@@ -22,37 +22,37 @@ def relu(place: Place[activations.ReLU]) -> None:
 
 @onnx_form(activations.Sigmoid)
 def sigmoid(place: Place[activations.Sigmoid]) -> None:
-    """The same operator."""
+    """Sigmoid."""
     place.top("Sigmoid", place.bottom)
 
 
 @onnx_form(activations.TanH)
 def tanh(place: Place[activations.TanH]) -> None:
-    """The same operator."""
+    """Tanh."""
     place.top("Tanh", place.bottom)
 
 
 @onnx_form(activations.ELU)
 def elu(place: Place[activations.ELU]) -> None:
-    """The same operator."""
+    """Elu."""
     place.top("Elu", place.bottom, alpha=float(place.layer.parameter.elu_param.alpha))
 
 
 @onnx_form(activations.AbsVal)
 def absolute(place: Place[activations.AbsVal]) -> None:
-    """The same operator."""
+    """Abs."""
     place.top("Abs", place.bottom)
 
 
 @onnx_form(activations.BNLL)
 def bnll(place: Place[activations.BNLL]) -> None:
-    """Another name for Softplus."""
+    """Softplus."""
     place.top("Softplus", place.bottom)
 
 
 @onnx_form(activations.Swish)
 def swish(place: Place[activations.Swish]) -> None:
-    """A product with a sigmoid."""
+    """Mul(x, Sigmoid(beta * x))."""
     beta = float(place.layer.parameter.swish_param.beta)
     inner = place.bottom
     if beta != 1.0:
@@ -62,27 +62,27 @@ def swish(place: Place[activations.Swish]) -> None:
 
 @onnx_form(activations.Clip)
 def clip(place: Place[activations.Clip]) -> None:
-    """The same operator; its limits are inputs."""
+    """Clip."""
     limits = place.value("minimum", float(place.layer.low)), place.value("maximum", float(place.layer.high))
     place.top("Clip", place.bottom, *limits)
 
 
 @onnx_form(activations.Threshold)
 def threshold(place: Place[activations.Threshold]) -> None:
-    """A comparison, as a number."""
+    """Greater, cast to float."""
     limit = float(place.layer.parameter.threshold_param.threshold)
     place.top("Cast", place.step("above", "Greater", place.bottom, place.value("threshold", limit)), to=1)
 
 
 @onnx_form(activations.Dropout)
 def dropout(place: Place[activations.Dropout]) -> None:
-    """Nothing at inference."""
+    """The identity."""
     place.alias(place.bottom)
 
 
 @onnx_form(activations.PReLU)
 def prelu(place: Place[activations.PReLU]) -> None:
-    """The same operator; slopes per channel need axes of length 1 behind them."""
+    """PRelu; slopes per channel are reshaped to (C, 1, ...)."""
     behind = len(place.bottom_dims[0]) - 2
     shape = (1,) if place.layer.shared else (-1, *(1,) * behind)
     size = place.layer.blobs[0].count
@@ -91,7 +91,7 @@ def prelu(place: Place[activations.PReLU]) -> None:
 
 @onnx_form(arithmetic.Power)
 def power(place: Place[arithmetic.Power]) -> None:
-    """A product, a sum and a power, as far as they do something."""
+    """Mul, Add and Pow, without those that are the identity."""
     layer = place.layer
     if layer.power == 0 or layer.scale == 0:
         value = 1.0 if layer.power == 0 else float(layer.shift) ** float(layer.power)
@@ -109,7 +109,7 @@ def power(place: Place[arithmetic.Power]) -> None:
 
 @onnx_form(arithmetic.Exp)
 def exponential(place: Place[arithmetic.Exp]) -> None:
-    """Exp between two products."""
+    """Mul, Exp, Mul."""
     layer, tensor = place.layer, place.bottom
     if layer.inner != 1:
         tensor = place.step("inner", "Mul", tensor, place.value("inner_factor", float(layer.inner)))
@@ -121,7 +121,7 @@ def exponential(place: Place[arithmetic.Exp]) -> None:
 
 @onnx_form(arithmetic.Log)
 def logarithm(place: Place[arithmetic.Log]) -> None:
-    """Log behind a product and a sum."""
+    """Mul, Add, Log, Mul."""
     layer, tensor = place.layer, place.bottom
     if layer.options.scale != 1:
         tensor = place.step("scale", "Mul", tensor, place.value("scale_factor", float(layer.options.scale)))

@@ -1,4 +1,4 @@
-"""Several blobs from one and one from several: Split, Concat, Slice, Tile, Eltwise."""
+"""Split, Concat, Slice, Tile and Eltwise."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from amct.caffe.onnx.forms.registry import onnx_form
 
 @onnx_form(Split)
 def split(place: Place[Split]) -> None:
-    """In ONNX a tensor has as many readers as it likes."""
+    """Aliases: an ONNX tensor may have several readers."""
     for index in range(len(place.tops)):
         place.alias(place.bottom, index)
 
 
 @onnx_form(Concat)
 def concat(place: Place[Concat]) -> None:
-    """The same operator."""
+    """Concat."""
     if len(place.bottoms) == 1:
         place.alias(place.bottom)
     else:
@@ -37,7 +37,7 @@ def slice_axis(place: Place[Slice]) -> None:
 
 @onnx_form(Tile)
 def tile(place: Place[Tile]) -> None:
-    """The same operator."""
+    """Tile."""
     times = [1] * len(place.bottom_dims[0])
     times[place.layer.axis] = place.layer.parameter.tile_param.tiles
     place.top("Tile", place.bottom, place.value("times", times))
@@ -45,7 +45,7 @@ def tile(place: Place[Tile]) -> None:
 
 @onnx_form(Eltwise)
 def eltwise(place: Place[Eltwise]) -> None:
-    """Add or Mul of two at a time, or Max."""
+    """A chain of Add or Mul, or Max."""
     layer = place.layer
     if layer.operation == MAX:
         place.top("Max", *place.bottoms)

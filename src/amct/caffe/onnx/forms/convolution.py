@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @onnx_form(Convolution)
 def convolution(place: Place[Convolution]) -> None:
-    """Conv; one for each bottom, with the same weights."""
+    """One Conv per bottom, with the same weights."""
     _all(place, "Conv")
 
 
 @onnx_form(Deconvolution)
 def deconvolution(place: Place[Deconvolution]) -> None:
-    """ConvTranspose; one for each bottom, with the same weights."""
+    """One ConvTranspose per bottom, with the same weights."""
     _all(place, "ConvTranspose")
 
 
@@ -44,7 +44,7 @@ def _one(place: Place[Convolution] | Place[Deconvolution], operator: str, weight
     if layer.axis == 1 and layer.spatial_axes:
         place.top(operator, bottom, *weights, index=index, **attributes)
         return
-    # Other axes: everything in front of the channels becomes the batch; without spatial axes there is one of length 1.
+    # Other axes: the axes before the channels are merged into the batch; without spatial axes one of size 1 is added.
     suffix = "" if index == 0 else f".{index}"
     rest = place.bottom_dims[index][layer.axis :]
     flat = place.reshaped(bottom, (None, *rest) if layer.spatial_axes else (None, *rest, 1), f"flat{suffix}")
@@ -66,7 +66,7 @@ def window_attributes(window: Window, group: int) -> dict[str, Attribute]:
 
 @onnx_form(Im2col)
 def im2col(place: Place[Im2col]) -> None:
-    """A convolution whose filters each pick one value of the window."""
+    """A Conv whose filters each select one value of the window."""
     layer, dims = place.layer, place.bottom_dims[0]
     (channels,) = fixed(dims[layer.axis : layer.axis + 1])
     cells = int(np.prod(layer.window.kernel))

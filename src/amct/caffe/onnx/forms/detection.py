@@ -22,7 +22,7 @@ FLOAT, INT64 = 1, 7
 
 @onnx_form(Normalize)
 def normalize(place: Place[Normalize]) -> None:
-    """A quotient by the norm, times a scale."""
+    """Return scale * x / sqrt(sum(x^2) + eps)."""
     layer, axes = place.layer, len(place.bottom_dims[0])
     over = list(range(1, axes)) if layer.options.across_spatial else [1]
     squares = place.step("squares", "Mul", place.bottom, place.bottom)
@@ -34,14 +34,14 @@ def normalize(place: Place[Normalize]) -> None:
 
 @onnx_form(PriorBox)
 def prior_box(place: Place[PriorBox]) -> None:
-    """A constant: only the shapes matter."""
+    """A constant, because the result depends on the shapes only."""
     pictures = [torch.empty(1, 1, *fixed(dims[2:])) for dims in place.bottom_dims]
     place.alias(place.value("boxes", place.layer.forward(pictures, [])[0].numpy()))
 
 
 @onnx_form(ROIPooling)
 def roi_pooling(place: Place[ROIPooling]) -> None:
-    """ONNX's MaxRoiPool is the same."""
+    """MaxRoiPool."""
     layer = place.layer
     regions = place.reshaped(place.bottoms[1], (None, COLUMNS), "regions")
     place.top("MaxRoiPool", place.bottom, regions, pooled_shape=list(layer.pooled), spatial_scale=float(layer.scale))
@@ -49,7 +49,7 @@ def roi_pooling(place: Place[ROIPooling]) -> None:
 
 @onnx_form(ROIAlign)
 def roi_align(place: Place[ROIAlign]) -> None:
-    """ONNX's RoiAlign without its half pixel; it wants pictures and corners apart."""
+    """RoiAlign without the half-pixel shift; image indices and corners are separate inputs."""
     layer = place.layer
     regions = place.reshaped(place.bottoms[1], (None, COLUMNS), "regions")
     parts = [place.writer.tensor(f"{layer.name}.{part}") for part in ("picture", "corners")]
@@ -76,7 +76,7 @@ def roi_align(place: Place[ROIAlign]) -> None:
 
 @onnx_form(Nms)
 def nms(place: Place[Nms]) -> None:
-    """ONNX's NonMaxSuppression, its places as numbers."""
+    """NonMaxSuppression, its indices cast to float."""
     layer = place.layer
     (boxes,) = fixed(place.bottom_dims[0][1:2])
     most = boxes if layer.most is None else layer.most

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _normalized(place: Place[GroupNorm] | Place[LayerNormalization], tensor: str, axes: list[int], eps: float) -> str:
-    """A tensor minus its mean over axes, over its deviation."""
+    """(x - mean) / sqrt(variance + eps) over the axes."""
     centred = place.step("centred", "Sub", tensor, place.reduced("mean", "ReduceMean", tensor, axes))
     squares = place.step("squares", "Mul", centred, centred)
     variance = place.reduced("variance", "ReduceMean", squares, axes)
@@ -22,16 +22,16 @@ def _normalized(place: Place[GroupNorm] | Place[LayerNormalization], tensor: str
 
 @onnx_form(GroupNorm)
 def group_norm(place: Place[GroupNorm]) -> None:
-    """Each group as a row."""
+    """Normalize each group as a row."""
     options = place.layer.parameter.group_norm_param
-    shape = place.value("groups", [0, int(options.group_num), -1])  # 0 keeps the length of the batch
+    shape = place.value("groups", [0, int(options.group_num), -1])  # 0 keeps the batch size
     rows = place.step("rows", "Reshape", place.bottom, shape)
     place.top_reshaped(_normalized(place, rows, [2], float(options.eps)))
 
 
 @onnx_form(LayerNormalization)
 def layer_normalization(place: Place[LayerNormalization]) -> None:
-    """Over the last axes, times a scale, plus a bias."""
+    """Normalize the last axes, multiply by the scale, add the bias."""
     layer = place.layer
     axes = list(range(layer.axis, len(place.bottom_dims[0])))
     factors = place.bottoms[1:] or [place.parameter(index, f"factor{index}") for index in range(len(layer.blobs))]

@@ -16,7 +16,7 @@ MATRIX = 2
 
 @onnx_form(InnerProduct)
 def inner_product(place: Place[InnerProduct]) -> None:
-    """Gemm over the flattened bottom."""
+    """Gemm of the flattened bottom."""
     layer, flat = place.layer, place.bottom
     is_matrix = layer.axis == 1
     if is_matrix and len(place.bottom_dims[0]) > MATRIX:
@@ -34,7 +34,7 @@ def inner_product(place: Place[InnerProduct]) -> None:
 
 @onnx_form(Embed)
 def embed(place: Place[Embed]) -> None:
-    """Gather of rows."""
+    """Gather of weight rows, plus the bias."""
     index = place.step("index", "Cast", place.bottom, to=INT64)
     table = place.parameter(0, "weight")
     if len(place.layer.blobs) == 1:

@@ -1,4 +1,4 @@
-"""Element-wise functions beyond Caffe 1.0, and CReLU."""
+"""Element-wise functions that Caffe 1.0 does not have, and CReLU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SAME_OPERATOR = {
 
 @onnx_form(*_SAME_OPERATOR)
 def same_operator(place: Place[Any]) -> None:
-    """One operator."""
+    """The ONNX operator of the same function."""
     place.top(_SAME_OPERATOR[type(place.layer)], place.bottom)
 
 
 @onnx_form(more.ReLU6)
 def relu6(place: Place[more.ReLU6]) -> None:
-    """Clip; with a slope, plus the negative part times it."""
+    """Clip, plus negative_slope * min(x, 0)."""
     limits = place.value("minimum", 0.0), place.value("maximum", more.SIX)
     if not place.layer.slope:
         place.top("Clip", place.bottom, *limits)
@@ -41,13 +41,13 @@ def relu6(place: Place[more.ReLU6]) -> None:
 
 @onnx_form(more.RReLU)
 def rrelu(place: Place[more.RReLU]) -> None:
-    """LeakyRelu with the mean of the slopes."""
+    """LeakyRelu with the mean of lower and upper."""
     place.top("LeakyRelu", place.bottom, alpha=(place.layer.lower + place.layer.upper) / 2)
 
 
 @onnx_form(more.CReLU)
 def crelu(place: Place[more.CReLU]) -> None:
-    """Relu of both signs, joined."""
+    """Relu of Concat(x, -x)."""
     options = place.layer.parameter.crelu_param
     opposite = place.step("opposite", "Neg", place.bottom)
     both = place.step("both", "Concat", place.bottom, opposite, axis=int(options.concat_axis))

@@ -16,7 +16,7 @@ from amct.caffe.onnx.forms.registry import onnx_form
 
 @onnx_form(BatchNorm)
 def batch_norm(place: Place[BatchNorm]) -> None:
-    """BatchNormalization without scale and shift; over the statistics of the batch where the prototxt says so."""
+    """BatchNormalization with scale 1 and shift 0; from Reduce operators if the layer uses batch statistics."""
     layer = place.layer
     axes = len(place.bottom_dims[0])
     if not layer.use_global:
@@ -36,27 +36,27 @@ def batch_norm(place: Place[BatchNorm]) -> None:
 
 
 def _centred(place: Place[BatchNorm] | Place[MVN], tensor: str, axes: list[int]) -> tuple[str, str]:
-    """A tensor minus its mean over axes, and its variance."""
+    """Return x - mean over the axes, and the variance."""
     centred = place.step("centred", "Sub", tensor, place.reduced("mean", "ReduceMean", tensor, axes))
     squares = place.step("squares", "Mul", centred, centred)
     return centred, place.reduced("variance", "ReduceMean", squares, axes)
 
 
 def _broadcast(place: Place[Scale] | Place[Bias]) -> Dims:
-    """The shape under which a second bottom lines up with the first one."""
+    """The shape in which a second bottom broadcasts to the first."""
     own, shape = place.bottom_dims[0], place.layer.broadcast
     return tuple(None if known is None and size != 1 else size for known, size in zip(own, shape, strict=True))
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without leading axes of length 1: broadcasting adds them, and runtimes fold such operands more readily."""
+    """The shape without leading axes of size 1: broadcasting adds them, and runtimes fold such operands more often."""
     start = next((index for index, size in enumerate(shape) if size != 1), len(shape))
     return shape[start:]
 
 
 @onnx_form(Scale)
 def scale(place: Place[Scale]) -> None:
-    """A product, and a sum when there is a bias."""
+    """Mul, and Add if there is a bias."""
     layer = place.layer
     shape = _trimmed(layer.broadcast)
     if len(place.bottoms) > 1:
@@ -72,7 +72,7 @@ def scale(place: Place[Scale]) -> None:
 
 @onnx_form(Bias)
 def bias(place: Place[Bias]) -> None:
-    """A sum."""
+    """Add."""
     if len(place.bottoms) > 1:
         place.top("Add", place.bottom, place.reshaped(place.bottoms[1], _broadcast(place), "addend"))
     else:
@@ -81,7 +81,7 @@ def bias(place: Place[Bias]) -> None:
 
 @onnx_form(LRN)
 def lrn(place: Place[LRN]) -> None:
-    """The same operator across channels; within a channel an average of squares."""
+    """LRN across channels; within a channel computed from an AveragePool of squares."""
     options = place.layer.options
     size, alpha, beta = int(options.local_size), float(options.alpha), float(options.beta)
     if options.norm_region != WITHIN_CHANNEL:
@@ -97,7 +97,7 @@ def lrn(place: Place[LRN]) -> None:
 
 @onnx_form(MVN)
 def mvn(place: Place[MVN]) -> None:
-    """Differences from the mean of each row, over their deviation."""
+    """(x - mean) / (deviation + eps) of each row."""
     options, dims = place.layer.options, place.bottom_dims[0]
     behind = dims[1:] if options.across_channels else dims[2:]
     rows = place.reshaped(place.bottom, (None, math.prod(fixed(behind))), "rows")
@@ -113,5 +113,5 @@ def mvn(place: Place[MVN]) -> None:
 
 @onnx_form(Softmax)
 def softmax(place: Place[Softmax]) -> None:
-    """The same operator."""
+    """Softmax."""
     place.top("Softmax", place.bottom, axis=place.layer.axis)

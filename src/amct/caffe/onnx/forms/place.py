@@ -1,4 +1,4 @@
-"""What a form sees of its layer's place in the graph, and how it writes nodes there."""
+"""The interface of a form: the tensors and shapes of its layer, and methods that write nodes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from amct.caffe.onnx.forms.writer import Attribute, OnnxWriter
 
 Dims: TypeAlias = tuple[int | None, ...]
-"""A shape; None stands for a length that follows the batch size."""
+"""A shape; None is a size that depends on the batch size."""
 LayerT = TypeVar("LayerT", bound=Layer, covariant=True)
 
 REDUCE_AXES_ARE_INPUTS = 18
-"""From this opset on; ReduceSum has always had them so (since 13)."""
+"""From this opset on; for ReduceSum already from opset 13."""
 
 
 class FollowsBatchError(Exception):
-    """A form needs a length that changes with the batch size: the file gets a fixed batch size instead."""
+    """A form needs a size that depends on the batch size; the file then gets a fixed batch size."""
 
 
 @dataclass(eq=False)
 class Place(Generic[LayerT]):
-    """One layer: the tensors it reads, the tensors it must make, their shapes.
+    """One layer in the ONNX graph: the tensors it reads, the tensors it must write, their shapes.
 
-    Every top must be written by ``top`` (or ``node`` with its name among the outputs), or declared by ``alias`` to be
-    a tensor that exists.
+    Each top must be written by ``top`` (or ``node`` with its name among the outputs), or declared by ``alias`` as an
+    existing tensor.
     """
 
     layer: LayerT
@@ -53,28 +53,28 @@ class Place(Generic[LayerT]):
         return self.bottoms[0]
 
     def top(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> None:
-        """Write a top by one node, which is called as the layer."""
+        """Write a top by one node with the layer's name."""
         name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
         self.writer.node(operator, name, inputs, [self.tops[index]], **attributes)
 
     def step(self, part: str, operator: str, *inputs: str, **attributes: Attribute) -> str:
-        """Add a node in between, called ``<layer>.<part>``; returns its output."""
+        """Add an intermediate node called ``<layer>.<part>``; returns its output."""
         return self.writer.node(operator, f"{self.layer.name}.{part}", inputs, **attributes)
 
     def main(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> str:
-        """Add the node that is called as the layer where its result is not yet the top; returns its output."""
+        """Add the node with the layer's name where its output is not yet the top; returns its output."""
         name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
         return self.writer.node(operator, name, inputs, **attributes)
 
     def node(
         self, operator: str, part: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Attribute
     ) -> None:
-        """Add a node with several outputs; an empty ``part`` calls it as the layer."""
+        """Add a node with several outputs; an empty ``part`` gives it the layer's name."""
         name = f"{self.layer.name}.{part}" if part else self.layer.name
         self.writer.node(operator, name, inputs, outputs, **attributes)
 
     def alias(self, tensor: str, index: int = 0) -> None:
-        """Declare a top to be a tensor that exists."""
+        """Declare a top as an existing tensor."""
         self.aliases[index] = tensor
 
     def value(self, part: str, value: NDArray[Any] | Sequence[int] | float) -> str:
@@ -85,14 +85,14 @@ class Place(Generic[LayerT]):
         return self.writer.constant(f"{self.layer.name}.{part}", array)
 
     def parameter(self, index: int, part: str, shape: Sequence[int] | None = None, *, transposed: bool = False) -> str:
-        """A parameter of the layer as a constant, perhaps of another shape."""
+        """A parameter of the layer as a constant, reshaped or transposed on request."""
         blob = self.layer.blobs[index]
         own = blob.shape[::-1] if transposed else blob.shape
         wanted = tuple(own if shape is None else shape)
         return self.writer.parameter(blob, f"{self.layer.name}.{part}", wanted, transposed=transposed)
 
     def arithmetic(self, tensor: str, steps: Sequence[tuple[str, str, float]]) -> None:
-        """Apply operators with a constant second operand one after the other, ``(part, operator, operand)``."""
+        """Apply operators with a constant second operand in sequence, ``(part, operator, operand)``."""
         for part, operator, operand in steps[:-1]:
             tensor = self.step(part, operator, tensor, self.value(f"{part}_operand", operand))
         if not steps:
@@ -102,11 +102,11 @@ class Place(Generic[LayerT]):
         self.top(operator, tensor, self.value(f"{part}_operand", operand))
 
     def reshaped(self, tensor: str, dims: Dims, part: str) -> str:
-        """A tensor under another shape."""
+        """Reshape a tensor."""
         return self.step(part, "Reshape", tensor, self.target(dims, f"{part}_shape"))
 
     def top_reshaped(self, tensor: str, index: int = 0) -> None:
-        """Bring a tensor into the shape of a top and write it, by a node called ``<layer>.shaped``."""
+        """Reshape a tensor to the shape of a top and write it, by a node called ``<layer>.shaped``."""
         target = self.target(self.top_dims[index], f"shape{index}")
         suffix = "" if index == 0 else f".{index}"
         self.writer.node("Reshape", f"{self.layer.name}.shaped{suffix}", [tensor, target], [self.tops[index]])
@@ -115,10 +115,10 @@ class Place(Generic[LayerT]):
         """The shape input of a Reshape.
 
         Raises:
-            FollowsBatchError: More than one length follows the batch size.
+            FollowsBatchError: More than one size depends on the batch size.
         """
         if dims.count(None) > 1:
-            raise FollowsBatchError(f'layer "{self.layer.name}" makes a shape of which two lengths follow it')
+            raise FollowsBatchError(f'layer "{self.layer.name}" has a shape of which two sizes depend on it')
         return self.value(part, np.array([-1 if size is None else size for size in dims], dtype=np.int64))
 
     def reduced(self, part: str, operator: str, tensor: str, axes: Sequence[int], *, keep: bool = True) -> str:
@@ -133,19 +133,19 @@ class Place(Generic[LayerT]):
 
 
 def fixed(dims: Sequence[int | None]) -> tuple[int, ...]:
-    """Lengths that a form must know as numbers.
+    """Return sizes that must be known as numbers.
 
     Raises:
-        FollowsBatchError: One follows the batch size.
+        FollowsBatchError: One depends on the batch size.
     """
     known = tuple(size for size in dims if size is not None)
     if len(known) != len(dims):
-        raise FollowsBatchError("a layer must know a length that follows it")
+        raise FollowsBatchError("a layer needs a size that depends on it")
     return known
 
 
 def product(dims: Sequence[int | None]) -> int | None:
-    """The number of values; None when it follows the batch size."""
+    """The number of values; None if it depends on the batch size."""
     total = 1
     for size in dims:
         if size is None:

@@ -1,12 +1,11 @@
-"""Pooling and SPP with Caffe's windows, which ONNX's explicit paddings can express.
+"""Pooling and SPP with Caffe's windows, expressed by explicit ONNX paddings.
 
-ONNX's ``ceil_mode`` is not used: runtimes disagree about its last window. What a window needs beyond the padded picture
-("overhang") is given as padding at the end, and
+ONNX's ``ceil_mode`` is not used, because runtimes disagree about its last window. The part of a window beyond the
+padded image ("overhang") is written as padding at the end:
 
-* MAX never looks at padding;
-* AVE divides by the part of a window inside the *padded* picture, so that padding counts and overhang does not:
-  without padding that is ``count_include_pad=0``, without overhang ``count_include_pad=1``, with both a Pad in front of
-  the former.
+* MAX ignores padding;
+* AVE divides by the area of a window inside the *padded* image, so padding counts and overhang does not. Without
+  padding that is ``count_include_pad=0``, without overhang ``count_include_pad=1``, with both a Pad before the former.
 """
 
 from __future__ import annotations
@@ -28,24 +27,24 @@ FLOAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class _Margins:
-    """Where a window reaches over the picture, as (height, width)."""
+    """How far windows extend beyond the image, as (height, width)."""
 
     begin: tuple[int, int]
     end: tuple[int, int]
-    """What the last window needs behind the picture, padding and overhang together."""
+    """Padding and overhang of the last window."""
 
     @property
     def pads(self) -> list[int]:
-        """As ONNX's poolings want them."""
+        """The ``pads`` attribute of ONNX's poolings."""
         return [*self.begin, *self.end]
 
     def fit(self, window: PoolWindow) -> bool:
-        """Whether runtimes accept the paddings: smaller than the kernel, no window wholly outside."""
+        """Whether runtimes accept the paddings: each smaller than the kernel."""
         both = (*zip(self.begin, window.kernel, strict=True), *zip(self.end, window.kernel, strict=True))
         return all(pad < kernel for pad, kernel in both)
 
     def overhang(self, window: PoolWindow) -> tuple[int, int]:
-        """What the last window needs behind the padded picture."""
+        """How far the last window extends beyond the padded image."""
         return max(0, self.end[0] - window.pad[0]), max(0, self.end[1] - window.pad[1])
 
 
@@ -69,7 +68,7 @@ def _padded(place: Place[Pooling] | Place[SPP], tensor: str, part: str, pads: li
 def _pool(
     place: Place[Pooling] | Place[SPP], window: PoolWindow, method: int, prefix: str
 ) -> tuple[str, str, dict[str, Attribute]]:
-    """Write all but the pooling itself; returns its input, operator and attributes."""
+    """Write the nodes before the pooling; returns its input, operator and attributes."""
     margins = _margins(window, fixed(place.bottom_dims[0][2:]))
     attributes: dict[str, Attribute] = {"kernel_shape": list(window.kernel), "strides": list(window.stride)}
     if method == MAX:
@@ -94,12 +93,12 @@ def _has_empty_window(place: Place[Pooling] | Place[SPP], window: PoolWindow) ->
 
 @onnx_form(Pooling)
 def pooling(place: Place[Pooling]) -> None:
-    """MaxPool or AveragePool; the global ones where the prototxt says so."""
+    """MaxPool or AveragePool, or the global ones with ``global_pooling``."""
     layer, method = place.layer, place.layer.options.pool
     if layer.options.global_pooling and len(place.tops) == 1 and method in (MAX, AVE):
         place.top("GlobalAveragePool" if method == AVE else "GlobalMaxPool", place.bottom)
     elif method == MAX and len(place.tops) > 1:
-        _max_with_places(place)
+        _max_with_indices(place)
     elif method == MAX or (method == AVE and not _has_empty_window(place, layer.window)):
         tensor, operator, attributes = _pool(place, layer.window, method, "")
         place.top(operator, tensor, **attributes)
@@ -109,8 +108,11 @@ def pooling(place: Place[Pooling]) -> None:
         _stochastic(place)
 
 
-def _max_with_places(place: Place[Pooling]) -> None:
-    """The places count from the start of each picture; ONNX counts through the whole tensor, Pad included."""
+def _max_with_indices(place: Place[Pooling]) -> None:
+    """MaxPool with indices.
+
+    Caffe's count from the start of each plane; ONNX's from the start of the (padded) tensor.
+    """
     tensor, operator, attributes = _pool(place, place.layer.window, MAX, "")
     height, width = fixed(place.bottom_dims[0][2:])
     top, left = (0, 0)
@@ -134,7 +136,7 @@ def _max_with_places(place: Place[Pooling]) -> None:
 
 
 def _average_with_empty_windows(place: Place[Pooling]) -> None:
-    """Windows that start behind the picture (only without padding) have no area: Caffe divides 0 by it."""
+    """Windows that start beyond the image (only without padding) have a non-positive area, by which Caffe divides 0."""
     window, sizes = place.layer.window, fixed(place.bottom_dims[0][2:])
     output = window.output(sizes)
     kept, shares = [], []
@@ -152,17 +154,17 @@ def _average_with_empty_windows(place: Place[Pooling]) -> None:
 
 
 def _means(place: Place[Pooling], tensor: str, part: str) -> str:
-    """The mean of each whole window, whatever hangs over counted as zeros."""
+    """The mean of each whole window, with overhang as zeros."""
     window = place.layer.window
     margins = _margins(window, fixed(place.bottom_dims[0][2:]))
     if not margins.fit(window):
-        raise place.error("some of its windows lie outside the picture, which STOCHASTIC pooling in ONNX cannot have")
+        raise place.error("some windows lie outside the image: STOCHASTIC pooling in ONNX does not support that")
     attributes = {"kernel_shape": list(window.kernel), "strides": list(window.stride), "pads": margins.pads}
     return place.step(part, "AveragePool", tensor, **attributes, count_include_pad=1)
 
 
 def _stochastic(place: Place[Pooling]) -> None:
-    """At inference the expectation: the sum of squares over the sum, 0 where nothing is positive."""
+    """The expectation at inference: sum(x^2) / sum(x), 0 where the sum is not positive."""
     squares = place.step("squares", "Mul", place.bottom, place.bottom)
     total, weighted = _means(place, place.bottom, "total"), _means(place, squares, "weighted")
     zero = place.value("zero", 0.0)
@@ -172,7 +174,7 @@ def _stochastic(place: Place[Pooling]) -> None:
 
 @onnx_form(SPP)
 def spp(place: Place[SPP]) -> None:
-    """A pooling for each level, flattened and joined."""
+    """A pooling per level, flattened and concatenated."""
     layer = place.layer
     method = AVE if layer.options.pool == AVE else MAX
     if layer.levels == 1:

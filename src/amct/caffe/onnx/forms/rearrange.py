@@ -24,13 +24,13 @@ _FIRST_PLACE = int(np.iinfo(np.int64).min)
 
 @onnx_form(Permute)
 def permute(place: Place[Permute]) -> None:
-    """ONNX's Transpose."""
+    """Transpose."""
     place.top("Transpose", place.bottom, perm=list(place.layer.order))
 
 
 @onnx_form(Reorg)
 def reorg(place: Place[Reorg]) -> None:
-    """A shape of six axes, in another order; ONNX's SpaceToDepth has square blocks only."""
+    """Reshape to six axes, Transpose, Reshape; ONNX's SpaceToDepth supports square blocks only."""
     batch, *rest = place.bottom_dims[0]
     channels, rows, columns = fixed(rest)
     height, width = place.layer.block
@@ -45,7 +45,7 @@ def reorg(place: Place[Reorg]) -> None:
 
 @onnx_form(ShuffleChannel)
 def shuffle_channel(place: Place[ShuffleChannel]) -> None:
-    """Rows become columns."""
+    """Reshape, Transpose, Reshape."""
     batch, *rest = place.bottom_dims[0]
     group = int(place.layer.parameter.shuffle_channel_param.group)
     (channels,) = fixed(rest[:1])
@@ -55,7 +55,7 @@ def shuffle_channel(place: Place[ShuffleChannel]) -> None:
 
 @onnx_form(Reverse)
 def reverse(place: Place[Reverse]) -> None:
-    """A Slice of step -1."""
+    """Slice with step -1."""
     count = len(place.bottom_dims[0])
     given = place.layer.parameter.reverse_param.axis or [0]
     axes = sorted({canonical_axis(axis, count, place.layer.name) for axis in given})
@@ -65,7 +65,7 @@ def reverse(place: Place[Reverse]) -> None:
 
 @onnx_form(Pad)
 def pad(place: Place[Pad]) -> None:
-    """The same operator; wrapping around exists from opset 19 on."""
+    """Pad; mode WRAP needs opset 19."""
     options, sides = place.layer.parameter.pad_param, place.layer.sides
     both = [sides.get(axis, (0, 0)) for axis in range(len(place.bottom_dims[0]))]
     inputs = [place.bottom, place.value("amounts", [*(before for before, _ in both), *(after for _, after in both)])]
@@ -74,7 +74,7 @@ def pad(place: Place[Pad]) -> None:
         place.top("Pad", *inputs, place.value("filling", float(options.value)))
         return
     if options.mode == WRAP and place.writer.opset < WRAP_OPSET:
-        raise place.error(f"mode WRAP needs opset {WRAP_OPSET}, got {place.writer.opset}; ask for a newer one")
+        raise place.error(f"mode WRAP needs opset {WRAP_OPSET}, got {place.writer.opset}; request a newer one")
     place.top("Pad", *inputs, mode=mode)
 
 
@@ -89,7 +89,7 @@ def sort(place: Place[Sort]) -> None:
 
 @onnx_form(TopK)
 def top_k(place: Place[TopK]) -> None:
-    """The same operator."""
+    """TopK."""
     options = place.layer.parameter.topk_param
     axis = canonical_axis(options.axis, len(place.bottom_dims[0]), place.layer.name)
     _top_k(place, int(options.k), axis, largest=bool(options.largest))

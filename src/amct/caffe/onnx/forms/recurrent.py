@@ -1,7 +1,7 @@
 """LSTM, RNN, GRU and LSTMUnit.
 
-ONNX's own LSTM cannot restart a stream in the middle, which ``cont`` asks for, so the steps are the body of a Scan. The
-state of one run is not carried to the next: a run starts from zeros, or from the states that ``expose_hidden`` takes.
+ONNX's LSTM cannot reset a stream in the middle of a sequence (``cont``), so the time steps are the body of a Scan.
+States are not carried from one run to the next: a run starts from zeros, or from the states of ``expose_hidden``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amct.caffe.onnx.forms.registry import onnx_form
 
 @onnx_form(LSTM)
 def lstm(place: Place[LSTM]) -> None:
-    """States h and c."""
+    """A Scan with the states h and c."""
     recurrent = place.parameter(len(place.layer.blobs) - 1, "recurrent", transposed=True)
     sizes = place.value("gates", [place.layer.outputs] * GATES)
     nodes = [
@@ -32,7 +32,7 @@ def lstm(place: Place[LSTM]) -> None:
 
 @onnx_form(RNN)
 def rnn(place: Place[RNN]) -> None:
-    """State h, and an output layer behind it."""
+    """A Scan with the state h, followed by an output layer."""
     count = len(place.layer.blobs)
     recurrent = place.parameter(count - 3, "recurrent", transposed=True)
     outward = place.parameter(count - 2, "outward", transposed=True)
@@ -50,7 +50,7 @@ def rnn(place: Place[RNN]) -> None:
 
 @onnx_form(GRU)
 def gru(place: Place[GRU]) -> None:
-    """State h; the gates come as z, r, h."""
+    """A Scan with the state h; gate order z, r, h."""
     size = place.layer.outputs
     weight = place.layer.blobs[-1].tensor.detach().cpu().numpy()
     gates = place.value("recurrent_gates", weight[: 2 * size].T)
@@ -79,7 +79,7 @@ def gru(place: Place[GRU]) -> None:
 
 
 def _lstm_step(sums: str, cell: str, going: str, sizes: str, results: tuple[str, str]) -> list[NodeProto]:
-    """New cell and hidden state; the gates come as i, f, o, g."""
+    """The new cell and hidden state; gate order i, f, o, g."""
     new_cell, hidden = results
     return [
         helper.make_node("Split", [sums, sizes], ["i", "f", "o", "g"], axis=-1),
@@ -97,7 +97,7 @@ def _lstm_step(sums: str, cell: str, going: str, sizes: str, results: tuple[str,
 
 
 def _scan(place: Place[LSTM] | Place[RNN] | Place[GRU], nodes: list[NodeProto], states: list[str]) -> None:
-    """Run a body for each step; it reads the states, ``drive`` and ``going``, and makes ``<state>_new`` and ``out``."""
+    """Run the body for each step; it reads the states, ``drive`` and ``going``, writes ``<state>_new`` and ``out``."""
     layer = place.layer
     axis = place.value("behind", [1])
     first = [helper.make_node("Unsqueeze", ["cont", axis], ["going"])]
@@ -126,14 +126,14 @@ def _first_states(place: Place[LSTM] | Place[RNN] | Place[GRU], states: list[str
             for bottom, state in zip(given, states, strict=True)
         ]
     place.writer.notes.append(
-        f'layer "{layer.name}" ({layer.type}): every run starts from zeros; Caffe goes on from the run before'
+        f'layer "{layer.name}" ({layer.type}): every run starts from zeros; Caffe continues from the previous run'
     )
     zeros = np.zeros((streams, layer.outputs), dtype=np.float32)
     return [place.value(f"{state}_first", zeros) for state in states]
 
 
 def _drive(place: Place[LSTM] | Place[RNN] | Place[GRU], streams: int) -> str:
-    """What the input adds at every step, for all steps at once."""
+    """The input part of the gates at all time steps: W_x x + b (+ W_static x_static)."""
     layer: Recurrent = place.layer
     x = place.reshaped(place.bottom, (place.bottom_dims[0][0], streams, layer.inputs), "x")
     driven = place.step("driven", "MatMul", x, place.parameter(0, "weight", transposed=True))
@@ -147,7 +147,7 @@ def _drive(place: Place[LSTM] | Place[RNN] | Place[GRU], streams: int) -> str:
 
 @onnx_form(LSTMUnit)
 def lstm_unit(place: Place[LSTMUnit]) -> None:
-    """One step."""
+    """One time step."""
     name = place.layer.name
     cell, gates, cont = place.bottoms
     going = place.step("going", "Unsqueeze", cont, place.value("behind", [2]))

@@ -15,7 +15,7 @@ _FIRST_PLACE = np.iinfo(np.int64).min
 
 @onnx_form(Reduction)
 def reduction(place: Place[Reduction]) -> None:
-    """The reduction over all axes from one on, times a coefficient."""
+    """The reduction over all axes from ``axis`` on, times coeff."""
     options, axes = place.layer.parameter.reduction_param, range(place.layer.axis, len(place.bottom_dims[0]))
     operator = _OPERATORS.get(options.operation, "ReduceSum")
     result = place.reduced("reduced", operator, place.bottom, list(axes), keep=False)
@@ -27,7 +27,7 @@ def reduction(place: Place[Reduction]) -> None:
 
 @onnx_form(ArgMax)
 def arg_max(place: Place[ArgMax]) -> None:
-    """TopK of the reversed values: on a tie TopK gives the first place, Caffe the last."""
+    """TopK of the reversed values, because on a tie TopK returns the first index and Caffe the last."""
     layer, options = place.layer, place.layer.options
     values, axis = place.bottom, layer.axis
     if axis is None:

@@ -1,4 +1,4 @@
-"""Forms by layer class."""
+"""The ONNX form of each layer class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LayerT = TypeVar("LayerT", bound=Layer)
 
 _COMPUTING = frozenset({"run", "forward", "function", "compute", "convolve", "step", "reduce"})
-"""Methods that say what a layer computes."""
+"""Methods that define what a layer computes."""
 
 _forms: dict[type[Layer], Callable[[Any], None]] = {}
 
@@ -25,7 +25,7 @@ _forms: dict[type[Layer], Callable[[Any], None]] = {}
 def onnx_form(
     *classes: type[LayerT],
 ) -> Callable[[Callable[[Place[LayerT]], None]], Callable[[Place[LayerT]], None]]:
-    """Make a function the ONNX form of layer classes and their subclasses."""
+    """Register a function as the ONNX form of layer classes and their subclasses."""
 
     def decorate(form: Callable[[Place[LayerT]], None]) -> Callable[[Place[LayerT]], None]:
         for layer_class in classes:

@@ -1,4 +1,4 @@
-"""Layers that make a picture larger (or smaller): Upsample, Unpooling, Interp."""
+"""Layers that resize an image: Upsample, Unpooling, Interp."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RESIZE_AXES_OPSET = 18
 
 @onnx_form(Upsample)
 def upsample(place: Place[Upsample]) -> None:
-    """Resize to the nearest value, or values put at their places."""
+    """Resize (nearest), or ScatterElements with a mask."""
     layer = place.layer
     if len(place.bottoms) > 1:
         places = place.step("index", "Cast", place.bottoms[1], to=INT64)
-        result = _placed(place, places)
+        result = _scattered(place, places)
     else:
         scales = place.value("scales", np.array([1, 1, *layer.factor], np.float32))
         mode: dict[str, Attribute] = {
@@ -42,8 +42,8 @@ def upsample(place: Place[Upsample]) -> None:
         place.writer.node("Mul", f"{layer.name}.times", [result, place.value("factor", float(layer.times))], place.tops)
 
 
-def _placed(place: Place[Upsample] | Place[Unpooling], places: str) -> str:
-    """Zeros but for the values at their places, row * width + column."""
+def _scattered(place: Place[Upsample] | Place[Unpooling], places: str) -> str:
+    """A plane of zeros with the values at their indices, row * width + column."""
     batch, channels, *_ = fixed(place.bottom_dims[0])
     height, width = place.layer.size
     plane = place.value("plane", np.zeros((batch, channels, height * width), np.float32))
@@ -57,12 +57,12 @@ def _placed(place: Place[Upsample] | Place[Unpooling], places: str) -> str:
 
 @onnx_form(Unpooling)
 def unpooling(place: Place[Unpooling]) -> None:
-    """Values put at their places."""
+    """ScatterElements by the mask, or at the first pixel of each window."""
     layer = place.layer
     if layer.options.unpool == AVERAGE:
         raise place.error("there is no ONNX form of AVE unpooling; end the file before it (outputs=[...])")
     if len(place.bottoms) > 1:
-        place.alias(_placed(place, place.step("index", "Cast", place.bottoms[1], to=INT64)))
+        place.alias(_scattered(place, place.step("index", "Cast", place.bottoms[1], to=INT64)))
         return
     dims = fixed(place.bottom_dims[0])
     rows, columns = (
@@ -70,12 +70,12 @@ def unpooling(place: Place[Unpooling]) -> None:
         for count, stride, pad, limit in zip(dims[2:], layer.stride, layer.pad, layer.size, strict=True)
     )
     starts = rows[:, None] * layer.size[1] + columns
-    place.alias(_placed(place, place.value("index", np.broadcast_to(starts, dims).astype(np.int64))))
+    place.alias(_scattered(place, place.value("index", np.broadcast_to(starts, dims).astype(np.int64))))
 
 
 @onnx_form(Interp)
 def interp(place: Place[Interp]) -> None:
-    """Resize with the corners on each other, behind a Slice that crops."""
+    """Slice (cropping), then Resize with aligned corners."""
     options, dims = place.layer.options, place.bottom_dims[0]
     inner, sizes = place.bottom, fixed(dims[2:])
     if options.pad_beg or options.pad_end:

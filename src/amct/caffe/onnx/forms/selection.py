@@ -1,4 +1,4 @@
-"""BatchReindex and Filter, and blobs that do not come from the user: Parameter, DummyData."""
+"""BatchReindex, Filter, Parameter and DummyData."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def parameter(place: Place[Parameter]) -> None:
 
 @onnx_form(DummyData)
 def dummy_data(place: Place[DummyData]) -> None:
-    """A constant, if it is one."""
+    """A constant; random data is an error."""
     for index, (blob, filler) in enumerate(zip(place.layer.top_blobs, place.layer.fillers, strict=True)):
         if filler.type != "constant":
             raise place.error(
-                f"its data is drawn anew ({filler.type}) at every forward, which no ONNX file does; make it an Input"
+                f"its data is random ({filler.type}), which an ONNX file cannot express; make it an Input"
             )
         place.alias(place.value(f"value{index}", blob.tensor.detach().numpy()), index)

@@ -1,4 +1,4 @@
-"""Layers that only change the shape or cut a part out: Flatten, Reshape, Crop."""
+"""Layers that change the shape or crop: Flatten, Reshape, Crop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MATRIX = 2
 
 @onnx_form(Flatten)
 def flatten(place: Place[Flatten]) -> None:
-    """The same operator where it makes a matrix, else a Reshape."""
+    """Flatten if the result is a matrix, else Reshape."""
     own, wanted = place.bottom_dims[0], place.top_dims[0]
     if len(wanted) == MATRIX and wanted[1] is not None and wanted[1] == product(own[1:]):
         place.top("Flatten", place.bottom, axis=1)
@@ -21,20 +21,20 @@ def flatten(place: Place[Flatten]) -> None:
 
 @onnx_form(Reshape)
 def reshape(place: Place[Reshape]) -> None:
-    """The same operator, sizes known."""
+    """Reshape to the known sizes."""
     place.top("Reshape", place.bottom, place.target(place.top_dims[0], "shape"))
 
 
 @onnx_form(Crop)
 def crop(place: Place[Crop]) -> None:
-    """ONNX's Slice; the second bottom only gives the size."""
+    """Slice; the second bottom only gives the size."""
     starts, ends, axes = [], [], []
     for axis, (own, wanted, start) in enumerate(
         zip(place.bottom_dims[0], place.top_dims[0], place.layer.starts, strict=True)
     ):
         if own is None or wanted is None:
             if start or own != wanted:
-                raise FollowsBatchError(f'layer "{place.layer.name}" cuts along it')
+                raise FollowsBatchError(f'layer "{place.layer.name}" crops along it')
             continue
         if (start, wanted) != (0, own):
             starts.append(start)

@@ -1,4 +1,4 @@
-"""Products, comparisons and reductions of whole tensors."""
+"""Matrix products, comparisons and reductions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _REDUCTIONS = {
 
 @onnx_form(tensor_math.MatMul)
 def matmul(place: Place[tensor_math.MatMul]) -> None:
-    """The same operator; transposed operands first."""
+    """MatMul, after a Transpose of transposed operands."""
     options = place.layer.parameter.matmul_param
     operands = []
-    for name, bottom, dims, turned in (
+    for name, bottom, dims, is_transposed in (
         ("left", place.bottoms[0], place.bottom_dims[0], options.transpose_a),
         ("right", place.bottoms[1], place.bottom_dims[1], options.transpose_b),
     ):
         *lead, rows, columns = range(len(dims))
-        operands.append(place.step(name, "Transpose", bottom, perm=[*lead, columns, rows]) if turned else bottom)
+        operands.append(place.step(name, "Transpose", bottom, perm=[*lead, columns, rows]) if is_transposed else bottom)
     place.top("MatMul", *operands)
 
 
@@ -45,7 +45,7 @@ def mvm(place: Place[tensor_math.Mvm]) -> None:
 
 @onnx_form(tensor_math.Gemm)
 def gemm(place: Place[tensor_math.Gemm]) -> None:
-    """The same operator."""
+    """Gemm."""
     options = place.layer.parameter.gemm_param
     attributes: dict[str, Attribute] = {
         "alpha": float(options.alpha),
@@ -59,14 +59,14 @@ def gemm(place: Place[tensor_math.Gemm]) -> None:
 
 @onnx_form(tensor_math.Equal, tensor_math.Greater)
 def comparison(place: Place[Any]) -> None:
-    """The same operator, as a number."""
+    """Equal or Greater, cast to float."""
     operator = "Equal" if isinstance(place.layer, tensor_math.Equal) else "Greater"
     place.top("Cast", place.step("holds", operator, *place.bottoms), to=FLOAT)
 
 
 @onnx_form(tensor_math.Axpy)
 def axpy(place: Place[tensor_math.Axpy]) -> None:
-    """A product and a sum."""
+    """Mul and Add."""
     factor, x, y = place.bottoms
     dims = place.bottom_dims[1]
     factor = place.reshaped(factor, (*dims[:2], *(1,) * (len(dims) - 2)), "factor")
@@ -75,7 +75,7 @@ def axpy(place: Place[tensor_math.Axpy]) -> None:
 
 @onnx_form(*_REDUCTIONS)
 def reduce(place: Place[Any]) -> None:
-    """The same operator."""
+    """The ONNX reduction of the same name."""
     layer = place.layer
     if layer.axes:
         place.alias(place.reduced("reduced", _REDUCTIONS[type(layer)], place.bottom, layer.axes, keep=layer.keep))
@@ -85,7 +85,7 @@ def reduce(place: Place[Any]) -> None:
 
 @onnx_form(tensor_math.ArgMin)
 def arg_min(place: Place[tensor_math.ArgMin]) -> None:
-    """The same operator, as a number."""
+    """ArgMin, cast to float."""
     options = place.layer.parameter.argmin_param
     attributes = {
         "axis": int(options.axis),

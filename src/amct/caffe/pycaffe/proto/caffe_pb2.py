@@ -1,6 +1,6 @@
-"""The messages and enum values of our caffe.proto, under the name that scripts import them by.
+"""The messages and enum values of this package's caffe.proto, under the module name that scripts import.
 
-Nothing is generated: attributes are looked up in the descriptor set when first asked for.
+No code is generated: attributes are looked up in the descriptor set on first use.
 """
 
 from __future__ import annotations

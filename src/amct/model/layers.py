@@ -1,4 +1,4 @@
-"""The facts about one quantizable layer that configuration, algorithms and exporters ask for."""
+"""Layers as all front doors describe them: the facts of a quantizable layer, and a skipped layer with its reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+@dataclass(frozen=True, order=True)
+class Skip:
+    """A layer (in exported files also a tensor) that was left as it is, and the reason in a sentence to act on."""
+
+    layer: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f'"{self.layer}": {self.reason}'
 
 
 @dataclass(frozen=True, kw_only=True)
