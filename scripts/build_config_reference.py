@@ -65,7 +65,7 @@ CONFIGS = (
         text="For `amct.pytorch.quantize`, `amct_pytorch.create_quant_config` and `amct config` with `--kind ptq`.",
         root="AMCTPytorchProto.AMCTConfig",
         schema="pytorch",
-        algorithms=registry.PYTORCH_ACTIVATION + registry.PYTORCH_WEIGHT,
+        algorithms=registry.activation_algorithms("pytorch") + registry.PYTORCH_WEIGHT,
     ),
     Config(
         key="ptq-caffe",
@@ -74,7 +74,7 @@ CONFIGS = (
         text="For `amct.caffe.quantize`, `amct_caffe.create_quant_config` and `amct config` with `--kind ptq`.",
         root="AMCTCaffeProto.AMCTConfig",
         schema="caffe_config",
-        algorithms=registry.CAFFE_ACTIVATION + registry.CAFFE_WEIGHT,
+        algorithms=registry.activation_algorithms("caffe") + registry.CAFFE_WEIGHT,
     ),
     Config(
         key="retrain-pytorch",
@@ -106,7 +106,7 @@ CONFIGS = (
         text="The outputs of `Linear` layers in 8 bits (`--kind kv-cache`).",
         root="AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig",
         schema="pytorch",
-        algorithms=registry.KV_CACHE,
+        algorithms=registry.activation_algorithms("kv_cache"),
     ),
 )
 

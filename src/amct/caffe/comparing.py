@@ -302,7 +302,7 @@ def compare(
     reference: Side
     quantized: Side
     if isinstance(quantized_model, QuantizedModel):
-        reference, quantized = float_side(float_model), quantized_model.prepared.side(quantized_model.record)
+        reference, quantized = float_side(float_model), ModelSide(quantized_model.prepared.caffe_model(quantized_model.record))
     else:
         reference, quantized = both_sides(float_model, quantized_model)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

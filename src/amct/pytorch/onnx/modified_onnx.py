@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
 from amct.atomic import check_whole, read_bytes
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, FileError, ParseError
 from amct.export.onnx.messages import tensor_array
 from amct.export.writer import save_model
