@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amct.config.layers import LayerInfo
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.report.compare import LayerComparison
 
 WORST_SHOWN = 3
 QDQ_FILE = "qdq_model.onnx"
@@ -112,9 +114,7 @@ def _quantize_caffe(
     return front_door.quantize(model, weights, batches, config=config, equalize=equalize), batches
 
 
-def _quantize_torch(
-    reference: str, options: DataOptions, config: Path | None
-) -> tuple[QuantizedModel, Iterable[Any]]:
+def _quantize_torch(reference: str, options: DataOptions, config: Path | None) -> tuple[QuantizedModel, Iterable[Any]]:
     import torch
 
     import amct.pytorch as front_door

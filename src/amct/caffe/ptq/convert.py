@@ -14,9 +14,9 @@ from amct.caffe.ptq.fold import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
 from amct.caffe.ptq.save import SaveNotes, save_results
+from amct.errors import RecordError
 from amct.export.saving import SaveRequest
 from amct.export.writer import SavePath
-from amct.errors import RecordError
 from amct.record import normalize_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
     from amct.caffe.running import Batch
-    from amct.ptq.batches import BatchInputs
     from amct.numerics.equalization import ChannelRanges
+    from amct.ptq.batches import BatchInputs
 
 logger = logging.getLogger(__name__)
 
