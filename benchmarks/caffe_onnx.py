@@ -34,7 +34,7 @@ from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
 from amct.caffe.ptq.fold import fuse
-from amct.caffe.quantized_model import build_net
+from amct.caffe.running import build_net
 from amct.export.onnx.inspect import count_integer_kernels
 
 if TYPE_CHECKING:
