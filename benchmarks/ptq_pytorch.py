@@ -12,7 +12,6 @@ the slow AdaRound jobs run once. The table is printed, and written to ``benchmar
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
@@ -93,11 +92,11 @@ def job_amct() -> Job:
     """Ours, with AMCT's functions: config, quantize, calibrate, save all files."""
     import amct_pytorch
     from amct.pytorch import amct_api as ptq
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
 
     def run(model: torch.nn.Module, data: list[torch.Tensor], folder: Path, clock: Clock) -> Path:
-        clock.timed(ptq, "look")
-        clock.timed(Preparation, "float_onnx")
+        clock.timed(ptq, "cached_trace")
+        clock.timed(TorchPreparation, "float_onnx")
         config, modified, record = (str(folder / name) for name in ("c.json", "m.onnx", "r.txt"))
         amct_pytorch.create_quant_config(config, model, data[0], batch_num=len(data))
         calibrating = amct_pytorch.quantize_model(
@@ -114,14 +113,14 @@ def job_amct() -> Job:
 def job_ours_adaround(mode: str) -> Job:
     """Ours with 4-bit weights: rounded to the nearest, or AdaRound with 1000 iterations."""
     import amct.pytorch as amct
+    from amct.pytorch import door, preparation
 
-    quantize = importlib.import_module("amct.pytorch.quantize")  # the package has a function of this name
     weights = amct.ArqSettings(num_bits=4)
     learned = amct.AdaRoundSettings(num_bits=4, num_iteration=1000)
 
     def run(model: torch.nn.Module, data: list[torch.Tensor], folder: Path, clock: Clock) -> Path:
-        clock.timed(quantize, "look")
-        clock.timed(quantize, "try_float_onnx")
+        clock.timed(door, "cached_trace")
+        clock.timed(preparation, "float_onnx")
         config = amct.QuantConfig(common=amct.LayerConfig(weights=weights if mode == "nearest" else learned))
         io = amct.IoOptions(input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH)
         quantized = amct.quantize(model, data, config, io=io, adaround="plain" if mode == "plain" else "fast")
@@ -264,19 +263,21 @@ def calibration(_: Path) -> Values:
     """Calibration compared with the same forward passes of the same folded model without hooks."""
     import amct.pytorch as amct
     from amct.config.ptq.quant_config import plan_of
-    from amct.pytorch.capture.cached_trace import look
+    from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
     from amct.pytorch.watch.calibrating import start_calibration
-    from amct.pytorch.watch.fast_placement import watch_between
+    from amct.pytorch.watch.fast_placement import intermediate_watch
 
     data = batches()
-    traced = look(cifar_resnet(ASSETS, 20), data[0], input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH)
+    traced = cached_trace(
+        cifar_resnet(ASSETS, 20), data[0], input_names=["x"], output_names=["y"], dynamic_axes=OPEN_BATCH
+    )
     plan, _open = plan_of(amct.QuantConfig(batch_num=len(data)), traced.config_layers(), len(data))
     preparation = prepare(traced, plan)
-    between = watch_between(preparation, preparation.float_onnx())
+    between = intermediate_watch(preparation, preparation.float_onnx())
 
     def calibrated() -> torch.nn.Module:
-        started = start_calibration(preparation, between=between)
+        started = start_calibration(preparation, intermediate=between)
         for batch in data:
             started.model(batch)
         assert started.session.done

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Set before torch is imported: networks this small gain nothing from more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")  # details are in amct_log/
+os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")  # the demo prints its own lines
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from amct import atomic
+from amct.errors import FileError
 
 
 def generation_bytes(generation: int, size: int) -> bytes:
@@ -62,7 +63,7 @@ def write_two_folders(folder: Path, word: bytes) -> None:
 
 
 def crash(folder: Path) -> None:
-    """Print ``step state-before-recover state-after-recover leftovers`` for a kill at every step, then ``done``."""
+    """Print ``step files-on-disk files-as-read files-after-next-save leftovers`` for a kill at each step; ``done``."""
     for step in range(10_000):
         write_two_folders(folder, b"old")
         sys.stdout.flush()  # or the child would have the same lines to say
@@ -74,19 +75,34 @@ def crash(folder: Path) -> None:
             write_two_folders(folder, b"new")
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        before = words(folder)
-        atomic.recover(folder / ("two" if step % 2 else "one"))
-        after = words(folder)
-        atomic.recover(folder / ("one" if step % 2 else "two"))
-        left = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.name.startswith(".")]
-        sys.stdout.write(f"{step} {before} {after} {words(folder)} {','.join(left) or '-'}\n")
+        before, names = words(folder), everything(folder)
+        read = "+".join(word(folder / name) for name in FILES)
+        assert (before, names) == (words(folder), everything(folder)), "reading changed something"
+        write_two_folders(folder, b"next")
+        after = "+".join(word(folder / name) for name in FILES)
+        left = [name for name in everything(folder) if "/." in name]
+        sys.stdout.write(f"{step} {before} {read} {after} {','.join(left) or '-'}\n")
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
             sys.stdout.write("done\n")
             return
 
 
+FILES = ("one/a", "two/b", "one/c.h5")
+
+
 def words(folder: Path) -> str:
-    return "+".join((folder / name).read_text() for name in ("one/a", "two/b", "one/c.h5"))
+    return "+".join((folder / name).read_text() for name in FILES)
+
+
+def word(path: Path) -> str:
+    try:
+        return atomic.read_bytes(path).decode()
+    except FileError as error:
+        return "refused" if "was interrupted" in str(error) else "wrong"
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -58,6 +61,15 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(tmp_path_factory.mktemp("working_folder"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Each test draws the same values from the global generators, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:  # importing it would cost every test run a second
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -119,12 +119,39 @@ def test_another_flow_and_another_folder_get_their_own_file(monkeypatch, tmp_pat
 
 def test_a_deleted_log_file_comes_back_with_the_next_start(tmp_path):
     log.start("amct_pytorch")
+    logger.info("first")
     path = tmp_path / "amct_log" / "amct_pytorch.log"
     path.unlink()
     path.parent.rmdir()
     log.start("amct_pytorch")
     logger.info("again")
     assert "again" in path.read_text()
+
+
+def test_the_first_line_creates_the_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("AMCT_LOG_FILE_LEVEL", "WARNING")
+    log.start("amct_pytorch")
+    logger.info("below the level of the file")
+    assert list(tmp_path.iterdir()) == []
+    logger.warning("written")
+    assert "written" in (tmp_path / "amct_log" / "amct_pytorch.log").read_text()
+
+
+def test_screen_only_opens_no_file(tmp_path, capsys):
+    @log.screen_only()
+    def own_function():
+        log.start("amct_caffe")  # as an AMCT step inside one of our functions does
+        logger.info("shown")
+
+    own_function()
+    logger.info("shown too")
+    assert capsys.readouterr().err == "[AMCT][INFO]shown\n[AMCT][INFO]shown too\n"
+    assert list(tmp_path.iterdir()) == []
+    log.start("amct_caffe")
+    logger.info("written")
+    with log.screen_only():  # does not close the file of a flow that has one
+        logger.info("written too")
+    assert (tmp_path / "amct_log" / "amct_caffe.log").read_text().count("written") == 2
 
 
 def test_tags_in_a_message_are_not_interpreted(tmp_path, capsys):
@@ -137,7 +164,10 @@ def test_tags_in_a_message_are_not_interpreted(tmp_path, capsys):
 def test_an_unwritable_folder_is_a_warning(tmp_path, capsys):
     (tmp_path / "amct_log").write_text("a file where the folder should be")
     log.start("amct_pytorch")
-    assert "[AMCT][WARNING]no log file: " in capsys.readouterr().err
+    logger.info("first")
+    screen = capsys.readouterr().err
+    assert "[AMCT][INFO]first\n" in screen
+    assert "[AMCT][WARNING]no log file: " in screen
     logger.info("still here")
     assert capsys.readouterr().err == "[AMCT][INFO]still here\n"
     assert len(logging.getLogger("amct").handlers) == 1
@@ -156,7 +186,7 @@ def test_a_full_disk_is_said_once(tmp_path, capsys):
         "[AMCT][INFO]second",
     ]
     assert len(lines) == 3
-    assert "cannot be written any more" in "".join(lines)
+    assert "cannot be written" in "".join(lines)
 
 
 def test_no_standard_error_is_no_trouble(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
-"""The errors a user can meet, as one tree.
+"""The exception classes of this package.
 
-Everything raised on purpose is an ``AmctError``. Scripts written for AMCT catch built-in types, so each class is also
-the built-in that AMCT raises in the same place::
+Every error raised deliberately is an ``AmctError``. Scripts written for AMCT catch built-in types, so each class also
+derives from the built-in type that AMCT raises in the same place::
 
     AmctError
     ├── ArgumentError            (ValueError)    a value passed to a function cannot be used
@@ -20,7 +20,7 @@ the built-in that AMCT raises in the same place::
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
     └── ExportError              (RuntimeError)  a file cannot be exported as asked
 
-A message says where, what was expected, what was found and what to do. ``Position`` is the where of a text file;
+A message says where, what was expected, what was found and what to do. ``Position`` is a place in a text file;
 ``Problem`` is one mistake, so that all mistakes of a file can be reported together.
 """
 
@@ -48,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake (or, as a warning, one oddity) and where it is."""
+    """One mistake, or one warning, and its position."""
 
     message: str
     position: Position | None = None
@@ -58,7 +58,7 @@ class Problem:
 
 
 class AmctError(Exception):
-    """Base of every error raised on purpose; ``problems`` lists each mistake with its position."""
+    """Base of every error raised deliberately; ``problems`` lists each mistake with its position."""
 
     def __init__(self, message: str, *, position: Position | None = None, problems: Sequence[Problem] = ()) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(message, position),)
@@ -66,12 +66,12 @@ class AmctError(Exception):
         super().__init__(message if problems else str(self.problems[0]))
 
     def __str__(self) -> str:
-        # KeyError would show the repr of its argument, OSError its errno: say the sentence instead.
+        # KeyError would show the repr of its argument, OSError its errno: show the message instead.
         return str(self.args[0])
 
     @classmethod
     def from_problems(cls, problems: Sequence[Problem]) -> AmctError:
-        """One error that lists every problem, a line each."""
+        """Return one error that lists every problem, one per line."""
         if len(problems) == 1:
             return cls(problems[0].message, position=problems[0].position)
         lines = "\n".join(f"  {problem}" for problem in problems)
@@ -91,7 +91,7 @@ class FileError(AmctError, OSError):
 
 
 class MissingFileError(FileError, FileNotFoundError):
-    """A file that is to be read does not exist; what ``except FileNotFoundError`` of older scripts waits for."""
+    """A file to be read does not exist; also a ``FileNotFoundError``, which older scripts catch."""
 
 
 class ParseError(AmctError, ValueError):
@@ -111,7 +111,7 @@ class ModelError(AmctError, RuntimeError):
 
 
 class UnsupportedLayerError(ModelError):
-    """One layer of a model is of a kind nobody here knows."""
+    """A layer of a model has an unsupported type."""
 
 
 class CalibrationError(AmctError, RuntimeError):
@@ -138,7 +138,7 @@ class ExportError(AmctError, RuntimeError):
     """A file cannot be exported as asked."""
 
 
-_LOOK_ALIKES = str.maketrans("1i0-.", "llo__")  # what a tired eye takes for the same character
+_LOOK_ALIKES = str.maketrans("1i0-.", "llo__")  # characters that are easily confused
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -147,6 +147,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("convl", ["conv1", "conv2", "fc"])
     ' Did you mean "conv1"?'
     """
-    by_look = {candidate.lower().translate(_LOOK_ALIKES): candidate for candidate in sorted(set(known), reverse=True)}
-    near = difflib.get_close_matches(name.lower().translate(_LOOK_ALIKES), by_look, n=1, cutoff=0.6)
-    return f' Did you mean "{by_look[near[0]]}"?' if near else ""
+    by_shape = {candidate.lower().translate(_LOOK_ALIKES): candidate for candidate in sorted(set(known), reverse=True)}
+    near = difflib.get_close_matches(name.lower().translate(_LOOK_ALIKES), by_shape, n=1, cutoff=0.6)
+    return f' Did you mean "{by_shape[near[0]]}"?' if near else ""

@@ -1,29 +1,36 @@
-"""Where log lines go: the screen, and ``amct_log/<flow>.log`` once a flow has started.
+"""Where log lines go: the screen, and for AMCT's own functions also the file ``amct_log/<flow>.log``.
 
-Modules log with ``logging.getLogger(__name__)``, as everywhere in Python; all those loggers are children of ``amct``,
-and only that one gets handlers here. Importing this module creates nothing and prints nothing; the root logger is never
-touched, and records still reach the handlers that a program has put there itself.
+Modules log with ``logging.getLogger(__name__)``; all those loggers are children of ``amct``, and only that one gets
+handlers here. Importing this module creates nothing and prints nothing. The root logger is never changed, and records
+still reach handlers that the user's program has added to it.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from amct.verbosity import file_level, line_level
 
-Flow = Literal["amct_pytorch", "amct_caffe", "amct_onnx"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from io import TextIOWrapper
+
+Flow = Literal["amct_pytorch", "amct_caffe"]
 
 FOLDER = "amct_log"
 
 _ROOT_OF_OURS = "amct"
 
+_files_allowed: ContextVar[bool] = ContextVar("amct_log_files_allowed", default=True)
+
 
 class _ScreenHandler(logging.Handler):
-    """Writes ``[AMCT][INFO]text`` to whatever standard error is at that moment, without reading tags in the text."""
+    """Writes ``[AMCT][INFO]text`` to the current standard error; markup in the text is not interpreted."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr
@@ -34,12 +41,29 @@ class _ScreenHandler(logging.Handler):
             stream.flush()
         except RecursionError:
             raise
-        except Exception:  # noqa: BLE001 - a log line must never end the work; logging reports it its own way
+        except Exception:  # noqa: BLE001 - a failed log line must not stop the work; logging has its own report for it
             self.handleError(record)
 
 
 class _FileHandler(logging.FileHandler):
-    """Appends to the log file of one flow; when the disk refuses, says so once and goes on without."""
+    """Appends to the log file of one flow; the first line creates folder and file.
+
+    When the file cannot be written, one warning is logged and the handler removes itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - [AMCT]:[%(name)s]: %(message)s"))
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # opening failed; logging handles only errors of writing
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name logging calls
         error = sys.exc_info()[1]
@@ -50,29 +74,41 @@ class _FileHandler(logging.FileHandler):
         logger.removeHandler(self)
         with suppress(OSError):  # closing tries to write the rest once more
             self.close()
-        logger.warning("%s cannot be written any more (%s); going on without a log file", self.baseFilename, error)
+        reason = error.strerror or error
+        logger.warning("no log file: %s cannot be written (%s); logging to the screen only", self.baseFilename, reason)
 
 
 def start(flow: Flow) -> None:
-    """Begin or go on logging for a flow: to the screen, and to ``amct_log/<flow>.log`` under the current folder.
+    """Log to the screen and, unless inside ``screen_only``, to ``amct_log/<flow>.log`` under the current folder.
 
-    Call it at the beginning of every public function of a flow: calling it again changes nothing, except that the
-    environment variables are read anew and that a new current folder or another flow gets its own file.
+    Every AMCT function calls it first. Calling it again reads the environment variables again; after a change of the
+    current folder or of the flow, a new file is used. The file is created by the first line written to it.
 
     Raises:
         ArgumentError: ``AMCT_LOG_LEVEL`` or ``AMCT_LOG_FILE_LEVEL`` names no level.
     """
     on_screen, in_file = line_level(), file_level()
-    logger = logging.getLogger(_ROOT_OF_OURS)
-    screen = next((handler for handler in logger.handlers if isinstance(handler, _ScreenHandler)), None)
-    if screen is None:
-        screen = _ScreenHandler()
-        logger.addHandler(screen)
-    screen.setLevel(on_screen)
-    logger.setLevel(min(on_screen, in_file))
-    file = _file_handler(logger, Path.cwd() / FOLDER / f"{flow}.log")
-    if file is not None:
-        file.setLevel(in_file)
+    logger = _start_screen(on_screen)
+    if _files_allowed.get():
+        _file_handler(logger, Path.cwd() / FOLDER / f"{flow}.log").setLevel(in_file)
+        logger.setLevel(min(on_screen, in_file))
+
+
+@contextmanager
+def screen_only() -> Iterator[None]:
+    """Log to the screen; inside, ``start`` opens no log file. Also usable as a decorator.
+
+    For the functions and commands that are not AMCT's: they write only the files that the user asks for.
+
+    Raises:
+        ArgumentError: ``AMCT_LOG_LEVEL`` names no level.
+    """
+    _start_screen(line_level())
+    token = _files_allowed.set(False)
+    try:
+        yield
+    finally:
+        _files_allowed.reset(token)
 
 
 def stop() -> None:
@@ -85,20 +121,27 @@ def stop() -> None:
     logger.setLevel(logging.NOTSET)
 
 
-def _file_handler(logger: logging.Logger, path: Path) -> _FileHandler | None:
-    """The handler that writes to ``path``, opened if needed, in place of any other; None when it cannot be written."""
+def _start_screen(level: int) -> logging.Logger:
+    """Add the screen handler if it is missing, and let the logger pass what its handlers want."""
+    logger = logging.getLogger(_ROOT_OF_OURS)
+    screen = next((handler for handler in logger.handlers if isinstance(handler, _ScreenHandler)), None)
+    if screen is None:
+        screen = _ScreenHandler()
+        logger.addHandler(screen)
+    screen.setLevel(level)
+    files = [handler.level for handler in logger.handlers if isinstance(handler, _FileHandler)]
+    logger.setLevel(min([level, *files]))
+    return logger
+
+
+def _file_handler(logger: logging.Logger, path: Path) -> _FileHandler:
+    """The handler that writes to ``path``, added if needed; a handler of another or a deleted file is removed."""
     for handler in [*logger.handlers]:
         if isinstance(handler, _FileHandler):
-            if Path(handler.baseFilename) == path and path.exists():
+            if Path(handler.baseFilename) == path and (handler.stream is None or path.exists()):
                 return handler
             logger.removeHandler(handler)
             handler.close()
-    try:
-        path.parent.mkdir(exist_ok=True)
-        file = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        logger.warning("no log file: %s cannot be written (%s); going on without", path, error.strerror or error)
-        return None
-    file.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - [AMCT]:[%(name)s]: %(message)s"))
+    file = _FileHandler(path)
     logger.addHandler(file)
     return file

@@ -1,8 +1,8 @@
-"""Progress bars on the terminal: for whoever watches, and for nobody else.
+"""Progress bars on the terminal.
 
-A bar is drawn on standard error, and only if that is a terminal and ``AMCT_LOG_LEVEL`` lets informative lines through.
-There is no background thread (data loaders fork); a bar is redrawn when it advances, at most ten times a second.
-A bar inside a bar is one more line of the same display.
+A bar is drawn on standard error, only if that is a terminal and ``AMCT_LOG_LEVEL`` is INFO or lower. There is no
+background thread (data loaders fork); a bar is redrawn when it advances, at most ten times a second. A bar inside a bar
+is one more line of the same display.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _T = TypeVar("_T")
 _REDRAW_SECONDS = 0.1
 
 _display: ContextVar[Progress | None] = ContextVar("amct_progress_display", default=None)
-"""The display that is being drawn, so that an inner bar joins it instead of drawing over it."""
+"""The display that is being drawn; an inner bar adds a line to it."""
 
 
 class Advance(Protocol):
-    """Tells a bar that some steps are done, and optionally what comes next."""
+    """Advances a bar, and optionally changes its description."""
 
     def __call__(self, steps: float = 1, description: str | None = None) -> None:
-        """Move the bar by ``steps``."""
+        """Advance the bar by ``steps``."""
 
 
 def track(iterable: Iterable[_T], description: str, total: float | None = None) -> Iterator[_T]:
-    """Go through ``iterable`` and show how far it is; ``total`` is its length if that can be known."""
+    """Iterate over ``iterable`` with a progress bar; ``total`` is its length, if known."""
     if total is None and isinstance(iterable, Sized):
-        with suppress(TypeError):  # a data loader over a stream has a length in name only
+        with suppress(TypeError):  # the length of a data loader over a stream raises it
             total = len(iterable)
     with bar(description, total) as advance:
         for item in iterable:
@@ -48,13 +48,13 @@ def track(iterable: Iterable[_T], description: str, total: float | None = None) 
 
 @contextmanager
 def bar(description: str, total: float | None = None) -> Iterator[Advance]:
-    """Show a line that the caller moves by hand.
+    """Show a bar that the caller advances.
 
     >>> with bar("Calibrating", total=2) as advance:
     ...     advance()
     """
-    if not _is_watched():
-        yield _stand_still
+    if not _is_drawn():
+        yield _advance_nothing
         return
     outer = _display.get()
     display = outer or _new_display()
@@ -83,12 +83,12 @@ def bar(description: str, total: float | None = None) -> Iterator[Advance]:
             display.remove_task(task)
 
 
-def _is_watched() -> bool:
+def _is_drawn() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and screen_level() <= logging.INFO
 
 
-def _stand_still(steps: float = 1, description: str | None = None) -> None:
-    """The advance of a bar that nobody sees."""
+def _advance_nothing(steps: float = 1, description: str | None = None) -> None:
+    """The advance of a bar that is not drawn."""
 
 
 def _new_display() -> Progress:
@@ -102,6 +102,6 @@ def _new_display() -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         auto_refresh=False,
-        # Lines printed meanwhile go above the bar; what is piped away must not come back to the terminal.
+        # Lines printed meanwhile appear above the bar; piped output is not redirected.
         redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
     )

@@ -1,4 +1,4 @@
-"""How much to say: the two environment variables of AMCT."""
+"""The least log levels of screen and file, from AMCT's two environment variables."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ FILE_VARIABLE = "AMCT_LOG_FILE_LEVEL"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-_unasked: ContextVar[int] = ContextVar("amct_unasked_lines", default=logging.INFO)
-"""The least level of lines on screen when the user has not asked for one."""
+_default_level: ContextVar[int] = ContextVar("amct_default_line_level", default=logging.INFO)
+"""The least level of lines on screen when ``AMCT_LOG_LEVEL`` is not set."""
 
 
 @contextmanager
 def few_lines() -> Iterator[None]:
-    """Inside, log lines below WARNING go to the file only, unless the user asked for them; progress is still shown.
+    """Inside, log lines below WARNING do not reach the screen, unless ``AMCT_LOG_LEVEL`` is set; progress bars do.
 
-    For commands, which tell in their own words what they did.
+    For commands that print their own summary.
     """
-    token = _unasked.set(logging.WARNING)
+    token = _default_level.set(logging.WARNING)
     try:
         yield
     finally:
-        _unasked.reset(token)
+        _default_level.reset(token)
 
 
 def line_level() -> int:
-    """The least level of log lines on screen: as ``screen_level``, but what ``few_lines`` says when nothing is set."""
-    return screen_level() if os.environ.get(SCREEN_VARIABLE, "").strip() else _unasked.get()
+    """The least level of log lines on screen: ``AMCT_LOG_LEVEL``, else INFO, or WARNING inside ``few_lines``."""
+    return screen_level() if os.environ.get(SCREEN_VARIABLE, "").strip() else _default_level.get()
 
 
 def screen_level() -> int:

@@ -17,6 +17,12 @@ from amct.errors import ModelError, UnsupportedLayerError
 random = np.random.RandomState(11)
 
 
+@pytest.fixture(autouse=True)
+def _same_values_in_every_order():
+    """Each test draws from the beginning, whichever tests ran before it."""
+    random.seed(11)
+
+
 def rand(*shape):
     return random.uniform(-2, 2, shape).astype(np.float32)
 

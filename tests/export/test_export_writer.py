@@ -12,6 +12,7 @@ import pytest
 from export_nets import calibrate, residual, run
 from onnx import TensorProto, helper, numpy_helper
 
+from amct.arguments import check_file_name
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
 from amct.export.ascend import ascend_model
 from amct.export.fake_quant import fake_quant_model
@@ -22,7 +23,6 @@ from amct.export.result import Skip
 from amct.export.writer import (
     OutputFile,
     SavePath,
-    check_file_name,
     check_opset,
     model_opset,
     save_model,

@@ -127,7 +127,7 @@ def test_the_fast_mode_steps_back_from_a_huge_matrix(monkeypatch):
     monkeypatch.setattr("amct.numerics.adaround.learning._LARGEST_GRAM", 100)
     layer, data = problem(None, (12, 20), (256, 20))
     result = run(layer, data, quick(fast=True))
-    assert result.notes == ("the fast mode was not used: its matrix would have 400 entries (at most 100)",)
+    assert result.notes == ("the fast mode was not used: its Gram matrix would have 400 entries (at most 100)",)
 
 
 def test_a_worse_rounding_is_not_returned():

@@ -18,7 +18,7 @@ from amct.numerics.affine import (
     dequantize,
     fake_quantize,
     integer_range,
-    is_tiny,
+    is_near_zero,
     quantize,
     round_scale_to_fp16,
     scale_and_offset,
@@ -114,12 +114,12 @@ def test_tiny_ranges_get_scale_one(asymmetric, limits):
     scale, offset = scale_and_offset(minimum, maximum, 8, **arguments)
     assert scale.item() == 1.0
     assert offset.item() == (-128 if asymmetric else 0)
-    assert is_tiny(minimum, maximum, 8, **arguments).item()
+    assert is_near_zero(minimum, maximum, 8, **arguments).item()
 
 
 def test_a_range_is_tiny_below_epsilon_and_not_at_it():
     maximum = torch.tensor([127 * SMALLEST_SCALE, 126 * SMALLEST_SCALE])
-    tiny = is_tiny(torch.zeros(2), maximum, 8, asymmetric=False, symmetric_scale=FULL)
+    tiny = is_near_zero(torch.zeros(2), maximum, 8, asymmetric=False, symmetric_scale=FULL)
     assert tiny.tolist() == [False, True]
     scale, _ = scale_and_offset(torch.zeros(2), maximum, 8, asymmetric=False, symmetric_scale=FULL)
     assert scale.tolist() == [SMALLEST_SCALE, 1.0]
@@ -134,7 +134,7 @@ def test_illegal_ranges_stop_with_the_numbers(asymmetric, limits):
     with pytest.raises(CalibrationError, match=f"minimum {minimum.item():g}, maximum {maximum.item():g}"):
         scale_and_offset(minimum, maximum, 8, asymmetric=asymmetric, symmetric_scale=FULL)
     with pytest.raises(CalibrationError, match="range must be finite"):
-        is_tiny(minimum, maximum, 8, asymmetric=asymmetric, symmetric_scale=FULL)
+        is_near_zero(minimum, maximum, 8, asymmetric=asymmetric, symmetric_scale=FULL)
 
 
 def test_a_huge_outlier_stops_with_the_numbers():
@@ -159,8 +159,15 @@ def test_scale_is_equivariant_under_powers_of_two(a, b, power, bits, asymmetric)
     low, high = torch.tensor(min(a, b)), torch.tensor(max(a, b))
     arguments = {"asymmetric": asymmetric, "symmetric_scale": NEGATIVE}
     factor = 2.0**power
-    assume(not is_tiny(low, high, bits, **arguments) and not is_tiny(low * factor, high * factor, bits, **arguments))
+    assume(
+        not is_near_zero(low, high, bits, **arguments)
+        and not is_near_zero(low * factor, high * factor, bits, **arguments)
+    )
     scale, offset = scale_and_offset(low, high, bits, **arguments)
+    if scale * factor > LARGEST_SCALE:
+        with pytest.raises(CalibrationError, match="the range is too large"):
+            scale_and_offset(low * factor, high * factor, bits, **arguments)
+        return
     scaled, same_offset = scale_and_offset(low * factor, high * factor, bits, **arguments)
     assert scaled == scale * factor
     assert same_offset == offset
@@ -382,7 +389,7 @@ def test_wrong_types_and_shapes_are_named():
         fake_quantize(torch.zeros(2, dtype=torch.int8), *tensors(0.1, 0), 8)
     with pytest.raises(ArgumentTypeError, match=r"expected integers, got torch\.float32"):
         dequantize(torch.zeros(2), *tensors(0.1, 0))
-    with pytest.raises(ArgumentError, match="scale: 2 values need the axis"):
+    with pytest.raises(ArgumentError, match="scale: 2 values need an axis"):
         quantize(torch.zeros(2), torch.ones(2), torch.tensor(0), 8)
     with pytest.raises(ArgumentError, match=r"scale: 2 values do not fit axis 1 of shape \[2, 3\]"):
         quantize(torch.zeros(2, 3), torch.ones(2), torch.tensor(0), 8, axis=1)

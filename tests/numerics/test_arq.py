@@ -199,7 +199,7 @@ def test_wrong_arguments_are_named():
         fake_quantize_weight(weight, arq(weight, kind=LINEAR), LINEAR, 1)
     with pytest.raises(ArgumentError, match=r"groups: expected a positive divisor.*\[4, 6\], got 3"):
         arq(weight, kind=TRANSPOSE, groups=3)
-    with pytest.raises(ArgumentError, match="groups: a linear weight has none, got 2"):
+    with pytest.raises(ArgumentError, match="groups: expected 1 for a linear weight, got 2"):
         arq(weight, kind=LINEAR, groups=2)
     with pytest.raises(ArgumentError, match=r"at least 2 dimensions and one value, got shape \[4\]"):
         arq(weight[:, 0], kind=LINEAR)
@@ -209,7 +209,7 @@ def test_wrong_arguments_are_named():
         quantize_weight(weight, WeightFactors(torch.ones(3), torch.zeros(3)), LINEAR)
     with pytest.raises(ArgumentError, match="0 scales do not fit"):
         factors_per_row(WeightFactors(torch.ones(0), torch.zeros(0)), 4)
-    with pytest.raises(ArgumentError, match=r"rows of shape \[4, 5\] are not those of a linear weight \[4, 6\]"):
+    with pytest.raises(ArgumentError, match=r"rows of shape \[4, 5\] do not fit a linear weight of shape \[4, 6\]"):
         from_channels_first(weight[:, :5], weight.shape, LINEAR)
     with pytest.raises(ArgumentError, match="LSTM has 4 gates; rows of shape"):
         gates_to_onnx(torch.zeros(6), "LSTM")

@@ -34,4 +34,4 @@ def test_no_place_for_a_cache_is_no_error(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         function = compiled(total)
     assert function(np.ones(3)) == 3.0
-    assert "total is compiled anew in every process: cannot cache function" in caplog.text
+    assert "total is compiled again in every process: cannot cache function" in caplog.text

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import CalibrationError
-from amct.numerics.counts.histogram import ENOUGH, SHORT_TAIL, FloatHistogram
+from amct.numerics.counts.histogram import SAMPLING_TARGET, SHORT_TAIL, FloatHistogram
 from amct.numerics.counts.loops import (
-    MOST_LEFT_OUT,
+    LARGEST_INTERVAL,
     RUN,
     TABLE_MANTISSA,
     TABLE_SIZE,
     limits_of,
-    look_and_count,
-    one_in,
     range_of,
+    sampling_interval,
+    scan_and_count,
 )
 from amct.numerics.ifmr import IfmrObserver
 
@@ -81,29 +81,29 @@ def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(broken, place):
 @pytest.mark.parametrize(
     ("share", "count", "wanted"),
     [
-        (1.0, 2 * ENOUGH - 1, 1),
-        (1.0, 2 * ENOUGH, 2),
-        (1.0, 5 * ENOUGH, 4),
-        (1.0, 40 * ENOUGH, MOST_LEFT_OUT),
-        (0.0, 5 * ENOUGH, 1),
+        (1.0, 2 * SAMPLING_TARGET - 1, 1),
+        (1.0, 2 * SAMPLING_TARGET, 2),
+        (1.0, 5 * SAMPLING_TARGET, 4),
+        (1.0, 40 * SAMPLING_TARGET, LARGEST_INTERVAL),
+        (0.0, 5 * SAMPLING_TARGET, 1),
     ],
 )
 def test_so_many_are_left_out_that_enough_stay(share, count, wanted):
     values = np.full(count, 1.0 if share else 0.0, np.float32)
-    assert one_in(values, ENOUGH) == wanted
+    assert sampling_interval(values, SAMPLING_TARGET) == wanted
 
 
 def test_values_near_zero_do_not_count_as_enough():
-    values = normal(8 * ENOUGH)
+    values = normal(8 * SAMPLING_TARGET)
     values[normal(values.size, seed=1) > -1.28] *= 1e-5  # nine of ten
-    assert one_in(values, ENOUGH) == 1
-    assert one_in(normal(9 * ENOUGH), ENOUGH) == 8
+    assert sampling_interval(values, SAMPLING_TARGET) == 1
+    assert sampling_interval(normal(9 * SAMPLING_TARGET), SAMPLING_TARGET) == 8
 
 
 def test_tails_and_total_are_exact_when_a_part_is_counted():
     batches = [normal(600_000 + 7, seed) * np.float32(1 + seed) for seed in range(3)]
     part, whole = histogram_of(*batches, counts_all=False), histogram_of(*batches, counts_all=True)
-    assert part._heaviest == 4
+    assert part._largest_weight == 4
     assert part._edges != (-0.0, 0.0)
     bins, exact = part.bins(), whole.bins()
     assert part._edges == whole._edges
@@ -134,7 +134,7 @@ def test_no_channel_and_no_column_is_preferred(channels, every):
     for channel in (channels_last, np.sort(channels_last)):
         values = ((first_bin + channel) << (23 - TABLE_MANTISSA)).astype(np.uint32).view(np.float32)
         table = np.zeros(TABLE_SIZE, np.uint32)
-        look = look_and_count(values, table, limits_of(-np.inf, np.inf), 0, (every, 0))
+        look = scan_and_count(values, table, limits_of(-np.inf, np.inf), 0, (every, 0))
         counted = table[first_bin : first_bin + channels]
         assert counted.sum() == look.counted == count // (RUN * every) * RUN
         # As even as by chance, at least: the deviation of a count is below its root.
@@ -163,7 +163,7 @@ def test_values_that_are_not_finite_are_counted_inside_the_table():
     patterns = np.concatenate([patterns, patterns | np.uint32(1), [np.uint32(0xFFFFFFFF)]])
     memory = np.zeros(2 * TABLE_SIZE, np.uint32)
     for every in (1, 2):
-        look = look_and_count(patterns.view(np.float32), memory[:TABLE_SIZE], limits_of(-np.inf, np.inf), 0, (every, 0))
+        look = scan_and_count(patterns.view(np.float32), memory[:TABLE_SIZE], limits_of(-np.inf, np.inf), 0, (every, 0))
         assert not look.is_finite
     assert not memory[TABLE_SIZE:].any()
     assert memory[TABLE_SIZE - (1 << TABLE_MANTISSA) : TABLE_SIZE].all()

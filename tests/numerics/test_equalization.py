@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amct.numerics.equalization import FLOORS, ChannelSizes, ChannelStatistics, Reader, choose_factors
+from amct.numerics.equalization import FLOORS, ChannelRanges, ChannelStatistics, ConsumerNoise, choose_factors
 
 
-def sizes(high, low=None, variance=None):
+def ranges(high, low=None, variance=None):
     """As if all pictures had the same extremes."""
     low = torch.zeros_like(high) if low is None else low
     spread = high.square() / 12 if variance is None else variance
-    return ChannelSizes(low=low, high=high, typical=torch.maximum(high, -low), variance=spread)
+    return ChannelRanges(low=low, high=high, typical=torch.maximum(high, -low), variance=spread)
 
 
 def measured_noise(x, weight, factors, groups):
@@ -46,7 +46,7 @@ def test_noise_is_what_rounding_makes(groups, channels):
     x = x * torch.logspace(-1.5, 0, channels, dtype=torch.float64)
     rows = 48 // groups
     weight = torch.randn(groups, rows, channels // groups, 25, generator=random, dtype=torch.float64)
-    reader = Reader(weight, sizes(x.amax(0), variance=x.var(0, correction=0)))
+    reader = ConsumerNoise(weight, ranges(x.amax(0), variance=x.var(0, correction=0)))
     for factors in (torch.ones(channels, dtype=torch.float64), torch.linspace(0.2, 1, channels, dtype=torch.float64)):
         # The largest weight of a row is exact, of a depthwise one that is one of 25; the rest is chance.
         assert reader.noise(factors) == pytest.approx(measured_noise(x, weight, factors, groups), rel=0.1)
@@ -55,16 +55,16 @@ def test_noise_is_what_rounding_makes(groups, channels):
 def test_one_scale_for_all_rows_is_the_largest():
     weight = torch.ones(1, 2, 3, 1)
     weight[0, 1] = 10
-    still = sizes(torch.zeros(3), variance=torch.ones(3))
+    still = ranges(torch.zeros(3), variance=torch.ones(3))
     ones = torch.ones(3)
     # No data noise; of the weights: 2 rows x 3 channels with steps 1 and 10, or 10 and 10.
-    assert Reader(weight, still).noise(ones) == pytest.approx(3 * (1 + 100) / 127**2 / 12)
-    assert Reader(weight, still, one_scale=True).noise(ones) == pytest.approx(3 * 200 / 127**2 / 12)
+    assert ConsumerNoise(weight, still).noise(ones) == pytest.approx(3 * (1 + 100) / 127**2 / 12)
+    assert ConsumerNoise(weight, still, one_scale=True).noise(ones) == pytest.approx(3 * 200 / 127**2 / 12)
 
 
 def test_depthwise_channels_become_equal():
     high = torch.tensor([1.0, 4.0, 0.5, 2.0], dtype=torch.float64)
-    reader = Reader(torch.ones(4, 1, 1, 9), sizes(high))
+    reader = ConsumerNoise(torch.ones(4, 1, 1, 9), ranges(high))
     factors = choose_factors([(reader, 0)], 4)
     assert torch.allclose(factors, high / 4)
     assert torch.equal(reader.factors, factors)
@@ -72,13 +72,13 @@ def test_depthwise_channels_become_equal():
 
 def test_channels_that_were_never_seen_stay():
     high = torch.tensor([8.0, 0.0, 1.0, 8.0], dtype=torch.float64)
-    factors = choose_factors([(Reader(torch.ones(4, 1, 1, 9), sizes(high)), 0)], 4)
+    factors = choose_factors([(ConsumerNoise(torch.ones(4, 1, 1, 9), ranges(high)), 0)], 4)
     assert factors.tolist() == [1.0, 1.0, 0.125, 1.0]
 
 
 def test_equal_channels_are_left_alone():
     one = torch.ones(5, dtype=torch.float64)
-    reader = Reader(torch.ones(1, 4, 5, 1), sizes(one, low=-one))
+    reader = ConsumerNoise(torch.ones(1, 4, 5, 1), ranges(one, low=-one))
     assert choose_factors([(reader, 0)], 5) is None
     assert torch.equal(reader.factors, one)
 
@@ -86,7 +86,7 @@ def test_equal_channels_are_left_alone():
 @pytest.mark.parametrize("value", [0.0, torch.inf])
 def test_data_without_a_size_is_left_alone(value):
     size = torch.full((3,), value, dtype=torch.float64)
-    reader = Reader(torch.ones(1, 2, 3, 1), sizes(size, low=-size))
+    reader = ConsumerNoise(torch.ones(1, 2, 3, 1), ranges(size, low=-size))
     assert choose_factors([(reader, 0)], 3) is None
 
 
@@ -98,7 +98,7 @@ def test_what_is_chosen_is_never_worse(seed, first, groups):
     def reader(parts):
         high = torch.tensor(random.lognormal(0, 2, 8))
         weight = torch.tensor(random.standard_normal((parts, 6, 8 // parts, 2)))
-        return Reader(weight, sizes(high, low=-high * float(random.uniform(0, 2))))
+        return ConsumerNoise(weight, ranges(high, low=-high * float(random.uniform(0, 2))))
 
     readers = [(reader(groups), first), (reader(1), 3 - first)]
     ones = torch.ones(8, dtype=torch.float64)
@@ -131,10 +131,10 @@ def test_statistics_do_not_depend_on_batches(seed, pieces):
 def test_a_channel_that_is_large_once_is_not_enlarged_at_the_cost_of_all():
     """Its one picture dictates the step; dividing it further would make the step larger."""
     high = torch.tensor([10.0, 10.0, 10.0], dtype=torch.float64)
-    once = ChannelSizes(
+    once = ChannelRanges(
         low=torch.zeros(3),
         high=high,
         typical=torch.tensor([10.0, 10.0, 0.5], dtype=torch.float64),
         variance=high.square() / 12,
     )
-    assert choose_factors([(Reader(torch.ones(3, 1, 1, 9), once), 0)], 3) is None
+    assert choose_factors([(ConsumerNoise(torch.ones(3, 1, 1, 9), once), 0)], 3) is None

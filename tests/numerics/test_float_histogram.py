@@ -118,7 +118,7 @@ def test_many_values_count_the_same_as_few():
     together = histogram_of(values, values[:100], values[:70_000])
     pieces = [values, values[:100], values[:70_000]]
     assert same(together, histogram_of(*(few for piece in pieces for few in np.array_split(piece, 20))))
-    with mock.patch("amct.numerics.counts.histogram._MOST_AT_ONCE", 60_000):
+    with mock.patch("amct.numerics.counts.histogram._LARGEST_PIECE", 60_000):
         assert same(together, histogram_of(*pieces))
     counts = np.unique(np.concatenate(pieces).view(np.uint32) >> (23 - MANTISSA_BITS), return_counts=True)[1]
     assert np.array_equal(np.sort(histogram_of(*pieces, tail=0).bins().count), np.sort(counts))

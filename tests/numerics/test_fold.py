@@ -198,9 +198,9 @@ def test_a_mere_multiplier_before_is_exact_everywhere(kind, groups):
 
 def test_what_is_not_exact_is_refused_with_the_reason():
     affine = ChannelAffine.bias(torch.ones(4))
-    with pytest.raises(ModelError, match="padded convolution behind it: the padding stays zero"):
+    with pytest.raises(ModelError, match="following convolution with zero padding"):
         fold_before(torch.ones(2, 4, 3, 3), None, CONV, 1, affine, padded=True)
-    with pytest.raises(ModelError, match="transposed convolution behind it: its border differs"):
+    with pytest.raises(ModelError, match="following transposed convolution: its border uses part"):
         fold_before(torch.ones(4, 2, 3, 3), None, TRANSPOSE, 1, affine)
 
 

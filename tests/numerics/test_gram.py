@@ -63,10 +63,12 @@ def test_error_and_gradient_equal_those_of_the_layer(geometry, weight_shape, inp
         error, slope = error + loss.item(), slope + gradient
         positions += wanted.numel() // rows.shape[0]
     assert statistics.positions == positions
-    difference = unfolding.rows(channels_first(other - weight, kind_of(geometry), groups)).double()
+    difference = unfolding.group_rows(channels_first(other - weight, kind_of(geometry), groups)).double()
     found = float((torch.bmm(difference, statistics.gram) * difference).sum())
     assert found == pytest.approx(error, rel=1e-5)
-    half = unfolding.back(statistics.half_gradient(unfolding.rows(channels_first(other, kind_of(geometry), groups))))
+    half = unfolding.ungroup_rows(
+        statistics.half_gradient(unfolding.group_rows(channels_first(other, kind_of(geometry), groups)))
+    )
     expected = channels_first(slope, kind_of(geometry), groups)
     assert (2 * half).numpy() == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4 * float(expected.abs().max()))
 

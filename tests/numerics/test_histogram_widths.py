@@ -25,7 +25,7 @@ def test_wide_counts_are_those_of_narrow_ones(monkeypatch, channels, bits, size)
     narrow = FloatHistogram(channels, bits, tail=8)
     for rows in data:
         narrow.add(rows)
-    monkeypatch.setattr(module, "_MOST_NARROW", 2 * size)
+    monkeypatch.setattr(module, "_LARGEST_NARROW_TOTAL", 2 * size)
     wide, other = FloatHistogram(channels, bits, tail=8), FloatHistogram(channels, bits, tail=8)
     for rows in data[:2]:
         wide.add(rows)

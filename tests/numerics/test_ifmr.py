@@ -164,7 +164,7 @@ def test_factors_follow_the_data_by_powers_of_two(values, exponent, asymmetric, 
     assume(x.abs().max() > 1e-2)
     with storage(kind):
         plain, scaled = (observed(v, asymmetric=asymmetric) for v in (x, x * 2.0**exponent))
-    assume(not plain.tiny and not scaled.tiny)
+    assume(not plain.near_zero and not scaled.near_zero)
     assert scaled.scale.item() == plain.scale.item() * 2.0**exponent
     assert scaled.offset.item() == plain.offset.item()
 
@@ -269,7 +269,7 @@ def test_data_as_good_as_zero_gets_scale_one(x, kind):
         asymmetric, symmetric = observed(x), observed(x, asymmetric=False)
     assert (asymmetric.scale.item(), asymmetric.offset.item()) == (1.0, -128)
     assert (symmetric.scale.item(), symmetric.offset.item()) == (1.0, 0)
-    assert asymmetric.tiny.item() is symmetric.tiny.item() is True
+    assert asymmetric.near_zero.item() is symmetric.near_zero.item() is True
 
 
 def test_one_element():

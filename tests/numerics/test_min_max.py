@@ -31,7 +31,7 @@ def test_the_range_is_that_of_all_values(batches, asymmetric, bits):
     factors = observer.result()
     if scale < 2**-23:
         assert factors.scale.item() == 1.0
-        assert factors.tiny.item()
+        assert factors.near_zero.item()
         return
     assert factors.scale.item() == pytest.approx(scale, rel=1e-6)
     # The offset is rounded to a whole step, so an end of the range may be missed by half a step; symmetric: by one.

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from amct.numerics.counts.histogram import FloatHistogram
 from amct.numerics.counts.samples import EXACT_LIMIT, Samples
-from amct.numerics.counts.value_counts import MOST_VALUES, ValueCounts, _count_by_torch
+from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES, ValueCounts, _count_by_torch
 from amct.numerics.ifmr import IfmrObserver
 
 FEW = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -2.5]), st.floats(width=32, allow_nan=False, allow_infinity=False))
@@ -52,12 +52,12 @@ def test_together_they_are_the_counts_of_all(first, second):
 
 
 def test_too_many_different_values_are_none():
-    values = torch.arange(MOST_VALUES + 1, dtype=torch.float32)
+    values = torch.arange(MAX_DISTINCT_VALUES + 1, dtype=torch.float32)
     assert ValueCounts.of(values) is None
     kept = ValueCounts.of(values[:-1].repeat(3))
-    assert kept.counts.tolist() == [3] * MOST_VALUES
+    assert kept.counts.tolist() == [3] * MAX_DISTINCT_VALUES
     assert kept.plus(ValueCounts.of(values[-1:])) is None
-    assert kept.plus(ValueCounts.of(values[5:9])).counts.sum() == 3 * MOST_VALUES + 4
+    assert kept.plus(ValueCounts.of(values[5:9])).counts.sum() == 3 * MAX_DISTINCT_VALUES + 4
 
 
 @given(ARRAYS, st.sampled_from([2, 4096]))
@@ -81,10 +81,10 @@ def test_pixels_are_counted_exactly_until_something_else_comes():
     samples.add(pixels(EXACT_LIMIT + 1))
     assert samples.bins(0).low.tolist() == (torch.arange(256).float() / 255).tolist()
     assert len(pickle.dumps(samples)) < 16_384
-    many = torch.linspace(0, 1, MOST_VALUES)
+    many = torch.linspace(0, 1, MAX_DISTINCT_VALUES)
     samples.add(many)
     assert (samples.bins(0).low < samples.bins(0).high).any()
-    assert samples.bins(0).count.sum() == EXACT_LIMIT + 1 + MOST_VALUES
+    assert samples.bins(0).count.sum() == EXACT_LIMIT + 1 + MAX_DISTINCT_VALUES
 
 
 @pytest.mark.parametrize("asymmetric", [True, False])

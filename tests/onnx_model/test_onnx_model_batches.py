@@ -9,7 +9,7 @@ import torch
 from onnx_nets import graph_model, node
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.onnx_model.batches import Batches
+from amct.onnx_model.batches import onnx_batches
 
 X, IDS = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1, 2])
 
@@ -27,32 +27,32 @@ def model(*, inputs: int = 1, shape=("n", 3)):
     ids=["array", "tensor", "dict", "list", "labels", "iterator", "double", "tuple"],
 )
 def test_every_form_gives_the_same_feeds(data):
-    (feeds,) = Batches(model(), data)
+    (feeds,) = onnx_batches(model(), data)
     assert feeds["x"].dtype == np.float32
     np.testing.assert_array_equal(feeds["x"], X)
 
 
 def test_several_inputs_in_order_or_by_name():
     for batch in ((X, IDS), (X, IDS, "label"), {"ids": IDS, "x": X}, [X, IDS.astype(np.int32)]):
-        (feeds,) = Batches(model(inputs=2), [batch])
+        (feeds,) = onnx_batches(model(inputs=2), [batch])
         assert feeds["ids"].dtype == np.int64
         np.testing.assert_array_equal(feeds["ids"], IDS)
 
 
 def test_a_function_chooses_the_inputs():
-    (feeds,) = Batches(model(), [{"image": X, "label": 3}], lambda batch: batch["image"])
+    (feeds,) = onnx_batches(model(), [{"image": X, "label": 3}], lambda batch: batch["image"])
     np.testing.assert_array_equal(feeds["x"], X)
 
 
 def test_an_iterator_is_read_once_unless_it_is_kept():
-    once = Batches(model(), iter([X, X + 1]))
+    once = onnx_batches(model(), iter([X, X + 1]))
     assert once.length is None
     np.testing.assert_array_equal(once.first()["x"], X)
     assert len(list(once)) == 2
     assert len(list(once)) == 0
-    kept = Batches(model(), iter([X, X + 1]))
+    kept = onnx_batches(model(), iter([X, X + 1]))
     kept.keep()
-    assert [len(list(kept)), len(list(kept.limited(1))), Batches(model(), [X, X]).length] == [2, 1, 2]
+    assert [len(list(kept)), len(list(kept.limited(1))), onnx_batches(model(), [X, X]).length] == [2, 1, 2]
 
 
 WRONG = {
@@ -68,21 +68,21 @@ WRONG = {
 @pytest.mark.parametrize(("data", "error", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_data_is_said(data, error, message):
     with pytest.raises(error, match=message):
-        Batches(model(), data).first()
+        onnx_batches(model(), data).first()
 
 
 def test_a_missing_input_and_floats_for_whole_numbers():
     with pytest.raises(ArgumentError, match=r'inputs of the model \(x, ids\): "ids" is missing'):
-        Batches(model(inputs=2), [X]).first()
+        onnx_batches(model(inputs=2), [X]).first()
     with pytest.raises(ArgumentTypeError, match='input "ids": expected values of int64, got float32'):
-        Batches(model(inputs=2), [(X, X[:, 0])]).first()
+        onnx_batches(model(inputs=2), [(X, X[:, 0])]).first()
 
 
 def test_a_fixed_batch_size_is_explained():
     with pytest.raises(ArgumentError, match=r"got \[2, 3\]; the file fixes the batch size, so give batches of 1"):
-        Batches(model(shape=(1, 3)), X).first()
+        onnx_batches(model(shape=(1, 3)), X).first()
 
 
 def test_no_data():
     with pytest.raises(CalibrationError, match="calibration_data is empty"):
-        Batches(model(), []).first()
+        onnx_batches(model(), []).first()

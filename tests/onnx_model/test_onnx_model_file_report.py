@@ -13,7 +13,6 @@ from onnx_nets import Residual, exported, images, seeded
 import amct.onnx_model as amct
 from amct.errors import FileError, ModelError
 from amct.onnx_model.file_report import files_report
-from amct.onnx_model.reporting import Reported, report_content
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,7 @@ def saved(tmp_path_factory):
 
 
 def in_memory(quantized, data):
-    reported = Reported(
-        preparation=quantized._preparation, record=quantized.record, simulated=quantized.model, example={}
-    )
-    from amct.onnx_model.batches import Batches
-
-    return report_content(reported, Batches(quantized._preparation.source.model, data))
+    return quantized.report_content(data)
 
 
 def test_a_fake_quant_file_tells_what_the_model_in_memory_tells(saved):

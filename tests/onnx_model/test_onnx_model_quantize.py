@@ -98,7 +98,7 @@ def test_the_factors_are_those_of_the_pytorch_door_on_the_same_net(quantized):
 )
 def test_every_layer_type_has_the_factors_of_the_pytorch_door(make, inputs, tmp_path):
     theirs = torch_door.quantize(seeded(make), [inputs])
-    model = theirs._float_onnx(18).model  # its layers are called as in torch
+    model = theirs.prepared.float_model(18)  # its layers are called as in torch
     ours = amct.quantize(model, [tuple(tensor.numpy() for tensor in inputs)])
     assert ours.layers == theirs.layers
     same_records(ours.record, theirs.record, {name: name for name in theirs.layers})
@@ -111,14 +111,14 @@ def test_every_layer_type_has_the_factors_of_the_pytorch_door(make, inputs, tmp_
 
 
 def test_batch_norms_are_folded_and_the_folded_model_computes_the_same(residual, quantized):
-    folded = quantized._preparation.folded
-    assert folded.fusions == {
-        "/stem/Conv": "/stem_norm/BatchNormalization",
-        "/depthwise/Conv": "/depthwise_norm/BatchNormalization",
+    folded = quantized.prepared.folded
+    assert quantized.prepared.folded_layers == {
+        "/stem/Conv": ("/stem_norm/BatchNormalization",),
+        "/depthwise/Conv": ("/depthwise_norm/BatchNormalization",),
     }
     x = images(7)
-    expected, got = run(residual, {"x": x})[0], run(folded.model, {"x": x})[0]
-    assert not any(each.op_type == "BatchNormalization" for each in folded.model.graph.node)
+    expected, got = run(residual, {"x": x})[0], run(folded, {"x": x})[0]
+    assert not any(each.op_type == "BatchNormalization" for each in folded.graph.node)
     # Folding rounds each weight once more: 2^-24 relative; sums of at most 128 terms round likewise.
     assert np.abs(expected - got).max() <= 128 * EPSILON * np.abs(expected).max()
 
@@ -165,9 +165,9 @@ def test_the_files_run_in_integer_kernels_and_stay_near_float(residual, quantize
         "q_qdq_model.onnx",
         "q_deploy_model.onnx",
         "q_fake_quant_model.onnx",
-        "q_quant.json",
         "q_record.txt",
         "q_record.txt.qdq.json",
+        "q_quant.json",
     ]
     kernels = count_integer_kernels(tmp_path / "q_qdq_model.onnx")
     assert kernels.integer == kernels.total == 4

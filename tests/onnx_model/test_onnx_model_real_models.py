@@ -20,7 +20,7 @@ def test_resnet20_keeps_its_accuracy(assets, tmp_path):
     calibration, _ = cifar_images(assets, "train_10000", 200)
     onnx.save(exported(cifar_resnet(assets, 20), calibration[:2]), tmp_path / "float.onnx")
     quantized = amct.quantize(tmp_path / "float.onnx", list(calibration.split(50)))
-    assert len(quantized._preparation.folded.fusions) == 19
+    assert len(quantized.prepared.folded_layers) == 19
     quantized.save(tmp_path / "q", formats="qdq")
     assert count_integer_kernels(tmp_path / "q_qdq_model.onnx").share == 1
     before, after = (onnx_top1(tmp_path / name, images, labels) for name in ("float.onnx", "q_qdq_model.onnx"))

@@ -15,8 +15,8 @@ from torch.nn import functional
 import amct.pytorch as amct
 from amct.errors import CalibrationError
 from amct.pytorch.adaround.activation_after import activation_after
-from amct.pytorch.adaround.finished_modules import FinishedModules
 from amct.pytorch.adaround.layers import _collect, _FloatOutputs
+from amct.pytorch.adaround.output_cache import OutputCache
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.fuse import fuse
 
@@ -132,7 +132,7 @@ def test_every_kind_of_layer_learns_and_the_files_hold_what_was_learned(mode, tm
     net = case("mix")
     model, x = net.model(), net.inputs()
     quantized = amct.quantize(model, [x], config(), adaround=mode)
-    learned = {name for name, weights in quantized._preparation.weights.items() if weights.learned}
+    learned = {name for name, weights in quantized.prepared.weights.items() if weights.learned}
     assert learned == {"conv", "grp", "dw", "dil", "deconv", "deconvg", "fc", "fcnb"}
     quantized.save(tmp_path / "q", placement="exact", target="exact8")
     expected = run_torch(quantized.model, x)
@@ -154,8 +154,8 @@ def test_learned_weights_of_balanced_layers_reach_the_files(tmp_path):
 def test_zero_iterations_round_to_nearest():
     settings = amct.AdaRoundSettings(num_iteration=0)
     quantized = amct.quantize(small(), images(), amct.QuantConfig(common=amct.LayerConfig(weights=settings)))
-    weights = quantized._preparation.weights["c2"]
-    folded = quantized._preparation.fused.model.c2.weight
+    weights = quantized.prepared.weights["c2"]
+    folded = quantized.prepared.fused.model.c2.weight
     scales = weights.factors["weight"].scale.reshape(-1, 1, 1, 1)
     assert torch.equal(weights.rounded["weight"], (folded / scales).round().clamp(-128, 127) * scales)
 
@@ -190,14 +190,14 @@ def test_batches_of_different_sizes(caplog):
     with caplog.at_level(logging.INFO):
         quantized = amct.quantize(Free().eval(), data, config())
     assert "AdaRound learns from 2 of 3 batches" in caplog.text
-    assert quantized._preparation.weights["fc"].learned
+    assert quantized.prepared.weights["fc"].learned
 
 
 def test_inputs_come_from_the_quantized_model_and_outputs_from_the_float_model():
     model = small()
     x = images()
     quantized = amct.quantize(model, [x], config())
-    preparation = quantized._preparation
+    preparation = quantized.prepared
     copied = preparation.quantized_copy()
     inputs = _collect(copied, ["c2"], [((x,), {})], inputs=True)["c2"]
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_finished_modules_are_not_computed_again_and_give_the_same(monkeypatch):
     model, names = net.model(), ["conv1", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer2.0.conv1"]
     plain = net.model()
     counts = counted_forwards(model, monkeypatch)
-    finished = FinishedModules(model, [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)])
+    finished = OutputCache(model, [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)])
     batches = [((torch.randn(2, 3, 32, 32),), {}) for _ in range(2)]
     for name in names:
         found = _collect(model, [name], batches, inputs=True, begin=finished.begin)[name]
@@ -253,13 +253,13 @@ def test_modules_called_twice_or_beyond_the_budget_are_computed_again(monkeypatc
     model = net.model()
     counts = counted_forwards(model, monkeypatch)
     batches = [((net.inputs(),), {})]
-    finished = FinishedModules(model, ["b", "c"])
+    finished = OutputCache(model, ["b", "c"])
     for _ in range(2):
         _collect(model, ["c"], batches, inputs=True, begin=finished.begin)
     assert counts["a"] == 4
     small_memory = net.model()
     counts = counted_forwards(small_memory, monkeypatch)
-    finished = FinishedModules(small_memory, ["c"], budget=10)
+    finished = OutputCache(small_memory, ["c"], budget=10)
     for _ in range(2):
         _collect(small_memory, ["c"], batches, inputs=True, begin=finished.begin)
     assert counts["b"] == 2

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import amct.pytorch as amct
 from amct.config.ptq.quant_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError, ModelError
-from amct.pytorch.batches import Batches
+from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.trace import trace
 from amct.record import read_record
 
@@ -92,21 +92,21 @@ class Masked(nn.Module):
     ],
 )
 def test_labels_are_left_out(batch, arguments):
-    (args, _) = Batches(Masked(), [batch]).first()
+    (args, _) = torch_batches(Masked(), [batch]).first()
     assert len(args) == arguments
 
 
 def test_data_that_can_be_read_once_is_kept_only_when_it_is_needed_again(model):
-    batches = Batches(model, (images(seed) for seed in range(3)))
+    batches = torch_batches(model, (images(seed) for seed in range(3)))
     first = batches.first()[0][0]
     assert batches.length is None
     assert torch.equal(first, images(0))
     assert len(list(batches)) == 3
     assert list(batches) == []
-    kept = Batches(model, (images(seed) for seed in range(3)))
+    kept = torch_batches(model, (images(seed) for seed in range(3)))
     kept.keep()
     assert [len(list(kept.limited(2))), len(list(kept)), len(list(kept.limited(None)))] == [2, 3, 3]
-    assert Batches(model, [images(0)]).length == 1
+    assert torch_batches(model, [images(0)]).length == 1
 
 
 def test_once_only_data_serves_balancing_and_learning_too(model):

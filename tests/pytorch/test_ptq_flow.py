@@ -20,7 +20,7 @@ import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ModelError, RecordError
 from amct.export.qdq.tensor_factors import read_tensor_factors
-from amct.pytorch.capture import cached_trace as looked
+from amct.pytorch.capture import cached_trace as caching
 from amct.record import read_record
 
 
@@ -68,8 +68,8 @@ def test_a_model_in_train_mode_gives_what_it_gives_in_eval_mode(tmp_path):
 
 
 def test_the_model_is_traced_once(tmp_path, monkeypatch):
-    traces, trace = [], looked.trace
-    monkeypatch.setattr(looked, "trace", lambda *args, **named: traces.append(1) or trace(*args, **named))
+    traces, trace = [], caching.trace
+    monkeypatch.setattr(caching, "trace", lambda *args, **named: traces.append(1) or trace(*args, **named))
     flow = Flow(tmp_path).simple("common_config { dmq_balancer { } }")
     amct.quantize_preprocess(flow.config, flow.record, flow.model, flow.example)(flow.example)
     flow.quantize()(flow.example)
@@ -92,7 +92,7 @@ def test_the_model_is_traced_once(tmp_path, monkeypatch):
 def test_what_is_remembered_of_a_model_does_not_keep_it_alive(tmp_path):
     flow = Flow(tmp_path).configure()
     seen = weakref.ref(flow.model)
-    assert seen() in looked._seen
+    assert seen() in caching._cache
     del flow
     gc.collect()
     assert seen() is None
@@ -162,12 +162,12 @@ def test_every_kind_of_layer_is_calibrated_with_rounded_weights(name):
     net = case(name)
     model = net.model()
     quantized = own.quantize(model, [net.inputs()])
-    copied = quantized._preparation.quantized_copy()
+    copied = quantized.prepared.quantized_copy()
     for layer in quantized.layers:
         for attribute, scale in (("weight", "scale_w"), ("weight_ih_l0", "scale_w"), ("weight_hh_l0", "scale_r")):
             weight = getattr(copied.get_submodule(layer), attribute, None)
             if weight is not None:
-                original = getattr(quantized._preparation.fused.model.get_submodule(layer), attribute)
+                original = getattr(quantized.prepared.fused.model.get_submodule(layer), attribute)
                 step = max(getattr(quantized.record[layer], scale))
                 assert not torch.equal(weight, original)
                 # Half a step, and up to one where the largest positive weight has no integer of its own.

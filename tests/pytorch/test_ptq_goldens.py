@@ -12,7 +12,7 @@ from ptq_goldens import AMCT, golden_net
 import amct_pytorch as amct
 from amct.config.ptq.pytorch_json import make_plan, read_config
 from amct.errors import CalibrationError
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.calibrating import start_calibration
 from amct.record import read_record
@@ -67,7 +67,7 @@ def run(case, folder):
 
 def calibration_only(config, _, record, model, example):
     """``quantize_model`` without its ONNX file."""
-    traced = look(model, example)
+    traced = cached_trace(model, example)
     layers = traced.config_layers()
     plan = make_plan(read_config(config.read_bytes(), str(config), layers), layers)
     balance = {}

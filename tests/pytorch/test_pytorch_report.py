@@ -14,7 +14,6 @@ from torch import nn
 import amct.pytorch as amct
 from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError
-from amct.pytorch.reporting import report_content
 
 
 class InPlaceNet(nn.Module):
@@ -56,8 +55,7 @@ def quantized(model, batches):
 
 
 def content_of(quantized, batches, metric=None):
-    pairs = [(batch, ((batch[0],), {})) for batch in batches]
-    return report_content(quantized._preparation, quantized.record, quantized.model, pairs, metric)
+    return quantized.report_content(batches, metric)
 
 
 def outputs_of(model, name, batches):
@@ -131,14 +129,14 @@ def test_config_text_tells_what_differs(model, batches):
         force_fp16=True,
     )
     balanced = amct.quantize(model, batches, config)
-    text = config_text(balanced._preparation.plan)
+    text = config_text(balanced.prepared.plan)
     assert "skip_fusion_layers: conv1" in text
     assert "FORCE_FP16_QUANT" in text
     assert "dmq_balancer: migration_strength=0.5" in text
     assert "HfmgSettings" in text
     content = content_of(balanced, batches)
     with torch.no_grad():
-        x = torch.cat([balanced._preparation.fused.model.norm(
+        x = torch.cat([balanced.prepared.fused.model.norm(
             torch.relu(model.conv2(torch.relu(model.bn1(model.conv1(images))))).mean((2, 3))
         ) for images, _ in batches])  # fmt: skip
     divided = x / torch.tensor(balanced.record["fc"].tensor_balance_factor)
@@ -178,7 +176,7 @@ def test_recurrent_and_weightless_layers_are_reported():
 
     torch.manual_seed(0)
     quantized = amct.quantize(Net().eval(), torch.randn(6, 1, 6, 8))
-    content = report_content(quantized._preparation, quantized.record, quantized.model, None)
+    content = quantized.report_content()
     by_name = {layer.name: layer for layer in content.layers}
     assert len(by_name["lstm"].weights.minimum) == 2 * 4 * 6
     assert by_name["lstm"].sqnr > 10

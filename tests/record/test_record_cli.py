@@ -170,7 +170,7 @@ def test_errors_are_ours(tmp_path):
     with pytest.raises(FileError, match="does not exist"):
         run("show", tmp_path / "none.txt")
     write_record(Record({"c": LayerRecord(scale_d=0.5)}), tmp_path / "r.bin")
-    with pytest.raises(RecordParseError, match="say which with dialect"):
+    with pytest.raises(RecordParseError, match="choose one with dialect"):
         run("show", tmp_path / "r.bin")
     assert "0.5" in run("show", tmp_path / "r.bin", "--dialect", "pytorch")[1]
 

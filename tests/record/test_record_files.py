@@ -349,10 +349,10 @@ def test_the_dialect_of_a_file(tmp_path):
             write_record(record, tmp_path / name)
             assert read_any_record(tmp_path / name) == record
     write_record(Record({"c": LayerRecord(scale_d=0.5, offset_d=1)}), tmp_path / "r.bin")
-    with pytest.raises(RecordParseError, match="could be a pytorch or a caffe record; say which with dialect"):
+    with pytest.raises(RecordParseError, match="could be a pytorch or a caffe record; choose one with dialect"):
         read_any_record(tmp_path / "r.bin")
     write_record(torch, tmp_path / "r.bin")
-    with pytest.raises(RecordParseError, match="parts of it are not of the caffe dialect"):
+    with pytest.raises(RecordParseError, match="has fields that the caffe dialect does not have"):
         read_caffe_record(tmp_path / "r.bin")
 
 

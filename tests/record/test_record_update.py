@@ -182,11 +182,9 @@ def test_entries_that_cannot_be_written_leave_the_file(tmp_path):
     write_record(Record({"a": LayerRecord(offset_d=1)}), file)
     with pytest.raises(RecordValueError, match='layer "a"'):
         update(file, "a", LayerRecord(offset_d=2**40))
-    with pytest.raises(
-        ArgumentTypeError, match="an entry is a LayerRecord, KvCacheRecord or CaffeLayerRecord, not int"
-    ):
+    with pytest.raises(ArgumentTypeError, match="expected a LayerRecord, KvCacheRecord or CaffeLayerRecord, got int"):
         update(file, "a", 3)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentTypeError, match="a string that is not empty"):
+    with pytest.raises(ArgumentTypeError, match="expected a non-empty string"):
         update(file, "", LayerRecord())
     with pytest.raises(FileError, match="it is a folder"):
         update(tmp_path, "a", LayerRecord())

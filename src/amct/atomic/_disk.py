@@ -101,7 +101,7 @@ def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
 def seal(temporary: Path, target: Path) -> None:
     """Give a finished temporary file its mode and bring it to the disk, whoever wrote it."""
     try:
-        descriptor = os.open(temporary, os.O_RDONLY)
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.fchmod(descriptor, FILE_MODE)
             os.fsync(descriptor)

@@ -1,8 +1,7 @@
-"""The hidden names that unfinished writes leave in a folder, and whether their writer still lives.
+"""The hidden names that writes use in a folder, and whether their writer still lives.
 
-All begin with ``.amct-<machine>-<pid>-<start time>-<token>``; the ending tells ``.tmp…`` (a file to be), ``.journal``
-(a group decided) and ``.pointer`` (where the journal of this folder's group is) apart. ``.amct.lock`` is held while
-names change.
+All begin with ``.amct-<machine>-<pid>-<start time>-<token>``; the ending tells ``.tmp…`` (a file that is being written)
+and ``.journal`` (the notice that a group of files is being renamed) apart. ``.amct.lock`` is held while names change.
 """
 
 from __future__ import annotations
@@ -13,71 +12,94 @@ import os
 import platform
 import re
 import secrets
+import stat
 import sys
 import time
+from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 
-from amct.atomic._disk import file_error
-
 LOCK_NAME = ".amct.lock"
-JOURNAL = "journal"
-POINTER = "pointer"
+NOTICE = "journal"
 TEMPORARY = "tmp"
 
 _FOREIGN_AGE_SECONDS = 24 * 3600.0
 _LONGEST_SUFFIX = 32
-_NAME = re.compile(r"\.amct-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{12}\.(?P<kind>[a-z]+)")
+_NAME = re.compile(
+    r"\.amct-(?P<machine>[0-9a-f]{8})-(?P<pid>[0-9]{1,10})-(?P<start>[0-9]{1,20})-[0-9a-f]{12}"
+    rf"\.(?P<kind>{NOTICE}|{TEMPORARY})(?P<suffix>\.[^/]*)?"
+)
+
+
+class Writer(Enum):
+    """What is known of the process that wrote a hidden name."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    FOREIGN = "of another machine or container, whose processes cannot be seen from here"
 
 
 def new_path(folder: Path, kind: str) -> Path:
-    """A name in a folder that tells its owner and that nobody else has."""
+    """A name in a folder that tells its writer and that nobody else has."""
     pid = os.getpid()
     return folder / f".amct-{_machine()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}.{kind}"
 
 
 def temporary_path(target: Path) -> Path:
     """The temporary name of a target: beside it, and with its suffix, which some libraries look at."""
-    suffix = target.suffix if len(target.suffix.encode()) <= _LONGEST_SUFFIX else ""
+    suffix = target.suffix if len(target.suffix.encode(errors="surrogateescape")) <= _LONGEST_SUFFIX else ""
     return new_path(target.parent, TEMPORARY + suffix)
 
 
-def names_in(folder: Path) -> list[str]:
-    """All our hidden names in a folder; none when the folder does not exist."""
+def notice_names(folder: Path) -> list[str]:
+    """The names in a folder that a notice would have; none when the folder is missing or cannot be listed."""
+    return [name for name in _names_in(folder) if _kind(name) == NOTICE]
+
+
+def writer_of(name: str) -> Writer:
+    """Whether the process that a hidden name of ours tells of still runs."""
+    match = _NAME.fullmatch(name)
+    if match is None or match["machine"] != _machine():
+        return Writer.FOREIGN
+    return Writer.ALIVE if _start_time(int(match["pid"])) == int(match["start"]) else Writer.DEAD
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of dead writers from a folder: regular files of this user with a name of ours only."""
+    writers: dict[str, Writer] = {}  # a group may have thousands of files, but one writer
+    for name in _names_in(folder):
+        if _kind(name) != TEMPORARY:
+            continue
+        writer = name.rpartition("-")[0]
+        if writer not in writers:
+            writers[writer] = writer_of(name)
+        if writers[writer] is not Writer.ALIVE:
+            _remove_leftover(folder / name, writers[writer])
+
+
+def _remove_leftover(path: Path, writer: Writer) -> None:
+    with suppress(OSError):  # it harms nobody: the next write tries again
+        found = path.lstat()
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # older than any write takes
+        if is_ours and (writer is Writer.DEAD or is_old):
+            path.unlink()
+
+
+def _kind(name: str) -> str | None:
+    """Whether a name is one that we give: "journal", "tmp" or None."""
+    match = _NAME.fullmatch(name)
+    if match is None or (match["suffix"] and match["kind"] == NOTICE):
+        return None
+    too_long = len((match["suffix"] or "").encode(errors="surrogateescape")) > _LONGEST_SUFFIX
+    return None if too_long else match["kind"]
+
+
+def _names_in(folder: Path) -> list[str]:
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - names are wanted, not paths
-    except FileNotFoundError:
+        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - names are wanted
+    except (OSError, ValueError):  # whoever opens the file itself tells what is wrong
         return []
-    except (OSError, ValueError) as error:
-        raise file_error("read folder", folder, error) from error
-    return [name for name in names if name.startswith(".amct") and (name == LOCK_NAME or _NAME.match(name))]
-
-
-def dead_names(folder: Path, names: list[str]) -> list[str]:
-    """The temporary files and pointers among our names whose writer is gone."""
-    running: dict[str, int | None] = {}  # start time by pid: a group may have thousands of files, but one writer
-    dead = []
-    for name in names:
-        match = _NAME.match(name)
-        if match is None or match["kind"] == JOURNAL:
-            continue
-        if match["machine"] != _machine():
-            if _is_old(folder / name):
-                dead.append(name)
-            continue
-        pid = match["pid"]
-        if pid not in running:
-            running[pid] = _start_time(int(pid))
-        if running[pid] != int(match["start"]):
-            dead.append(name)
-    return dead
-
-
-def _is_old(path: Path) -> bool:
-    """Whether a file of another machine, whose pids cannot be asked for, is older than any write takes."""
-    try:
-        return time.time() - path.stat().st_mtime > _FOREIGN_AGE_SECONDS
-    except OSError:
-        return False
 
 
 @functools.cache
@@ -95,7 +117,7 @@ def _start_time(pid: int) -> int | None:
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):
             return None
         except OSError:
             return 0

@@ -12,8 +12,8 @@ import os
 from typing import TYPE_CHECKING
 
 from amct import log
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.engine import device
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from amct import progress
-from amct.caffe.arguments import input_file
+from amct.arguments import input_file
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model, read_test_net
 from amct.caffe.running import batches_of, build_net, run_net, samples_of

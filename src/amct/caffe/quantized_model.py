@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import log
+from amct.arguments import input_file, output_file
 from amct.atomic import read_bytes
 from amct.caffe.amct_api import fold, quantize_folded, with_real_weights
-from amct.caffe.arguments import input_file, output_file
 from amct.caffe.comparing import ModelSide, both_sides, float_side, measure
 from amct.caffe.layer_list import layer_list
 from amct.caffe.model import read_model
@@ -253,6 +253,7 @@ def report(
     return where
 
 
+@log.screen_only()
 def quantize(
     model: AnyPath,
     weights: AnyPath,
@@ -277,7 +278,6 @@ def quantize(
         FileError, ParseError, ModelError, ConfigError: a file is not what it should be.
         CalibrationError: the data is not enough or cannot be used.
     """
-    log.start("amct_caffe")
     input_file(model, "model")
     input_file(weights, "weights")
     layers = layer_list(model)

@@ -12,8 +12,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from amct import log
+from amct.arguments import check_types, output_file
 from amct.atomic import write_text
-from amct.caffe.arguments import check_types, output_file
 from amct.schema import format_text
 
 if TYPE_CHECKING:

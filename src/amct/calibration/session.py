@@ -274,7 +274,7 @@ class _Watched:
             found = self.observer.result()
         except AmctError as error:
             raise CalibrationError(f"{self.described}: {error}") from error
-        if bool(found.tiny.any()):
+        if bool(found.near_zero.any()):
             logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.described)
         if self.stream.force_fp16:
             found = replace(found, scale=round_scale_to_fp16(found.scale))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from amct import log
 from amct.errors import AmctError, ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ PythonOption = Annotated[bool, typer.Option("--allow-python", help="Let Python l
 
 
 @app.command()
+@log.screen_only()
 def train(  # noqa: PLR0913 - a command's options are its arguments
     solver: Annotated[str, typer.Option("--solver", help="The solver prototxt.")],
     weights: Annotated[str | None, typer.Option("--weights", help=WeightsHelp)] = None,
@@ -61,12 +63,10 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
     allow_python: PythonOption = False,
 ) -> int:
     """Train a net as its solver prototxt says. Ctrl-C finishes the iteration, writes a snapshot and stops."""
-    from amct import log
     from amct.caffe.engine.solvers import Solver, choose_device, read_solver, signal_actions
 
     if weights is not None and snapshot is not None:
         raise ArgumentError("give --snapshot to go on or --weights to start from, not both")
-    log.start("amct_caffe")
     parameter = read_solver(solver)
     if weights is not None:
         parameter.ClearField("weights")
@@ -83,6 +83,7 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
 
 
 @app.command(name="test")
+@log.screen_only()
 def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
     model: Annotated[str, typer.Option("--model", help="The net's prototxt.")],
     weights: Annotated[str, typer.Option("--weights", help=WeightsHelp)],
@@ -94,12 +95,10 @@ def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
     allow_python: PythonOption = False,
 ) -> None:
     """Run the TEST phase of a net over some batches and print the mean of each output."""
-    from amct import log
     from amct.caffe.engine.layer import TEST
     from amct.caffe.engine.net import Net
     from amct.caffe.engine.solvers import choose_device, evaluate
 
-    log.start("amct_caffe")
     choose_device(gpu=gpu, device=device)
     net = Net.from_file(
         model, phase=TEST, level=level, stages=stage or [], allow_python=allow_python, with_gradients=False
@@ -120,14 +119,13 @@ def run(
     """Run a script that says ``import caffe`` with this toolkit as caffe."""
     import runpy
 
-    from amct import log
     from amct.caffe.engine.python_layers import allow_python_layers
     from amct.caffe.pycaffe.install import install_as_caffe
 
     if not script.is_file():
         raise FileError(f"{script}: there is no such script")
-    log.start("amct_caffe")
-    install_as_caffe(force=force)
+    with log.screen_only():  # AMCT functions that the script calls write their log file as always
+        install_as_caffe(force=force)
     arguments, folder = sys.argv, str(script.resolve().parent)
     sys.argv = [str(script), *context.args]
     sys.path.insert(0, folder)

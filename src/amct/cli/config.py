@@ -28,7 +28,14 @@ app = typer.Typer(
 )
 
 
-_TELLING = ("asymmetric", "with_offset", "channel_wise", "dst_type", "prune_ratio", "n_out_of_m_type")  # in one line
+_SHOWN_SETTINGS = (
+    "asymmetric",
+    "with_offset",
+    "channel_wise",
+    "dst_type",
+    "prune_ratio",
+    "n_out_of_m_type",
+)  # in one line
 
 
 class Kind(str, Enum):
@@ -121,7 +128,7 @@ def explain(
     elif layer is not None:
         _echo_table([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])
     else:
-        _echo_table(_a_line_each(rows))
+        _echo_table(_layer_lines(rows))
     _show_warnings(full)
 
 
@@ -134,6 +141,9 @@ def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tupl
 
 def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
     """A simple or full config as a full one; which it is, its name or first character tells."""
+    from amct import atomic
+
+    atomic.check_whole(config)
     try:
         data = config.read_bytes()
     except OSError as error:
@@ -194,7 +204,7 @@ def _only(rows: tuple[ExplainedSetting, ...], layer: str, layers: LayerList) -> 
     raise ArgumentError(f'--layer: "{layer}" is not quantized: {reason}')
 
 
-def _a_line_each(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
+def _layer_lines(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
     """One line per layer: what is done to it and which block decides."""
     lines: dict[str, dict[str, Any]] = {}
     blocks = {}
@@ -217,7 +227,7 @@ def _effect(settings: dict[str, Any]) -> str:
         return "left float"
     words = [str(value) for key, value in settings.items() if key.endswith("algo")]
     short = {key.rpartition(".")[2]: value for key, value in settings.items() if ".1." not in key}
-    words += [f"{key}={json.dumps(short[key])}" for key in _TELLING if key in short]
+    words += [f"{key}={json.dumps(short[key])}" for key in _SHOWN_SETTINGS if key in short]
     bits = [str(value) for key, value in settings.items() if key.endswith("num_bits")]
     return " ".join([*words, f"bits={'/'.join(bits)}"] if bits else words)
 

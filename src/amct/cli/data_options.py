@@ -31,11 +31,11 @@ class DataOptions:
 
     data: Annotated[Path, typer.Option(help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
     size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
-    crop: Annotated[str | None, typer.Option(help="Then keep the middle of this size.")] = None
+    crop: Annotated[str | None, typer.Option(help="Then crop the centre to this size: 224 or height,width.")] = None
     mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None
-    scale: Annotated[float, typer.Option(help="Then multiply.")] = 1.0
+    scale: Annotated[float, typer.Option(help="After subtracting the mean, multiply by this.")] = 1.0
     color: Annotated[str, typer.Option(help="Channels of pictures: bgr, rgb or gray.")] = "bgr"
-    batch_size: Annotated[int, typer.Option(help="Samples a batch.")] = 1
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 1
     batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:

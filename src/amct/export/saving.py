@@ -17,7 +17,7 @@ from amct.export.qdq.exporter import Placement, qdq_model
 from amct.export.qdq.nodes import Target
 from amct.export.quant_json import quant_json
 from amct.export.result import ExportedModel, Skip
-from amct.export.writer import OutputFile, SavePath, save_models
+from amct.export.writer import OutputFile, SavePath, check_opset, save_models
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +35,8 @@ RECORD = "record"
 """The factors, among the formats that ``QuantizedModel.save`` takes."""
 FORMATS = {"deploy": OutputFile.DEPLOY, "fake_quant": OutputFile.FAKE_QUANT, "qdq": OutputFile.QDQ}
 """Names of the exported models, as ``QuantizedModel.save`` takes them."""
+DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
+"""What ``QuantizedModel.save`` writes."""
 
 
 def layer_factors(entry: LayerRecord) -> LayerFactors:
@@ -110,52 +112,60 @@ class SaveRequest:
         where: The folder and the prefix, which can be written to.
         options: Which models, and how.
         with_record: Whether the factors are written too.
+        opset: Of the ONNX files; None: the door's default.
     """
 
     where: SavePath
     options: ExportOptions
     with_record: bool
+    opset: int | None = None
 
     @classmethod
     def checked(
-        cls, path: str | os.PathLike[str], formats: Iterable[str], *, placement: str, target: str
+        cls, path: str | os.PathLike[str], formats: Iterable[str], *, placement: str, target: str, opset: int | None
     ) -> SaveRequest:
         """Check everything before any work.
 
         Raises:
-            ArgumentError: an unknown format, placement or target, or an impossible path.
+            ArgumentError: an unknown format, placement, target or opset, or an impossible path.
             FileError: the folder cannot be written to.
         """
+        if opset is not None:
+            check_opset(opset)
         where = SavePath.parse(path)
         atomic.check_writable(where.folder)
         names = (formats,) if isinstance(formats, str) else tuple(formats)
         models = tuple(name for name in names if name != RECORD)
         options = ExportOptions(formats=models, placement=placement, target=target)
-        return cls(where=where, options=options, with_record=RECORD in names)
+        return cls(where=where, options=options, with_record=RECORD in names, opset=opset)
 
 
 def save_files(
     save_path: SavePath,
-    model: ModelProto,
+    model: ModelProto | None,
     record: Record,
     notes: ModelNotes,
     tensors: Mapping[str, TensorFactors] | None,
     options: ExportOptions = ExportOptions(),  # noqa: B008  frozen
+    extra: Mapping[Path, bytes] | None = None,
 ) -> list[Path]:
     """Export the models asked for and write them, with their report, all or none.
 
     Args:
         save_path: where to.
-        model: the float ONNX model; its nodes carry the names of their layers.
+        model: the float ONNX model; its nodes carry the names of their layers. None when no format is asked for.
         record: complete and checked.
         notes: what else is known of the model.
         tensors: factors of the tensors between layers; None when nothing was observed.
         options: what to export.
+        extra: further files of the same group, by path.
 
     Raises:
         ExportError: a model cannot be exported.
         FileError: a file cannot be written; nothing was.
     """
+    if model is None:
+        return save_models(save_path, {}, extra=extra)
     bindings = bindings_by_name(model, record)
     factors = {name: layer_factors(entry) for name, entry in record.items()}
     exported: dict[OutputFile, ExportedModel] = {}
@@ -176,6 +186,6 @@ def save_files(
         config=notes.config,
     )
     models = {output: result.model for output, result in exported.items()}
-    written = save_models(save_path, models, quant_json=report)
+    written = save_models(save_path, models, quant_json=report, extra=extra)
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from onnx import ModelProto, TensorProto
 
+from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError
 from amct.export.onnx.messages import copy_fields, tensor_array
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
 LONGEST_PREFIX = 241
-LONGEST_NAME = 254
 OPSETS = range(16, 22)
 """Opsets that can be asked for."""
 
@@ -96,23 +96,6 @@ class SavePath:
         return self.file("quant.json")
 
 
-def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
-    """Check the name of a file that is to be written.
-
-    Raises:
-        ArgumentTypeError: it is not text or a path.
-        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
-    text = os.fspath(path)
-    name = text.rpartition("/")[2]
-    if name in ("", ".", "..") or "\0" in text:
-        raise ArgumentError(f'{argument}: expected the name of a file, got "{text}"')
-    if len(name) > LONGEST_NAME:
-        raise ArgumentError(f"{argument}: a file name may have {LONGEST_NAME} characters, got {len(name)}")
-
-
 def check_opset(opset: int) -> None:
     """Check an opset that a user asks for.
 
@@ -133,6 +116,7 @@ def save_models(
     models: Mapping[OutputFile, ModelProto],
     *,
     quant_json: str | None = None,
+    extra: Mapping[Path, bytes] | None = None,
     opset: int | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
@@ -142,6 +126,7 @@ def save_models(
         save_path: where to.
         models: what; they are not changed.
         quant_json: the text of ``<prefix>_quant.json``.
+        extra: further files of the group, by path.
         opset: the opset that the models must have, when one was asked for.
         external_threshold: serialized size from which on tensors get files of their own.
 
@@ -163,6 +148,9 @@ def save_models(
         for output, model in models.items():
             path = save_path.model(output)
             written += _write_model(group, path, model, output.external_suffix, external_threshold)
+        for path, content in (extra or {}).items():
+            group.write_bytes(path, content)
+            written.append(path)
         if quant_json is not None:
             _warn_of_overwrite(save_path.quant_json)
             group.write_text(save_path.quant_json, quant_json)

@@ -1,6 +1,6 @@
-"""Pure tensor maths: no graphs, no files, no config objects. Import the module you need; this one imports nothing.
+"""Pure tensor maths: no graphs, no files, no config objects. Import the submodules directly; this file imports none.
 
-Weights: ``arq`` (uniform), ``snq`` (16 values), ``adaround``, ``dmq`` (balancing), ``fold`` (batch norm and the like).
+Weights: ``arq`` (uniform), ``snq`` (16 values), ``adaround``, ``dmq`` (balancing), ``fold`` (batch norm, Scale, Bias).
 Activations: ``ifmr``, ``hfmg``, ``min_max``, all of them observers (``observer``).
-Both: ``affine`` says what scale and offset mean, ``integer`` computes with the result.
+Both: ``affine`` defines scale and offset, ``integer`` computes with the quantized integers.
 """

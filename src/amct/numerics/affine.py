@@ -1,7 +1,7 @@
-"""Scale and offset: how a real number becomes an integer and back, said once for the whole toolkit.
+"""Affine quantization: the one definition of scale and offset, quantize, dequantize and fake-quantize.
 
 ``q = clamp(round(x · (1/scale)) + offset, -2^(b-1), 2^(b-1)-1)`` and ``x' = (q - offset) · scale``; halves are rounded
-to even. The reciprocal is taken first, because that is what the chip multiplies by. Float64 values are computed in
+to even. The reciprocal is computed first, because the Ascend hardware multiplies by it. Float64 values are computed in
 float64, all others in float32. Scales are float32, offsets int32, both 0-d, or ``[C]`` together with an ``axis``.
 """
 
@@ -19,7 +19,7 @@ from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 SMALLEST_BITS = 2
 LARGEST_BITS = 16
 SMALLEST_SCALE = float(torch.finfo(torch.float32).eps)
-"""A smaller scale means that the data is (as good as) zero; it becomes 1."""
+"""A smaller scale means that the data is practically zero; such a scale is replaced by 1."""
 LARGEST_SCALE = 1.0 / SMALLEST_SCALE
 
 _FUSED_LIMIT = 2.0**31
@@ -27,16 +27,16 @@ _SHOWN_CHANNELS = 5
 
 
 class SymmetricScale(Enum):
-    """What a symmetric range is divided by."""
+    """The divisor that turns the largest magnitude of a symmetric range into its scale."""
 
     FULL_RANGE = "full_range"
-    """Always by 2^(b-1)-1: the larger side just fits (Caffe)."""
+    """Always 2^(b-1)-1 (AMCT for Caffe)."""
     NEGATIVE_SIDE = "negative_side"
-    """By 2^(b-1) when the negative side is the larger one, which uses the lowest integer too (PyTorch)."""
+    """2^(b-1) where ``|minimum| > |maximum|``, else 2^(b-1)-1 (AMCT for PyTorch)."""
 
 
 def integer_range(bits: int) -> tuple[int, int]:
-    """The smallest and largest integer of ``bits`` bits.
+    """Return the smallest and the largest signed integer of ``bits`` bits.
 
     >>> integer_range(8)
     (-128, 127)
@@ -49,17 +49,17 @@ def integer_range(bits: int) -> tuple[int, int]:
 def scale_and_offset(
     minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
 ) -> tuple[Tensor, Tensor]:
-    """Scale (float32) and offset (int32) that cover the range ``minimum``..``maximum``.
+    """Return the scale (float32) and offset (int32) that cover the range ``minimum``..``maximum``.
 
     An asymmetric range is widened to contain zero, so zero is always exact. A range whose scale would be below
-    ``SMALLEST_SCALE`` (all zero, or tiny) gets scale 1 and offset -2^(b-1) (asymmetric) or 0; see ``is_tiny``.
+    ``SMALLEST_SCALE`` gets scale 1 and offset -2^(b-1) (asymmetric) or 0; see ``is_near_zero``.
 
     Args:
-        minimum: smallest value, 0-d or one per channel.
+        minimum: smallest value, 0-d or ``[C]``.
         maximum: largest value, of the same shape.
         bits: 2..16.
-        asymmetric: with an offset; otherwise the offset is 0.
-        symmetric_scale: what a symmetric range is divided by; not used when asymmetric.
+        asymmetric: whether to compute an offset; otherwise the offset is 0.
+        symmetric_scale: divisor of a symmetric range; not used when asymmetric.
 
     Raises:
         CalibrationError: a limit is NaN or infinite, the range is empty, or its scale exceeds ``LARGEST_SCALE``.
@@ -71,22 +71,22 @@ def scale_and_offset(
     if bool(too_large.any()):
         raise CalibrationError(
             f"the range is too large for {bits} bits: the scale must not exceed {LARGEST_SCALE:g}, got "
-            f"{_listed(too_large, minimum=minimum, maximum=maximum, scale=scale)}; "
+            f"{_describe(too_large, minimum=minimum, maximum=maximum, scale=scale)}; "
             "look for a diverged layer or an outlier in the data, or leave this layer in float"
         )
-    tiny = scale < SMALLEST_SCALE
-    scale = torch.where(tiny, torch.ones_like(scale), scale)
+    near_zero = scale < SMALLEST_SCALE
+    scale = torch.where(near_zero, torch.ones_like(scale), scale)
     if not asymmetric:
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     steps_below_zero = torch.round(minimum.clamp(max=0).float() / scale)
-    offset = torch.where(tiny, torch.full_like(scale, lowest), lowest - steps_below_zero)
+    offset = torch.where(near_zero, torch.full_like(scale, lowest), lowest - steps_below_zero)
     return scale, offset.to(torch.int32)
 
 
-def is_tiny(
+def is_near_zero(
     minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
 ) -> Tensor:
-    """Where a range is so small that ``scale_and_offset`` falls back to scale 1, for a caller who warns."""
+    """Return True where a range is so small that ``scale_and_offset`` falls back to scale 1; callers warn then."""
     integer_range(bits)
     return _raw_scale(*_checked_range(minimum, maximum), bits, asymmetric, symmetric_scale) < SMALLEST_SCALE
 
@@ -94,7 +94,7 @@ def is_tiny(
 def _raw_scale(
     minimum: Tensor, maximum: Tensor, bits: int, asymmetric: bool, symmetric_scale: SymmetricScale
 ) -> Tensor:
-    """The scale before legality, from float64 limits; divided in float64 and rounded once to float32."""
+    """Return the scale before any legality check: float64 limits divided in float64, rounded once to float32."""
     lowest, highest = integer_range(bits)
     if asymmetric:
         return ((maximum.clamp(min=0) - minimum.clamp(max=0)) / (highest - lowest)).float()
@@ -106,7 +106,7 @@ def _raw_scale(
 
 
 def _checked_range(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
-    """Both limits in float64, proven finite and in order."""
+    """Return both limits in float64, after checking that they are finite and ``minimum <= maximum``."""
     if minimum.shape != maximum.shape:
         raise ArgumentError(
             f"minimum and maximum must have the same shape, got {list(minimum.shape)} and {list(maximum.shape)}"
@@ -116,13 +116,13 @@ def _checked_range(minimum: Tensor, maximum: Tensor) -> tuple[Tensor, Tensor]:
     if bool(bad.any()):
         raise CalibrationError(
             "a range must be finite with minimum <= maximum, got "
-            f"{_listed(bad, minimum=minimum, maximum=maximum)}; the data holds NaN or infinity, or no data was seen"
+            f"{_describe(bad, minimum=minimum, maximum=maximum)}; the data holds NaN or infinity, or is empty"
         )
     return minimum, maximum
 
 
-def _listed(where: Tensor, **values: Tensor) -> str:
-    """The numbers of the first channels marked in ``where``, for a message."""
+def _describe(where: Tensor, **values: Tensor) -> str:
+    """Format ``values`` of the first channels marked in ``where``, for an error message."""
 
     def numbers(channel: int) -> str:
         return ", ".join(f"{name} {value.reshape(-1)[channel].item():g}" for name, value in values.items())
@@ -139,33 +139,33 @@ def check_factors(scale: Tensor, offset: Tensor, bits: int) -> None:
     """Raise unless every scale lies in FLT_EPSILON..1/FLT_EPSILON and every offset in the integers of ``bits``.
 
     Raises:
-        CalibrationError: naming the first illegal factors.
+        CalibrationError: an illegal scale or offset; the message names the first illegal channels.
     """
     lowest, highest = integer_range(bits)
     illegal = ~((scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE))
     if bool(illegal.any()):
         raise CalibrationError(
-            f"scale is illegal: expected {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}, got {_listed(illegal, scale=scale)}"
+            f"scale is illegal: expected {SMALLEST_SCALE:g}..{LARGEST_SCALE:g}, got {_describe(illegal, scale=scale)}"
         )
     illegal = (offset < lowest) | (offset > highest)
     if bool(illegal.any()):
         raise CalibrationError(
-            f"offset is illegal: expected {lowest}..{highest}, got {_listed(illegal, offset=offset)}"
+            f"offset is illegal: expected {lowest}..{highest}, got {_describe(illegal, offset=offset)}"
         )
 
 
 def quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:
-    """Integers of ``x``: int8 up to 8 bits, int16 above. Infinity saturates.
+    """Quantize ``x`` to int8 (up to 8 bits) or int16. Infinity saturates.
 
     Raises:
-        CalibrationError: ``x`` holds NaN, which has no integer.
+        CalibrationError: ``x`` holds NaN, which cannot be quantized.
     """
     integer_range(bits)
     _check_floating(x)
     inverse, _, shift = _broadcast(x, scale, offset, axis)
     steps = (x.detach().to(inverse.dtype) * inverse).round_()
     grid = _clamp_steps(steps, shift, bits).add_(shift)
-    if bool(torch.isnan(grid.sum())):  # clamped values are finite, so only NaN makes a NaN of their sum
+    if bool(torch.isnan(grid.sum())):  # clamped values are finite, so their sum is NaN only if one of them is
         raise CalibrationError(
             f"NaN cannot be quantized: {int(torch.isnan(x).sum())} of {x.numel()} values are NaN; "
             "look for the layer where they first appear"
@@ -174,23 +174,22 @@ def quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int |
 
 
 def dequantize(q: Tensor, scale: Tensor, offset: Tensor, *, axis: int | None = None) -> Tensor:
-    """The real numbers that integers stand for, in float32 (float64 when the scale is float64)."""
+    """Return ``(q - offset) · scale`` in float32 (float64 when the scale is float64)."""
     if q.dtype.is_floating_point:
         raise ArgumentTypeError(f"q: expected integers, got {q.dtype}")
     _, step, shift = _broadcast(q, scale, offset, axis)
-    wide = torch.int32 if q.dtype.itemsize < 4 else torch.int64  # int32 sums minus an offset may leave int32
+    wide = torch.int32 if q.dtype.itemsize < 4 else torch.int64  # int32 sums minus an offset may overflow int32
     return (q.to(wide) - shift.to(wide)).to(step.dtype) * step
 
 
 def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:
-    """``x`` rounded to the grid of scale and offset, in the dtype of ``x``; NaN stays NaN.
+    """Quantize and dequantize ``x``, in the dtype of ``x``; NaN stays NaN.
 
-    The gradient passes straight through inside the integer range and is zero outside.
+    Straight-through gradient: 1 inside the integer range, 0 outside.
 
-    On the CPU four vectorized passes in place take less than half the time of torch's fused kernels, so those are used
-    on other devices only. They compute the same, ``nearbyint(x · inverse) + offset`` in float32, but turn it into an
-    integer before they clamp: they are exact, bit for bit, where every ``|x| / scale`` is below 2^31, which the minimum
-    and maximum of ``x`` tell.
+    On the CPU four vectorized in-place passes take less than half the time of torch's fused kernels, so the fused
+    kernels are used on other devices only. They compute the same ``nearbyint(x · inverse) + offset`` in float32, but
+    convert it to an integer before clamping, so results are bit-exact only while every ``|x| / scale`` is below 2^31.
     """
     integer_range(bits)
     _check_floating(x)
@@ -202,7 +201,7 @@ def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: 
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """The formula, with the gradient of the fused kernels."""
+    """The formula of ``fake_quantize``, with the gradient of torch's fused kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inverse: Tensor, step: Tensor, shift: Tensor, bits: int) -> Tensor:  # noqa: ANN401  torch's untyped context
@@ -219,9 +218,9 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def _clamp_steps(steps: Tensor, shift: Tensor, bits: int) -> Tensor:
-    """Clamp ``steps + shift`` to the integers of ``bits``, without adding: in place, exact."""
+    """Clamp ``steps`` in place so that ``steps + shift`` lies in the integers of ``bits``."""
     lowest, highest = integer_range(bits)
-    if shift.ndim == 0:  # numbers clamp faster than tensors
+    if shift.ndim == 0:  # clamping by Python numbers is faster than by tensors
         return steps.clamp_(lowest - float(shift), highest - float(shift))
     return steps.clamp_(lowest - shift, highest - shift)
 
@@ -241,7 +240,7 @@ def _fused_is_exact(x: Tensor, inverse: Tensor, shift: Tensor, bits: int) -> boo
         return False
     lowest, highest = integer_range(bits)
     if not lowest <= float(shift.min()) <= float(shift.max()) <= highest:
-        return False  # the kernel per channel refuses such offsets
+        return False  # torch's per-channel kernel raises for such offsets
     minimum, maximum = torch.aminmax(x.detach())
     largest = max(abs(float(minimum)), abs(float(maximum))) * float(inverse.abs().max())
     return largest < _FUSED_LIMIT  # False for NaN too
@@ -253,22 +252,22 @@ def _check_floating(x: Tensor) -> None:
 
 
 def _broadcast(x: Tensor, scale: Tensor, offset: Tensor, axis: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """1/scale, scale and offset as float tensors that broadcast against ``x``."""
+    """Return 1/scale, scale and offset as float tensors that broadcast against ``x``."""
     wide = torch.float64 in (x.dtype, scale.dtype) and x.dtype not in (torch.float32, torch.float16, torch.bfloat16)
     dtype = torch.float64 if wide else torch.float32
-    step = _along(scale.detach(), x, axis, "scale").to(dtype)
-    shift = _along(offset.detach(), x, axis, "offset").to(dtype)
+    step = _align_to_axis(scale.detach(), x, axis, "scale").to(dtype)
+    shift = _align_to_axis(offset.detach(), x, axis, "offset").to(dtype)
     shape = step.shape if step.ndim else shift.shape
     step, shift = step.expand(shape), shift.expand(shape)
     return step.reciprocal(), step, shift
 
 
-def _along(factor: Tensor, x: Tensor, axis: int | None, name: str) -> Tensor:
-    """One factor as 0-d, or several shaped to lie along ``axis`` of ``x``."""
+def _align_to_axis(factor: Tensor, x: Tensor, axis: int | None, name: str) -> Tensor:
+    """Reshape one factor to 0-d, or several so that they broadcast along ``axis`` of ``x``."""
     if factor.numel() == 1:
         return factor.reshape(())
     if axis is None:
-        raise ArgumentError(f"{name}: {factor.numel()} values need the axis they belong to")
+        raise ArgumentError(f"{name}: {factor.numel()} values need an axis, got axis=None")
     if not -x.ndim <= axis < x.ndim or x.shape[axis] != factor.numel():
         raise ArgumentError(f"{name}: {factor.numel()} values do not fit axis {axis} of shape {list(x.shape)}")
     shape = [1] * x.ndim
@@ -277,10 +276,10 @@ def _along(factor: Tensor, x: Tensor, axis: int | None, name: str) -> Tensor:
 
 
 def round_scale_to_fp16(scale: Tensor) -> Tensor:
-    """The scale rounded to what half precision can hold, as float32 (``FORCE_FP16_QUANT``).
+    """Round the scale to a float16 value, returned as float32 (``FORCE_FP16_QUANT``).
 
-    Beyond half precision's normal numbers (2^-14..65504) the square root is rounded and squared again: 22 bits, exact
-    in float32.
+    Outside float16's normal numbers (2^-14..65504) the square root is rounded to float16 and squared again, which is
+    exact in float32 (22 mantissa bits).
     """
     limits = torch.finfo(torch.float16)
     scale = scale.detach().float()
@@ -291,22 +290,22 @@ def round_scale_to_fp16(scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BiasFit:
-    """Weight scales under which every bias fits int32, and the channels (indices into the scale) that were raised."""
+    """Weight scales with which every bias fits int32, and the channels (indices into the scale) that were raised."""
 
     scale_weight: Tensor
     raised: tuple[int, ...]
 
 
 def quantize_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor:
-    """The bias as int32, in steps of scale_weight · scale_data (computed in float64).
+    """Quantize the bias to int32 in steps of ``scale_weight · scale_data`` (computed in float64).
 
     Args:
         bias: ``[Cout]``.
-        scale_weight: one, or ``[Cout]``.
-        scale_data: one.
+        scale_weight: ``[1]`` or ``[Cout]``.
+        scale_data: one value.
 
     Raises:
-        CalibrationError: a bias is not finite or leaves int32; names channel and value. ``fit_bias`` is the way out.
+        CalibrationError: a bias is not finite or exceeds int32; ``fit_bias`` finds scales that avoid the latter.
     """
     grid = _bias_grid(bias, scale_weight, scale_data)
     limits = torch.iinfo(torch.int32)
@@ -315,17 +314,17 @@ def quantize_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Ten
         step = (scale_weight.double() * scale_data.double()).expand_as(grid)
         raise CalibrationError(
             f"the bias does not fit int32 ({limits.min}..{limits.max}): "
-            f"{_listed(outside, bias=bias, scale=step, integer=grid)}; "
+            f"{_describe(outside, bias=bias, scale=step, integer=grid)}; "
             "raise the weight scale or leave this layer in float"
         )
     return grid.to(torch.int32)
 
 
 def fit_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> BiasFit:
-    """Raise a weight scale, where needed, by as little as makes its bias fit int32 (the Caffe rule).
+    """Raise weight scales, where needed, just enough for the bias to fit int32 (AMCT's rule for Caffe).
 
-    With one scale for all channels the largest bias decides. The caller quantizes the weights with the new scale and
-    warns with the layer's name.
+    One scale for all channels is raised for the largest bias. The caller quantizes the weights with the new scale and
+    logs a warning that names the layer.
 
     Raises:
         CalibrationError: a bias is not finite, or the raised scale would exceed ``LARGEST_SCALE``.
@@ -341,14 +340,14 @@ def fit_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> BiasFit:
     too_large = excess & ~(scale <= LARGEST_SCALE)
     if bool(too_large.any()):
         raise CalibrationError(
-            f"the bias needs a weight scale above {LARGEST_SCALE:g} to fit int32: {_listed(too_large, scale=scale)}; "
+            f"the bias needs a weight scale above {LARGEST_SCALE:g} to fit int32: {_describe(too_large, scale=scale)}; "
             "leave this layer in float"
         )
     return BiasFit(scale, tuple(excess.reshape(-1).nonzero().reshape(-1).tolist()))
 
 
 def _bias_grid(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor:
-    """The bias in integer steps, as float64, before int32."""
+    """Return the bias in rounded steps, float64 ``[Cout]``, not yet limited to int32."""
     if bias.ndim != 1 or scale_weight.numel() not in (1, bias.numel()) or scale_data.numel() != 1:
         raise ArgumentError(
             "expected a bias [Cout], 1 or Cout weight scales and 1 data scale, got a bias of shape "
@@ -356,6 +355,6 @@ def _bias_grid(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor
         )
     not_finite = ~torch.isfinite(bias.detach())
     if bool(not_finite.any()):
-        raise CalibrationError(f"the bias must be finite, got {_listed(not_finite, bias=bias)}")
+        raise CalibrationError(f"the bias must be finite, got {_describe(not_finite, bias=bias)}")
     step = scale_weight.detach().double().reshape(-1) * scale_data.detach().double().reshape(())
     return torch.round(bias.detach().double() / step)

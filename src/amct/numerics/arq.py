@@ -1,7 +1,7 @@
-"""ARQ: weights to integers, symmetric, one scale for the tensor or one per output channel.
+"""ARQ: symmetric weight quantization with one scale per tensor or per output channel.
 
-Every kind of weight is seen as rows ``[Cout, -1]``, one row per output channel; ``channels_first`` and its inverse know
-where a kind keeps its output channels. LSTM and GRU matrices ``[gates · hidden, input]`` already are rows.
+Every weight is handled as rows ``[Cout, -1]``, one row per output channel; ``channels_first`` and its inverse convert
+between the layout of a ``WeightKind`` and rows. LSTM and GRU matrices ``[gates · hidden, input]`` already are rows.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 class WeightKind(Enum):
-    """Where a weight keeps its output channels."""
+    """Layout of a weight: where its output channels are."""
 
     CONV = "conv"
     """``[Cout, Cin/groups, k...]`` of Conv1d/2d/3d."""
     CONV_TRANSPOSE = "conv_transpose"
-    """``[Cin, Cout/groups, k...]``; group g owns rows g·Cin/groups and following."""
+    """``[Cin, Cout/groups, k...]``; group g has the rows from g·Cin/groups to (g+1)·Cin/groups."""
     LINEAR = "linear"
     """``[Cout, Cin]``."""
     RNN = "rnn"
-    """``[gates · hidden, input]`` of LSTM/GRU; without channel_wise, ``groups`` gates have a scale each."""
+    """``[gates · hidden, input]`` of LSTM/GRU; without channel_wise, each of ``groups`` gates has one scale."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ def arq(
     groups: int = 1,
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
 ) -> WeightFactors:
-    """Factors of a weight from its largest values.
+    """Return the factors of a weight from its minimum and maximum.
 
     Args:
         weight: floating point, in the layout of ``kind``; half precision is computed in float32.
-        kind: where the output channels are.
+        kind: layout of the weight.
         bits: 2..8 (AMCT uses 4, 6, 7, 8).
-        channel_wise: one scale per output channel; otherwise one in all (RNN with ``groups`` > 1: one per gate).
-        groups: groups of a transposed convolution; other kinds of convolution do not need it.
-        symmetric_scale: what the range is divided by.
+        channel_wise: one scale per output channel; otherwise one per tensor (RNN with ``groups`` > 1: one per gate).
+        groups: groups of a transposed convolution, or gates of a recurrent layer.
+        symmetric_scale: divisor of the range.
 
     Raises:
         CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
@@ -76,7 +76,7 @@ def arq(
 
 
 def channels_first(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
-    """The weight as rows ``[Cout, -1]``, one per output channel; a view where the layout allows it.
+    """Return the weight as rows ``[Cout, -1]``, one per output channel; a view where the layout allows it.
 
     Raises:
         ArgumentError: the weight is empty, has too few dimensions, or its channels do not divide by ``groups``.
@@ -90,16 +90,16 @@ def channels_first(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
 
 
 def from_channels_first(rows: Tensor, shape: Sequence[int], kind: WeightKind, groups: int = 1) -> Tensor:
-    """The inverse of ``channels_first``: rows back to a weight of ``shape``.
+    """Convert rows ``[Cout, -1]`` back to a weight of ``shape``: the inverse of ``channels_first``.
 
     Raises:
-        ArgumentError: as ``channels_first``, or the rows do not belong to this shape.
+        ArgumentError: as ``channels_first``, or the rows do not fit this shape.
     """
     check_layout(shape, kind, groups)
     outputs = shape[1] * groups if kind is WeightKind.CONV_TRANSPOSE else shape[0]
     if rows.ndim != 2 or rows.shape[0] != outputs or rows.numel() != math.prod(shape):
         raise ArgumentError(
-            f"rows of shape {list(rows.shape)} are not those of a {kind.value} weight {list(shape)} "
+            f"rows of shape {list(rows.shape)} do not fit a {kind.value} weight of shape {list(shape)} "
             f"with {groups} groups"
         )
     if kind is not WeightKind.CONV_TRANSPOSE:
@@ -109,7 +109,7 @@ def from_channels_first(rows: Tensor, shape: Sequence[int], kind: WeightKind, gr
 
 
 def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1) -> Tensor:
-    """The weight as int8, in its own shape.
+    """Quantize a weight to int8, in its own shape.
 
     Raises:
         CalibrationError: the weight holds NaN.
@@ -125,7 +125,7 @@ def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bi
 def fake_quantize_weight(
     weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
 ) -> Tensor:
-    """The weight rounded to its grid, in its own shape and dtype; gradients pass straight through.
+    """Fake-quantize a weight, in its own shape and dtype, with straight-through gradients.
 
     Raises:
         ArgumentError: the factors do not fit the weight.
@@ -138,7 +138,7 @@ def fake_quantize_weight(
 
 
 def factors_per_row(factors: WeightFactors, rows: int) -> WeightFactors:
-    """Factors that are one for all, or one per row: those per gate are repeated for each row of their gate.
+    """Return factors ``[1]`` or ``[rows]``: factors per gate are repeated for each row of their gate.
 
     Raises:
         ArgumentError: the number of factors does not divide the number of rows.
@@ -185,7 +185,7 @@ def check_layout(shape: Sequence[int], kind: WeightKind, groups: int) -> None:
     if len(shape) < 2 or math.prod(shape) == 0:
         raise ArgumentError(f"a {kind.value} weight needs at least 2 dimensions and one value, got shape {list(shape)}")
     if kind is WeightKind.LINEAR and groups != 1:
-        raise ArgumentError(f"groups: a linear weight has none, got {groups}")
+        raise ArgumentError(f"groups: expected 1 for a linear weight, got {groups}")
     if groups < 1 or shape[0] % groups:
         raise ArgumentError(
             f"groups: expected a positive divisor of the first dimension of the {kind.value} weight {list(shape)}, "

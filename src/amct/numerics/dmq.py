@@ -1,6 +1,6 @@
-"""DMQ: move difficulty from the activations of a layer to its weights, one factor per input channel.
+"""DMQ: balance the ranges of a layer's activation and weight with one factor per input channel.
 
-The activation is divided by the factor and the weight multiplied by it, which leaves the layer's output as it was.
+The activation is divided by the factor and the weight multiplied by it, which leaves the layer's output unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN_CHANNELS = 5
 
 
 def activation_maximum(x: Tensor, channel_axis: int) -> Tensor:
-    """``max|x|`` per channel, float32 ``[C]``; join batches with ``torch.maximum``.
+    """Return ``max|x|`` per channel, float32 ``[C]``; combine batches with ``torch.maximum``.
 
     Raises:
         CalibrationError: the data is empty.
@@ -33,27 +33,27 @@ def activation_maximum(x: Tensor, channel_axis: int) -> Tensor:
 
 
 def input_channel_maximum(weight: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
-    """``max|w|`` over everything that an input channel meets, float32 ``[Cin]``."""
+    """Return ``max|w|`` of the weights that each input channel is multiplied with, float32 ``[Cin]``."""
     by_input = _inputs_first(weight.detach(), kind, groups)
     low, high = torch.aminmax(by_input.reshape(by_input.shape[0] * by_input.shape[1], -1), dim=1)
     return torch.maximum(low.abs(), high.abs()).float()
 
 
 def balance_factors(activation_max: Tensor, weight_max: Tensor, migration_strength: float = 0.5) -> Tensor:
-    """``A^m / W^(1-m)`` per channel, float32 ``[Cin]``, from the largest activation A and weight W of each channel.
+    """Return ``A^m / W^(1-m)``, float32 ``[Cin]``, from the largest magnitudes A (activation) and W (weight).
 
-    A channel whose maximum is below float epsilon counts as zero. Both zero: 1. Only the activation: the factor that
-    lifts its weight to the largest balanced weight. Only the weight: the factor that lowers its activation to the
-    largest balanced activation. Without any channel to compare with: 1.
+    A maximum below float epsilon counts as zero. If both are zero, the factor is 1. If only the activation is zero, the
+    factor raises the weight to the largest balanced weight. If only the weight is zero, the factor lowers the
+    activation to the largest balanced activation. If no channel has both, all factors are 1.
 
     Args:
         activation_max: ``[Cin]``.
         weight_max: ``[Cin]``.
-        migration_strength: 0..1, how much of the difficulty the weights take.
+        migration_strength: m, 0..1; 1 makes the activation channels equal, 0 the weight channels.
 
     Raises:
-        CalibrationError: a maximum is not finite, or a factor leaves FLT_EPSILON..1/FLT_EPSILON.
-        ArgumentError: the shapes or the strength cannot be used.
+        CalibrationError: a maximum is not finite, or a factor is outside FLT_EPSILON..1/FLT_EPSILON.
+        ArgumentError: the shapes differ, or the strength is outside 0..1.
     """
     if activation_max.ndim != 1 or activation_max.shape != weight_max.shape:
         raise ArgumentError(
@@ -81,12 +81,12 @@ def balance_factors(activation_max: Tensor, weight_max: Tensor, migration_streng
 def dmq(
     activation_max: Tensor, weight: Tensor, kind: WeightKind, groups: int = 1, migration_strength: float = 0.5
 ) -> Tensor:
-    """The balance factors of a layer, ``[Cin]``: ``balance_factors`` with the maxima of its own weight."""
+    """Return the balance factors ``[Cin]`` of a layer from its activation maxima ``[Cin]`` and its weight."""
     return balance_factors(activation_max, input_channel_maximum(weight, kind, groups), migration_strength)
 
 
 def balance_weight(weight: Tensor, factors: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
-    """The weight times its input channels' factors, in its own shape and dtype.
+    """Multiply the weight by the factors ``[Cin]`` along its input channels; shape and dtype stay.
 
     Raises:
         ArgumentError: the factors are not one per input channel.
@@ -105,7 +105,7 @@ def balance_weight(weight: Tensor, factors: Tensor, kind: WeightKind, groups: in
 
 
 def balance_activation(x: Tensor, factors: Tensor, channel_axis: int) -> Tensor:
-    """``x`` divided by the factors along its channels, as the deployed model does it: times the reciprocal.
+    """Divide ``x`` by the factors along its channels, by multiplying with the reciprocal as the deployed model does.
 
     Raises:
         ArgumentError: the factors are not one per channel.
@@ -120,7 +120,7 @@ def balance_activation(x: Tensor, factors: Tensor, channel_axis: int) -> Tensor:
 
 
 def _inputs_first(weight: Tensor, kind: WeightKind, groups: int) -> Tensor:
-    """A weight as ``[groups, Cin/groups, -1]``."""
+    """Return a weight as ``[groups, Cin/groups, -1]``."""
     check_layout(weight.shape, kind, groups)
     if kind is WeightKind.CONV_TRANSPOSE:
         return weight.reshape(groups, weight.shape[0] // groups, -1)
@@ -138,5 +138,6 @@ def _check_channels(good: Tensor, activation: Tensor, weight: Tensor, what: str)
         for channel in channels[:_SHOWN_CHANNELS]
     )
     raise CalibrationError(
-        f"{len(channels)} channels cannot be balanced, their maxima {what}: {shown}; switch dmq_balancer off here"
+        f"{len(channels)} channels cannot be balanced, their maxima {what}: {shown}; "
+        "switch dmq_balancer off for this layer"
     )

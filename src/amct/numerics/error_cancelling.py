@@ -1,8 +1,8 @@
-"""Round weights so that the errors cancel: in every kernel, then over all inputs of every output.
+"""Round weights so that rounding errors cancel: within every kernel, then within every output channel.
 
-Rounding each weight to the nearest integer leaves errors that add up by chance. Neighbouring pixels, and to a degree
-whole channels, have similar values, so what counts is the sum of the errors: where it is more than half a step, the
-weights nearest to a half are rounded the other way. No data is needed.
+Neighbouring pixels, and to a degree whole channels, have similar values, so the output error depends mostly on the sum
+of the weights' rounding errors. Where that sum exceeds half a step, the weights closest to a rounding tie are rounded
+in the other direction. No data is needed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from amct.numerics.arq import WeightFactors
 
 
-def quantize_weight_evenly(
+def quantize_weight_cancelling_errors(
     weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1
 ) -> Tensor:
-    """As ``quantize_weight``: the weight as int8, in its own shape, but rounded so that the errors cancel.
+    """Quantize a weight to int8, in its own shape, rounded so that the errors cancel.
 
     Raises:
         CalibrationError: the weight holds NaN.
@@ -32,38 +32,38 @@ def quantize_weight_evenly(
     """
     nearest = quantize_weight(weight, factors, kind, bits, groups)
     if bool(factors.offset.any()):
-        return nearest  # a grid that does not count from zero
+        return nearest  # errors are cancelled on symmetric grids only
     rows = channels_first(weight.detach(), kind, groups)
     scale = factors_per_row(factors, rows.shape[0]).scale
     kernels = rows.reshape(rows.shape[0], -1, math.prod(weight.shape[2:]))
-    return from_channels_first(round_evenly(kernels, scale, bits).flatten(1), weight.shape, kind, groups)
+    return from_channels_first(round_cancelling_errors(kernels, scale, bits).flatten(1), weight.shape, kind, groups)
 
 
-def round_evenly(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The weight in integers of its scales, int8; no weight is off by a step or more, unless it is clipped.
+def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Round a weight to int8 steps of its scale; the error of a weight is below one step unless it is clipped.
 
     Args:
         weight: ``[Cout, Cin/groups, ...]``.
-        scale: one per output, ``[Cout]``, or one.
-        bits: of the integers.
+        scale: ``[1]`` or ``[Cout]``.
+        bits: 2..8.
     """
     lowest, highest = integer_range(bits)
     exact = weight.detach().double() / scale.double().reshape(-1, *[1] * (weight.ndim - 1))
-    # What is clipped has an error of its own that others cannot make good.
+    # Clipping errors are not cancelled by other weights.
     exact = exact.clamp(lowest, highest)
     rounded = exact.round()
     rows, kernels = weight.shape[0], weight.shape[0] * weight.shape[1]
     for groups in (kernels, rows) if weight.ndim > 2 else (rows,):
-        rounded = _cancelled(exact.reshape(groups, -1), rounded.reshape(groups, -1))
+        rounded = _cancel_errors(exact.reshape(groups, -1), rounded.reshape(groups, -1))
     return rounded.clamp(lowest, highest).reshape(weight.shape).to(torch.int8)
 
 
-def _cancelled(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Round some values of each row the other way, so that the errors of a row sum up to half a step at most."""
+def _cancel_errors(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Round some values in the other direction, so that the errors of each row sum up to half a step at most."""
     errors = rounded - exact
     surplus = errors.sum(1, keepdim=True).round()
     direction = surplus.sign()
-    # The largest errors of the same sign cost least when they are turned round; one of a whole step would grow.
+    # Changing the largest errors of the same sign costs least; an error of the other sign would exceed one step.
     order = (errors * direction).argsort(dim=1, descending=True, stable=True)
     chosen = torch.zeros_like(errors, dtype=torch.bool)
     chosen.scatter_(1, order, torch.arange(errors.shape[1]).expand_as(order) < surplus.abs())

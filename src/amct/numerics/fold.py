@@ -1,7 +1,7 @@
-"""Folding: what stands before or after a weighted layer and is affine per channel becomes part of its weight and bias.
+"""Folding: a per-channel affine layer before or after a weighted layer becomes part of its weight and bias.
 
-BatchNorm, Scale and Bias all compute ``y = multiplier · x + addend`` per channel at inference; ``ChannelAffine`` is
-that pair in float64. A chain is put together with ``then`` and folded once: weights are rounded once, to their dtype.
+BatchNorm, Scale and Bias all compute ``y = multiplier · x + addend`` per channel at inference; ``ChannelAffine`` holds
+both in float64. Several such layers are composed with ``then`` and folded at once, so weights are rounded only once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChannelAffine:
     def batch_norm(
         mean: Tensor, variance: Tensor, epsilon: float, gamma: Tensor | None = None, beta: Tensor | None = None
     ) -> ChannelAffine:
-        """A batch norm with fixed statistics; without gamma and beta 1 and 0.
+        """Return the affine function of a batch norm with fixed statistics; gamma defaults to 1, beta to 0.
 
         Raises:
             ModelError: a variance plus epsilon is not positive.
@@ -54,38 +54,38 @@ class ChannelAffine:
 
     @staticmethod
     def scale(multiplier: Tensor, addend: Tensor | None = None) -> ChannelAffine:
-        """A Scale layer, with or without its bias term."""
+        """Return the affine function of a Scale layer, with or without bias term."""
         multiplier = multiplier.detach().double()
         return ChannelAffine(multiplier, torch.zeros_like(multiplier) if addend is None else addend.detach().double())
 
     @staticmethod
     def bias(addend: Tensor) -> ChannelAffine:
-        """A Bias layer."""
+        """Return the affine function of a Bias layer."""
         return ChannelAffine(torch.ones_like(addend.detach(), dtype=torch.float64), addend.detach().double())
 
     def then(self, second: ChannelAffine) -> ChannelAffine:
-        """This one followed by ``second``, as one."""
+        """Return the composition: this function followed by ``second``."""
         return ChannelAffine(self.multiplier * second.multiplier, self.addend * second.multiplier + second.addend)
 
 
 def fold_after(
     weight: Tensor, bias: Tensor | None, kind: WeightKind, groups: int, affine: ChannelAffine
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a layer that also does what followed it: exact for every kind but recurrent ones.
+    """Fold a following affine layer into weight and bias; exact for every kind but recurrent ones.
 
     Args:
         weight: in the layout of ``kind``.
-        bias: ``[Cout]`` or None for none.
+        bias: ``[Cout]`` or None.
         kind: CONV, CONV_TRANSPOSE or LINEAR.
         groups: groups of the convolution.
-        affine: what followed, with Cout channels.
+        affine: the following layer, with Cout channels.
 
     Returns:
         The new weight and bias, both in the weight's dtype.
 
     Raises:
-        ModelError: a result is not finite; the layer had better keep its neighbour.
-        ArgumentError: channels do not match, or the kind has no single output to scale.
+        ModelError: a result is not finite; the layers should not be folded.
+        ArgumentError: channels do not match, or the kind is recurrent.
     """
     _check_kind(kind)
     rows = channels_first(weight.detach(), kind, groups).double()
@@ -93,7 +93,7 @@ def fold_after(
     if affine.multiplier.numel() != outputs:
         raise ArgumentError(f"cannot fold {affine.multiplier.numel()} channels into a layer with {outputs} outputs")
     folded = from_channels_first(rows * affine.multiplier[:, None], weight.shape, kind, groups)
-    return _rounded(folded, _bias64(bias, outputs, rows) * affine.multiplier + affine.addend, weight.dtype)
+    return _to_finite(folded, _bias_or_zeros(bias, outputs, rows) * affine.multiplier + affine.addend, weight.dtype)
 
 
 def fold_before(
@@ -105,34 +105,36 @@ def fold_before(
     *,
     padded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of a layer that also does what stood before it.
+    """Fold a preceding affine layer into weight and bias.
 
-    Exact for a linear layer and for a convolution without padding: there every output sees every weight. Padding puts
-    zeros behind the affine, and a transposed convolution's border sees part of its kernel: with an addend other than
-    zero neither can be folded (``padded`` means zeros; reflecting and circular padding repeat the data and do no harm).
-    A linear layer may have a multiple of the channels as inputs (features flattened from ``[C, H, W]``).
+    Exact for a linear layer and for a convolution without padding, where every output uses every weight. Zero padding
+    comes after the affine layer, and the border of a transposed convolution uses only part of its kernel: neither
+    allows a non-zero addend (``padded`` means zero padding; reflecting and circular padding repeat the data and are
+    exact). A linear layer may have a multiple of the channels as inputs (features flattened from ``[C, H, W]``).
 
     Returns:
         The new weight and bias, both in the weight's dtype.
 
     Raises:
-        ModelError: it would not be exact, or a result is not finite.
+        ModelError: folding would not be exact, or a result is not finite.
         ArgumentError: channels do not match, or the kind is recurrent.
     """
     _check_kind(kind)
     if bool((affine.addend != 0).any()):
         if kind is WeightKind.CONV_TRANSPOSE:
-            raise ModelError("an addend cannot be folded into a transposed convolution behind it: its border differs")
+            raise ModelError(
+                "an addend cannot be folded into a following transposed convolution: its border uses part of the kernel"
+            )
         if padded:
-            raise ModelError("an addend cannot be folded into a padded convolution behind it: the padding stays zero")
+            raise ModelError("an addend cannot be folded into a following convolution with zero padding")
     rows = channels_first(weight.detach(), kind, groups).double()
-    multiplier, addend = (_per_weight(part, weight, kind, groups) for part in (affine.multiplier, affine.addend))
-    new_bias = _bias64(bias, rows.shape[0], rows) + (rows * addend).sum(dim=1)
-    return _rounded(from_channels_first(rows * multiplier, weight.shape, kind, groups), new_bias, weight.dtype)
+    multiplier, addend = (_expand_to_rows(part, weight, kind, groups) for part in (affine.multiplier, affine.addend))
+    new_bias = _bias_or_zeros(bias, rows.shape[0], rows) + (rows * addend).sum(dim=1)
+    return _to_finite(from_channels_first(rows * multiplier, weight.shape, kind, groups), new_bias, weight.dtype)
 
 
-def _per_weight(values: Tensor, weight: Tensor, kind: WeightKind, groups: int) -> Tensor:
-    """Values of the input channels, laid out like the rows of ``channels_first``."""
+def _expand_to_rows(values: Tensor, weight: Tensor, kind: WeightKind, groups: int) -> Tensor:
+    """Repeat values per input channel ``[Cin]`` to the shape of ``channels_first``, ``[Cout, K]``."""
     inputs = weight.shape[0] if kind is WeightKind.CONV_TRANSPOSE else weight.shape[1] * groups
     repeats = inputs // values.numel() if kind is WeightKind.LINEAR and values.numel() else 1
     if values.numel() * repeats != inputs:
@@ -180,10 +182,10 @@ def fold_bias(
 
 def _check_kind(kind: WeightKind) -> None:
     if kind is WeightKind.RNN:
-        raise ArgumentError("a recurrent layer cannot take a neighbour into its weights")
+        raise ArgumentError("no layer can be folded into the weights of a recurrent layer")
 
 
-def _bias64(bias: Tensor | None, outputs: int, like: Tensor) -> Tensor:
+def _bias_or_zeros(bias: Tensor | None, outputs: int, like: Tensor) -> Tensor:
     if bias is None:
         return torch.zeros(outputs, dtype=torch.float64, device=like.device)
     if bias.shape != (outputs,):
@@ -191,8 +193,8 @@ def _bias64(bias: Tensor | None, outputs: int, like: Tensor) -> Tensor:
     return bias.detach().double()
 
 
-def _rounded(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both in the dtype of the layer, proven finite there."""
+def _to_finite(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Convert both to the dtype of the layer and check that they are finite there."""
     weight, bias = weight.to(dtype), bias.to(dtype)
     for name, value in (("weight", weight), ("bias", bias)):
         bad = int((~torch.isfinite(value)).sum())

@@ -1,10 +1,9 @@
-"""The squared error of a linear layer as a function of its weight alone: all of the data in one matrix.
+"""Gram matrices: the squared output error of a linear layer as a function of its weight, without the data.
 
-A convolution is a matrix product with its unfolded input U, so ``|U w - y|² = w·G w - 2 w·C + |y|²`` with
-``G = UᵀU`` and ``C = Uᵀy``. Both are sums over the data: they are gathered mini-batch by mini-batch, and their size
-depends on the weight only. With them, an error or a gradient needs no data at all.
+A convolution is a matrix product with its unfolded input U, so ``|U w - y|² = w·G w - 2 w·C + |y|²`` with the Gram
+matrix ``G = UᵀU`` and ``C = Uᵀy``. Both are sums over mini-batches, and their size depends on the weight only.
 
-A transposed convolution is first written as a plain one: its input spread out by the stride, its kernel mirrored.
+A transposed convolution is computed as a plain one: zeros inserted into its input by the stride, its kernel flipped.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _STRIPES = 8
 
 
 def as_pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    """One number for both dimensions, or two."""
+    """Return (height, width) from one number for both or from a tuple of two."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
 @dataclass(frozen=True)
 class Unfolding:
-    """How the input of a layer becomes the matrix U that its weight rows ``[Cout, K]`` are multiplied with."""
+    """Converts the input of a layer to the matrix U that its weight rows ``[Cout, K]`` are multiplied with."""
 
     geometry: ConvolutionGeometry | None
     """None for a linear layer."""
@@ -43,60 +42,60 @@ class Unfolding:
 
     @property
     def groups(self) -> int:
-        """Groups of the convolution; each has a matrix of its own."""
+        """Groups of the convolution; each has its own matrix."""
         return self.geometry.groups if self.geometry else 1
 
     def unfold(self, x: Tensor) -> Tensor:
-        """``[N, Cin, H, W]`` (linear: ``[..., Cin]``) as ``[groups, K, positions]``."""
+        """Convert an input ``[N, Cin, H, W]`` (linear: ``[..., Cin]``) to ``[groups, K, positions]``."""
         if self.geometry is None:
             return x.reshape(1, -1, x.shape[-1]).transpose(1, 2)
         stride, dilation = as_pair(self.geometry.stride), as_pair(self.geometry.dilation)
         if self.geometry.transposed:
-            x, stride = self._spread(x, self.geometry), (1, 1)
+            x, stride = self._insert_zeros(x, self.geometry), (1, 1)
         else:
             vertical, horizontal = as_pair(self.geometry.padding)
             x = functional.pad(x, (horizontal, horizontal, vertical, vertical))
-        # Windows are views until the final copy; functional.unfold copies once in its own order and would need another.
+        # Windows are views until the final copy; functional.unfold copies in another order and would need two copies.
         windows = x.transpose(0, 1).contiguous()
         for axis in (0, 1):
             reach = dilation[axis] * (self.kernel[axis] - 1) + 1
             windows = windows.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
         return windows.permute(0, 4, 5, 1, 2, 3).reshape(self.groups, -1, math.prod(windows.shape[1:4]))
 
-    def outputs(self, y: Tensor) -> Tensor:
-        """An output of the layer as ``[groups, Cout/groups, positions]``, in the order of ``unfold``."""
+    def group_outputs(self, y: Tensor) -> Tensor:
+        """Convert an output of the layer to ``[groups, Cout/groups, positions]``, positions as in ``unfold``."""
         if self.geometry is None:
             return y.reshape(1, -1, y.shape[-1]).transpose(1, 2)
         batch, channels = y.shape[:2]
         grouped = y.reshape(batch, self.groups, channels // self.groups, -1)
         return grouped.permute(1, 2, 0, 3).reshape(self.groups, channels // self.groups, -1)
 
-    def rows(self, rows: Tensor) -> Tensor:
-        """Weight rows ``[Cout, K]`` as ``[groups, Cout/groups, K]`` that fit ``unfold``."""
-        return self._mirrored(rows).reshape(self.groups, rows.shape[0] // self.groups, -1)
+    def group_rows(self, rows: Tensor) -> Tensor:
+        """Convert weight rows ``[Cout, K]`` to ``[groups, Cout/groups, K]``, to be multiplied with ``unfold``."""
+        return self._flip_kernel(rows).reshape(self.groups, rows.shape[0] // self.groups, -1)
 
-    def back(self, grouped: Tensor) -> Tensor:
-        """The inverse of ``rows``."""
-        return self._mirrored(grouped.reshape(-1, grouped.shape[-1]))
+    def ungroup_rows(self, grouped: Tensor) -> Tensor:
+        """Convert ``[groups, Cout/groups, K]`` ungroup_rows to ``[Cout, K]``: the inverse of ``group_rows``."""
+        return self._flip_kernel(grouped.reshape(-1, grouped.shape[-1]))
 
-    def _mirrored(self, rows: Tensor) -> Tensor:
+    def _flip_kernel(self, rows: Tensor) -> Tensor:
         if self.geometry is None or not self.geometry.transposed:
             return rows
         return rows.reshape(rows.shape[0], -1, *self.kernel).flip(2, 3).reshape(rows.shape)
 
-    def _spread(self, x: Tensor, geometry: ConvolutionGeometry) -> Tensor:
-        """The input that a plain convolution with stride 1 and no padding turns into the same output."""
+    def _insert_zeros(self, x: Tensor, geometry: ConvolutionGeometry) -> Tensor:
+        """Return the input with which a plain convolution (stride 1, no padding) computes the same output."""
         stride, dilation, padding = as_pair(geometry.stride), as_pair(geometry.dilation), as_pair(geometry.padding)
         extra = as_pair(geometry.output_padding)
         height, width = x.shape[2:]
-        spread = x.new_zeros(*x.shape[:2], (height - 1) * stride[0] + 1, (width - 1) * stride[1] + 1)
-        spread[:, :, :: stride[0], :: stride[1]] = x
+        widened = x.new_zeros(*x.shape[:2], (height - 1) * stride[0] + 1, (width - 1) * stride[1] + 1)
+        widened[:, :, :: stride[0], :: stride[1]] = x
         border = [dilation[axis] * (self.kernel[axis] - 1) - padding[axis] for axis in (0, 1)]
-        return functional.pad(spread, (border[1], border[1] + extra[1], border[0], border[0] + extra[0]))
+        return functional.pad(widened, (border[1], border[1] + extra[1], border[0], border[0] + extra[0]))
 
 
 class GramStatistics:
-    """G, C and the number of positions of a layer, summed over mini-batches in float64."""
+    """G ``[groups, K, K]``, C ``[groups, Cout/groups, K]`` and the number of positions, summed in float64."""
 
     def __init__(self, unfolding: Unfolding, outputs: int, inputs: int, device: torch.device) -> None:
         groups = unfolding.groups
@@ -106,19 +105,19 @@ class GramStatistics:
         self.cross = torch.zeros(groups, outputs // groups, inputs, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Take in the input of a mini-batch and the output (without bias) that is wanted for it."""
+        """Add the input of a mini-batch and its target output (without bias)."""
         columns = self.unfolding.unfold(x.float())
-        # G is symmetric: each stripe of it is computed from its diagonal on and mirrored, almost half the work.
+        # G is symmetric: each stripe is computed from the diagonal on and mirrored, which saves almost half the work.
         for begin in range(0, columns.shape[1], -(-columns.shape[1] // _STRIPES)):
             end = min(begin - (-columns.shape[1] // _STRIPES), columns.shape[1])
             stripe = torch.bmm(columns[:, begin:end], columns[:, begin:].transpose(1, 2))
             self.gram[:, begin:end, begin:] += stripe
             self.gram[:, end:, begin:end] += stripe[:, :, end - begin :].transpose(1, 2)
-        self.cross += torch.bmm(self.unfolding.outputs(y.float()), columns.transpose(1, 2))
+        self.cross += torch.bmm(self.unfolding.group_outputs(y.float()), columns.transpose(1, 2))
         self.positions += columns.shape[2]
 
     def half_gradient(self, weight: Tensor) -> Tensor:
-        """Half the gradient of the squared error, ``w G - C``, in float64."""
+        """Return half the gradient of the squared error, ``w G - C``, in float64."""
         return torch.bmm(weight.double(), self.gram) - self.cross
 
 
@@ -130,17 +129,17 @@ def improve_rounding(
     other: NDArray[np.float64],
     sweeps: int,
 ) -> int:
-    """Change single weights from one of their two values to the other while that lowers the squared error.
+    """Switch single weights from one of their two values to the other while that lowers the squared error.
 
     Args:
         gram: G of one group, ``[K, K]``.
-        slope: ``w G - C`` of its rows, ``[rows, K]``; kept up to date.
-        steps: the weights in use, ``[rows, K]``; changed in place.
-        other: the value each could have instead; changed in place.
-        sweeps: stop after so many passes over all weights.
+        slope: ``w G - C`` of its rows, ``[rows, K]``; updated in place.
+        steps: the current weights, ``[rows, K]``; changed in place.
+        other: the alternative value of each weight, ``[rows, K]``; changed in place.
+        sweeps: maximum number of passes over all weights.
 
     Returns:
-        How many times a weight was changed.
+        The number of changes.
     """
     changes = 0
     for row in range(steps.shape[0]):

@@ -1,13 +1,13 @@
-"""The best few integers to stand for many real numbers: one-dimensional clustering with centres on a grid.
+"""One-dimensional clustering with centres on an integer grid.
 
-Values are in grid steps. The border between two integer centres is their midpoint, a multiple of one half, so all that
-matters of the data are its count, sum and sum of squares up to each half step: a table of 513 columns, whatever the
-amount of data. On it the cost of any choice of centres is a few subtractions, and the optimum a dynamic programme: the
-cost splits at the chosen centres into costs of neighbouring pairs, so the cheapest chain of so many centres through all
-candidates is found by extending chains one centre at a time.
+Values are in grid steps. The border between two integer centres is their midpoint, a multiple of one half, so the cost
+depends only on the count, sum and sum of squares of the values up to each half step: a table of 513 columns, however
+much data there is. The cost of any set of centres takes a few subtractions in this table. The optimum is found by
+dynamic programming: the cost is a sum over neighbouring pairs of centres, so the cheapest chain of n centres is found
+by extending the cheapest chains of n - 1.
 
-Lloyd's iteration moves real centres; it needs sorted points and their running sums, so an iteration costs a binary
-search per centre. ``snap`` puts its result on the grid and improves it there.
+Lloyd's iteration moves real-valued centres; on sorted points with prefix sums an iteration costs one binary search per
+centre. ``snap`` rounds its result to the grid and improves it there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from amct.numerics.counts.compiled import compiled
 
 LIMIT = 127
-"""Centres are -127..127: symmetric, so that they can be negated."""
+"""Centres lie in -127..127, which is symmetric so that they can be negated."""
 _ZERO = 256
-"""Column of the border at 0; the border at h/2 is column _ZERO + h."""
+"""Column of the border at 0; the border at n/2 is column _ZERO + n."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -28,7 +28,7 @@ Integers = NDArray[np.int64]
 
 @compiled
 def half_step_moments(values: NDArray[np.float32], scale: float) -> Floats:
-    """Count, sum and sum of squares of all ``values / scale`` up to each half step, ``[3, 513]``."""
+    """Return count, sum and sum of squares of all ``values / scale`` up to each half step, ``[3, 513]``."""
     moments = np.zeros((3, 2 * _ZERO + 1))
     for index in range(values.size):
         value = np.float64(values[index]) / scale
@@ -44,7 +44,7 @@ def half_step_moments(values: NDArray[np.float32], scale: float) -> Floats:
 
 @compiled
 def _cost(moments: Floats, after: int, upto: int, centre: int) -> float:
-    """Squared distance to ``centre`` of the values between two columns (``after`` -1: from the first)."""
+    """Return the squared distance to ``centre`` of the values between two columns (``after`` -1: from the first)."""
     count, total, squares = moments[0, upto], moments[1, upto], moments[2, upto]
     if after >= 0:
         count -= moments[0, after]
@@ -55,26 +55,26 @@ def _cost(moments: Floats, after: int, upto: int, centre: int) -> float:
 
 @compiled
 def _left_cost(moments: Floats, centre: int) -> float:
-    """Cost of all values below the first centre."""
+    """Return the cost of all values below the first centre."""
     return _cost(moments, -1, 2 * centre + _ZERO, centre)
 
 
 @compiled
 def _right_cost(moments: Floats, centre: int) -> float:
-    """Cost of all values above the last centre."""
+    """Return the cost of all values above the last centre."""
     return _cost(moments, 2 * centre + _ZERO, 2 * _ZERO, centre)
 
 
 @compiled
 def _pair_cost(moments: Floats, low: int, high: int) -> float:
-    """Cost of all values between two neighbouring centres: each goes to the nearer one."""
+    """Return the cost of all values between two neighbouring centres, each assigned to the nearer one."""
     middle = low + high + _ZERO
     return _cost(moments, 2 * low + _ZERO, middle, low) + _cost(moments, middle, 2 * high + _ZERO, high)
 
 
 @compiled
 def total_cost(moments: Floats, centres: Integers) -> float:
-    """Sum of squared distances of all values to their nearest centre (ascending, in grid steps)."""
+    """Return the sum of squared distances of all values to the nearest of the ascending ``centres``."""
     cost = _left_cost(moments, centres[0]) + _right_cost(moments, centres[-1])
     for index in range(centres.size - 1):
         cost += _pair_cost(moments, centres[index], centres[index + 1])
@@ -83,7 +83,7 @@ def total_cost(moments: Floats, centres: Integers) -> float:
 
 @compiled
 def optimal_centres(moments: Floats, clusters: int) -> Integers:
-    """The ``clusters`` different integers with the least total cost; the very optimum."""
+    """Return the ``clusters`` different integers with the least total cost, ascending."""
     count = 2 * LIMIT + 1
     pair = np.empty((count, count))
     for high in range(count):
@@ -119,11 +119,11 @@ def lloyd(
     """Move each centre to the mean of the points nearest to it, until none moves by more than ``min_distance``.
 
     Args:
-        points: ascending.
-        counts: running total of the points' weights, starting with 0.
-        sums: running total of weight times point, starting with 0.
-        centres: where to start, ascending.
-        max_iteration: stop after so many moves.
+        points: ascending, ``[n]``, in grid steps.
+        counts: prefix sums of the points' weights, starting with 0, ``[n + 1]``.
+        sums: prefix sums of weight times point, starting with 0, ``[n + 1]``.
+        centres: initial centres, ascending.
+        max_iteration: maximum number of iterations.
         min_distance: in grid steps.
     """
     centres = centres.copy()
@@ -140,7 +140,7 @@ def lloyd(
                 moved[index] = (sums[last] - sums[first]) / weight
                 farthest = max(farthest, abs(moved[index] - centres[index]))
             first = last
-        centres = np.sort(moved)  # a centre without points stays where it is and may be overtaken
+        centres = np.sort(moved)  # a centre without points does not move, so another one may pass it
         if farthest <= min_distance:
             break
     return centres
@@ -148,7 +148,7 @@ def lloyd(
 
 @compiled
 def d2_sampling(points: Floats, counts: Floats, draws: Floats) -> Floats:
-    """k-means++: each next centre is a point drawn with probability proportional to its squared distance so far."""
+    """k-means++: draw each centre with a probability proportional to the squared distance to the centres so far."""
     chosen = np.empty(draws.size)
     distance = np.full(points.size, np.inf)
     for index in range(draws.size):
@@ -171,7 +171,7 @@ def d2_sampling(points: Floats, counts: Floats, draws: Floats) -> Floats:
 
 @compiled
 def _fill(moments: Floats, used: NDArray[np.bool_], clusters: int) -> Integers:
-    """The marked candidates as centres, and as many more as are missing: each the one that helps most."""
+    """Add candidates to the marked ones until there are ``clusters``, each time the one with the largest gain."""
     count = used.size
     for _ in range(clusters - int(used.sum())):
         best_gain, best = -np.inf, -1
@@ -192,7 +192,7 @@ def _fill(moments: Floats, used: NDArray[np.bool_], clusters: int) -> Integers:
 
 @compiled
 def _gap_cost(moments: Floats, low: int, high: int, count: int) -> float:
-    """Cost between two candidates; -1 means that none is below, ``count`` that none is above."""
+    """Return the cost between two candidates; low = -1: no centre below, high = ``count``: no centre above."""
     if low < 0:
         return _left_cost(moments, high - LIMIT)
     if high >= count:
@@ -202,7 +202,7 @@ def _gap_cost(moments: Floats, low: int, high: int, count: int) -> float:
 
 @compiled
 def snap(moments: Floats, centres: Floats, clusters: int) -> Integers:
-    """Real centres to different integers: rounded, filled up, then moved on the grid as long as the cost falls."""
+    """Round real centres to different integers, fill them up to ``clusters``, then move them while the cost falls."""
     used = np.zeros(2 * LIMIT + 1, np.bool_)
     for centre in centres:
         used[min(max(int(np.rint(centre)), -LIMIT), LIMIT) + LIMIT] = True
@@ -227,7 +227,7 @@ def snap(moments: Floats, centres: Floats, clusters: int) -> Integers:
 
 @compiled
 def nearest(values: NDArray[np.float32], scale: float, centres: Integers, found: NDArray[np.uint8]) -> None:
-    """Write the index of the centre nearest to each ``values / scale``; a value half way goes to the lower one."""
+    """Write the index of the centre nearest to each ``values / scale`` to ``found``; ties go to the lower centre."""
     table = np.zeros(2 * _ZERO + 1, np.uint8)
     for index in range(centres.size - 1):
         table[centres[index] + centres[index + 1] + _ZERO + 1 :] += np.uint8(1)

@@ -1,13 +1,12 @@
-"""HFMG: cut thin tails off a linear histogram, and keep the range whose grid loses least.
+"""HFMG: clip the tails of a linear histogram, and choose the range with the least quantization error.
 
-The histogram has ``num_of_bins`` equal bins over the range of the data. The cut walks inwards from both ends, each time
-on the side where a hundred-thousandth of the data lies spread over more bins, until a quarter of the bins is left. For
-every range on the way the loss is the squared distance of the values, evenly spread in their bins, to the centres of
-2^bits equal cells over that range.
+The histogram has ``num_of_bins`` equal bins over the range of the data. The range is narrowed step by step, each time
+on the side where 1/100000 of the data covers more bins, until a quarter of the bins is left. The loss of each range is
+the squared distance of the values, taken as evenly spread in their bins, to the centres of 2^bits equal cells over it.
 
-As long as all values are at hand, batches are added up as AMCT does: each new batch over the common range, old bins
-split where they straddle a new border, which depends on the order of the batches. Beyond that, and for merged
-observers, whose batches have no order, the linear histogram is made once, of all data.
+While all values are stored, the histogram is updated batch by batch as AMCT does: over the common range, old bins split
+where a new border crosses them. This depends on the order of the batches. Otherwise, and for merged observers, whose
+batches have no order, the histogram is computed once from all data.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 _SMALLEST_BINS = 1024
 _LARGEST_BINS = 8192
-_STEPS = 100_000  # the cut takes off this part of the data at a time
-_KEPT = 4  # and stops when one in so many bins is left
+_STEPS = 100_000  # each narrowing step removes 1/_STEPS of the data
+_KEPT = 4  # narrowing stops when 1/_KEPT of the bins is left
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,19 @@ class LinearHistogram:
 
     @property
     def width(self) -> float:
-        """Of one bin."""
+        """Width of one bin."""
         return (self.maximum - self.minimum) / self.count.size
 
     @classmethod
     def of(cls, values: Floats, bins: int, minimum: float, maximum: float) -> LinearHistogram:
-        """Count values that lie inside ``minimum``..``maximum``."""
-        # float32 counts of torch.histc are exact: there are never more than 2^20 values here.
+        """Count values, all of which lie in ``minimum``..``maximum``."""
+        # float32 counts of torch.histc are exact: exact samples are at most 2^20 values.
         count = torch.histc(torch.from_numpy(values), bins, minimum, maximum)
         return cls(count.numpy().astype(np.float64), minimum, maximum)
 
     @classmethod
     def spread(cls, bins: Bins, count: int, minimum: float, maximum: float) -> LinearHistogram:
-        """Spread each of some other bins evenly over the ``count`` equal ones that it covers."""
+        """Convert bins of any widths to ``count`` equal ones, spreading each evenly over those that it covers."""
         at = np.stack([bins.low, bins.high], axis=1).reshape(-1)
         after = np.cumsum(bins.count)
         below = np.stack([after - bins.count, after], axis=1).reshape(-1)
@@ -66,19 +65,19 @@ class LinearHistogram:
         return cls(np.diff(cumulative), minimum, maximum)
 
     def plus(self, values: Floats) -> LinearHistogram:
-        """With one more batch, over the common range; this histogram's bins move by AMCT's rule."""
+        """Return the histogram with one more batch, over the common range; old bins are re-binned by AMCT's rule."""
         minimum, maximum = min(self.minimum, float(values.min())), max(self.maximum, float(values.max()))
         added = LinearHistogram.of(values, self.count.size, minimum, maximum)
         if (minimum, maximum) == (self.minimum, self.maximum):
             moved = self.count
         else:
-            moved = _moved(self.count, self.minimum, self.width, minimum, added.width)
+            moved = _rebin(self.count, self.minimum, self.width, minimum, added.width)
         return LinearHistogram(moved + added.count, minimum, maximum)
 
 
 @dataclass(kw_only=True, eq=False)
 class HfmgObserver(SamplingObserver):
-    """HFMG as an observer."""
+    """Observer with HFMG's search for the range."""
 
     num_of_bins: int = 4096
 
@@ -88,12 +87,12 @@ class HfmgObserver(SamplingObserver):
             raise ArgumentError(f"num_of_bins: expected {_SMALLEST_BINS}..{_LARGEST_BINS}, got {self.num_of_bins}")
 
     def search(self, channel: int) -> tuple[float, float]:
-        """The best range of a channel."""
+        """Return the range of a channel with the least loss."""
         minimum = float(self._samples.range.minimum[channel])
         maximum = float(self._samples.range.maximum[channel])
         lowest, highest = integer_range(self.bits)
         scale = (maximum - minimum) / (highest - lowest)
-        # Constant and tiny data has nothing to cut; a range that is illegal even when cut is left for the error.
+        # Constant or near-zero data is not clipped; a range that stays too large when clipped raises an error later.
         if scale < SMALLEST_SCALE or scale / _KEPT > LARGEST_SCALE:
             return minimum, maximum
         histogram = self._histogram(channel, minimum, maximum)
@@ -115,8 +114,8 @@ class HfmgObserver(SamplingObserver):
 
 
 @compiled
-def _moved(count: Values, minimum: float, width: float, new_minimum: float, new_width: float) -> Values:
-    """Old bins in new, wider ones: a bin across a border leaves the whole part of its share below, the rest above."""
+def _rebin(count: Values, minimum: float, width: float, new_minimum: float, new_width: float) -> Values:
+    """Move counts to new, wider bins; a bin across a border is split, its share below the border rounded down."""
     moved = np.zeros(count.size)
     last = count.size - 1
     for place in range(count.size):
@@ -136,7 +135,7 @@ def _moved(count: Values, minimum: float, width: float, new_minimum: float, new_
 
 @compiled
 def _ranges(count: Values, step: int, kept: int) -> Counts:
-    """The ranges (first bin, last bin) on the way inwards."""
+    """Return the candidate ranges (first bin, last bin), ``[n, 2]``."""
     found = np.empty((count.size, 2), np.int64)
     left, right, number = 0, count.size - 1, 0
     while right - left > kept:
@@ -158,7 +157,7 @@ def _ranges(count: Values, step: int, kept: int) -> Counts:
 
 
 def _losses(count: Values, width: float, ranges: Counts, cells: int) -> Values:
-    """The squared distance of all values to the centres of the cells, for every range."""
+    """Return the squared distance of all values to the centres of their cells, for every range."""
     by_cell = cells < count.size
     losses = _losses_by_cell(count, ranges, cells) if by_cell else _losses_by_bin(count, ranges, cells)
     cell = width * (ranges[:, 1] - ranges[:, 0] + 1) / cells
@@ -167,7 +166,7 @@ def _losses(count: Values, width: float, ranges: Counts, cells: int) -> Values:
 
 @compiled_sum
 def _losses_by_bin(count: Values, ranges: Counts, cells: int) -> Values:
-    """Bin by bin, in units of one bin; for more cells than bins."""
+    """Compute the losses bin by bin, in units of squared bin widths; used when there are more cells than bins."""
     losses = np.empty(ranges.shape[0])
     for number in range(ranges.shape[0]):
         first = ranges[number, 0]
@@ -179,8 +178,8 @@ def _losses_by_bin(count: Values, ranges: Counts, cells: int) -> Values:
             end = begin + 1
             first_cell = min(max(math.floor(begin / cell), 0.0), cells - 1.0)
             last_cell = min(max(math.floor(end / cell), 0.0), cells - 1.0)
-            # To the end of the first cell, whole cells between, from the start of the last one; for a bin inside one
-            # cell (or outside the range) the middle term is -1 cells, and the sum is still the one integral.
+            # The integral over a part of the first cell, whole cells, and a part of the last one. For a bin within one
+            # cell (or outside the range) the parts overlap by one cell, and the sum is still the integral over the bin.
             below = begin - (first_cell + 0.5) * cell
             above = end - (last_cell + 0.5) * cell
             area = (above * above * above - below * below * below) / 3 + (last_cell - first_cell) * whole
@@ -191,8 +190,8 @@ def _losses_by_bin(count: Values, ranges: Counts, cells: int) -> Values:
 
 @compiled
 def _losses_by_cell(count: Values, ranges: Counts, cells: int) -> Values:
-    """Cell by cell, in units of one bin; what lies left of a cell's border is known from sums up to its bin."""
-    # Sums of 1, x and x² over the values below each border of bins; x counts from the middle, against cancellation.
+    """Compute the losses cell by cell from prefix sums over the bins, in units of squared bin widths."""
+    # Prefix sums of 1, x and x² at each border of bins; x is relative to the middle, which avoids cancellation.
     sums = np.zeros((count.size + 1, 3))
     middle = count.size / 2
     for place in range(count.size):
@@ -206,7 +205,7 @@ def _losses_by_cell(count: Values, ranges: Counts, cells: int) -> Values:
         cell = (ranges[number, 1] - first + 1) / cells
         total, n0, n1, n2 = 0.0, 0.0, 0.0, 0.0
         for index in range(cells):
-            if index == cells - 1:  # the last cell takes in all that lies beyond it, as the first does on its side
+            if index == cells - 1:  # the first and the last cell include all values beyond the range
                 m0, m1, m2 = sums[count.size, 0], sums[count.size, 1], sums[count.size, 2]
             else:
                 border = first + (index + 1) * cell

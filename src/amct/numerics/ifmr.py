@@ -1,9 +1,8 @@
-"""IFMR: search the upper end of the range that loses least when the values are rounded to the grid.
+"""IFMR: search the range with the least mean squared quantization error.
 
-The search starts from a percentile of the data, widened to contain zero, and tries it times each ratio of
-``search_range``. Asymmetric: the lower end stays, only the upper one moves; symmetric: both move. The loss is the mean
-squared difference between the values and their rounded, clipped selves; as in AMCT, the offset takes no part in it, and
-of equally good candidates the first wins.
+The search multiplies a percentile range of the data, widened to contain zero, by each ratio of ``search_range``.
+Asymmetric: only the upper end is scaled; symmetric: both ends are. The loss is the mean squared difference between the
+values and their clipped and rounded values; as in AMCT, the offset is ignored, and the first of equal candidates wins.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, 
 from amct.numerics.counts.compiled import compiled, compiled_sum
 from amct.numerics.counts.histogram import Bins
 from amct.numerics.counts.samples import Floats, SamplingObserver
-from amct.numerics.counts.value_counts import MOST_VALUES
+from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES
 
 if TYPE_CHECKING:
     from amct.numerics.counts.loops import Values
 
 _EPSILON = float(np.finfo(np.float32).eps)
-_VALUES_PER_LEVEL = 64  # with more of them, finding where each integer begins is cheaper than rounding every value
+_VALUES_PER_LEVEL = 64  # with more, searching the border of each integer is cheaper than rounding every value
 _STRETCH = 64
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ranges to try and the scale each of them means."""
+    """Candidate ranges and the scale of each, ``[n]``."""
 
     lower: Values
     upper: Values
@@ -39,7 +38,7 @@ class Candidates:
 
 @dataclass(kw_only=True, eq=False)
 class IfmrObserver(SamplingObserver):
-    """IFMR as an observer: exact on the first 2^20 values, on a histogram beyond."""
+    """Observer with IFMR's search for the range: exact up to 2^20 values, on a histogram beyond."""
 
     max_percentile: float = 0.999999
     min_percentile: float = 0.999999
@@ -59,14 +58,14 @@ class IfmrObserver(SamplingObserver):
             raise ArgumentError(f"search_step: expected a step in (0, {end - start:g}], got {self.search_step}")
 
     def search(self, channel: int) -> tuple[float, float]:
-        """The best range of a channel."""
+        """Return the range of a channel with the least loss."""
         samples = self._samples
         data = SortedValues(*samples.sorted_nonzero(channel)) if samples.exact else BinnedValues(samples.bins(channel))
         minimum = min(0.0, data.smallest(rank_of(self.min_percentile, data.count)))
         maximum = max(0.0, data.largest(rank_of(self.max_percentile, data.count)))
         candidates = self._candidates(minimum, maximum)
         best = 0
-        # Outside these limits every candidate is as good as zero, or illegal: no search would change that.
+        # Outside these limits every candidate is near zero or too large, so a search is useless.
         if candidates.scale.max() >= SMALLEST_SCALE and candidates.scale.min() <= LARGEST_SCALE:
             best = int(np.argmin(data.losses(candidates)))
         lower, upper = float(candidates.lower[best]), float(candidates.upper[best])
@@ -77,7 +76,7 @@ class IfmrObserver(SamplingObserver):
     def _candidates(self, minimum: float, maximum: float) -> Candidates:
         start, end = self.search_range
         ratios = np.arange(start, end, self.search_step)
-        ratios = ratios[ratios < end - self.search_step * 1e-6]  # rounding lets arange go one too far
+        ratios = ratios[ratios < end - self.search_step * 1e-6]  # rounding may make arange include the end
         lowest, highest = integer_range(self.bits)
         if self.asymmetric:
             upper = ratios * maximum
@@ -88,7 +87,7 @@ class IfmrObserver(SamplingObserver):
 
 
 def rank_of(percentile: float, count: int) -> int:
-    """Which value from the outside the percentile means: 1 is the outermost one.
+    """Return the rank of a percentile, counted from the outermost value, which has rank 1.
 
     >>> rank_of(1.0, 100), rank_of(0.95, 100)
     (1, 5)
@@ -99,16 +98,16 @@ def rank_of(percentile: float, count: int) -> int:
 
 
 class SortedValues:
-    """Values at hand, ascending, and how many zeros there are besides: everything is exact."""
+    """Exact values: the non-zero ones, ascending, and the number of zeros."""
 
     def __init__(self, nonzero: Floats, zeros: int) -> None:
         self._values = nonzero
-        self._negative = int(np.searchsorted(nonzero, np.float32(0)))  # a float64 would make it copy them all
+        self._negative = int(np.searchsorted(nonzero, np.float32(0)))  # a float64 would make NumPy copy the array
         self._zeros = zeros
         self.count = nonzero.size + zeros
 
     def smallest(self, rank: int) -> float:
-        """The value of this rank from below."""
+        """Return the value of this rank from below."""
         place = rank - 1
         if place >= self._negative:
             place -= self._zeros
@@ -117,45 +116,45 @@ class SortedValues:
         return float(self._values[place])
 
     def largest(self, rank: int) -> float:
-        """The value of this rank from above."""
+        """Return the value of this rank from above."""
         return self.smallest(self.count + 1 - rank)
 
     def losses(self, candidates: Candidates) -> Values:
-        """The mean squared error of every candidate; rounded in float32 as AMCT does, summed in float64."""
+        """Return the mean squared error of every candidate; rounded in float32 as AMCT does, summed in float64."""
         limits = (candidates.lower, candidates.upper, candidates.scale)
         lower, upper, scale = (limit.astype(np.float32) for limit in limits)
         values = self._values
         levels = float(((candidates.upper - candidates.lower) / candidates.scale).max())
         if values.size < _VALUES_PER_LEVEL * levels:
             return _exact_losses(values, lower, upper, scale) / self.count
-        sums, squares = _sums_before(values)
+        sums, squares = _prefix_sums(values)
         losses = _level_losses(values, sums, squares, lower, upper, scale)
-        # Which is best, and which of equally good ones is first, is left to the values one by one.
+        # Candidates close to the best are computed value by value, so that the choice is exact.
         near = losses <= losses.min() * (1 + 1e-6) + 1e-9 * squares[-1]
         losses[near] = _exact_losses(values, lower[near], upper[near], scale[near])
         return losses / self.count
 
 
 class BinnedValues:
-    """Values known by their histogram: each is taken to lie anywhere in its bin."""
+    """Values of a histogram, taken as evenly spread within their bins."""
 
     def __init__(self, bins: Bins) -> None:
         self._bins = bins
         self.count = round(bins.count.sum())
 
     def smallest(self, rank: int) -> float:
-        """The value of this rank from below; exact for the outermost one."""
+        """Return the value of this rank from below; exact for rank 1."""
         bins = self._bins
-        return _ranked(bins.low, bins.high, bins.count, rank)
+        return _value_at_rank(bins.low, bins.high, bins.count, rank)
 
     def largest(self, rank: int) -> float:
-        """The value of this rank from above; exact for the outermost one."""
+        """Return the value of this rank from above; exact for rank 1."""
         bins = self._bins
-        return _ranked(bins.high[::-1], bins.low[::-1], bins.count[::-1], rank)
+        return _value_at_rank(bins.high[::-1], bins.low[::-1], bins.count[::-1], rank)
 
     def losses(self, candidates: Candidates) -> Values:
-        """The expected mean squared error of every candidate, integrated exactly over each bin."""
-        kept = _merged(_without_middle(self._bins, 0.5 * candidates.scale.min()), candidates.scale.min() / 8)
+        """Return the expected mean squared error of every candidate, integrated exactly over each bin."""
+        kept = _merge_bins(_drop_bins_near_zero(self._bins, 0.5 * candidates.scale.min()), candidates.scale.min() / 8)
         limits = (candidates.lower, candidates.upper, candidates.scale)
         spread = kept.low < kept.high
         low, high, count = kept.low[spread], kept.high[spread], kept.count[spread]
@@ -165,11 +164,11 @@ class BinnedValues:
         return losses
 
 
-def _without_middle(bins: Bins, bound: float) -> Bins:
-    """The bins that reach farther from zero than ``bound``.
+def _drop_bins_near_zero(bins: Bins, bound: float) -> Bins:
+    """Return the bins that reach farther from zero than ``bound``.
 
-    Values that every candidate rounds to zero lose the same everywhere: they cannot change the choice, and are more
-    than half of all bins.
+    Values that every candidate rounds to zero have the same loss for all candidates, so they do not affect the choice.
+    They are more than half of all bins.
     """
     below = int(np.searchsorted(bins.low, -bound))
     above = max(below, int(np.searchsorted(bins.high, bound, side="right")))
@@ -177,13 +176,13 @@ def _without_middle(bins: Bins, bound: float) -> Bins:
     return Bins(low, high, count)
 
 
-def _merged(bins: Bins, width: float) -> Bins:
-    """Neighbouring bins as one, as long as it is no wider than ``width``; wider bins stay as they are.
+def _merge_bins(bins: Bins, width: float) -> Bins:
+    """Merge neighbouring bins up to a total of ``width``; wider bins are not changed.
 
-    Bins near zero are far finer than a search needs: an eighth of a step, as far from zero, is enough. Few bins stay
-    as they are: they cost no time, and may be exact values.
+    Bins near zero are far finer than the search needs: an eighth of a step is enough. If there are few bins, they are
+    returned unchanged: merging would save no time, and they may be exact values.
     """
-    if bins.low.size <= MOST_VALUES:
+    if bins.low.size <= MAX_DISTINCT_VALUES:
         return bins
     cell = np.floor(bins.low / width)
     first = np.flatnonzero(np.diff(cell, prepend=np.nan) != 0)
@@ -192,8 +191,8 @@ def _merged(bins: Bins, width: float) -> Bins:
 
 
 @compiled
-def _ranked(near: Values, far: Values, count: Values, rank: int) -> float:
-    """The value of a rank, by its place among the values of its bin; bins come from the outermost one inwards."""
+def _value_at_rank(near: Values, far: Values, count: Values, rank: int) -> float:
+    """Return the value of a rank, interpolated within its bin; bins are ordered from the outermost inwards."""
     place, below = 0, 0.0
     while below + count[place] < rank and place < count.size - 1:
         below += count[place]
@@ -219,8 +218,8 @@ def _exact_losses(values: Floats, lower: Floats, upper: Floats, scale: Floats) -
 
 
 @compiled
-def _sums_before(values: Floats) -> tuple[Values, Values]:
-    """The sum of all values, and of their squares, before each stretch; at the end those of all."""
+def _prefix_sums(values: Floats) -> tuple[Values, Values]:
+    """Return prefix sums of the values and of their squares at every ``_STRETCH`` values, and the totals at the end."""
     stretches = values.size // _STRETCH + 2
     sums, squares = np.zeros(stretches), np.zeros(stretches)
     total = total_square = 0.0
@@ -237,7 +236,7 @@ def _sums_before(values: Floats) -> tuple[Values, Values]:
 
 @compiled
 def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, upper: Floats, scale: Floats) -> Values:
-    """The same as ``_exact_losses``, a rounding apart, of sorted values: all that become one integer at once."""
+    """Compute ``_exact_losses`` of sorted values, up to rounding: all values with the same integer at once."""
     losses = np.empty(scale.size)
     for candidate in range(scale.size):
         low, high, step = lower[candidate], upper[candidate], scale[candidate]
@@ -266,7 +265,7 @@ def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, 
 
 @compiled
 def _first_above(values: Floats, begin: int, level: float, low: float, high: float, step: float) -> int:
-    """The place from ``begin`` on of the first value that becomes a larger integer; values are ascending."""
+    """Return the index (at least ``begin``) of the first of the ascending values that is rounded above ``level``."""
     border = np.float32((level + np.float32(0.5)) * step)
     left, end = begin, values.size
     while left < end:
@@ -275,7 +274,7 @@ def _first_above(values: Floats, begin: int, level: float, low: float, high: flo
             end = middle
         else:
             left = middle + 1
-    # That was cheap, but neither multiplied and divided in the same way nor clipped.
+    # The border above is approximate: correct it with the exact clipping and rounding.
     while end > begin and np.rint(min(max(values[end - 1], low), high) / step) > level:
         end -= 1
     while end < values.size and np.rint(min(max(values[end], low), high) / step) <= level:
@@ -285,7 +284,7 @@ def _first_above(values: Floats, begin: int, level: float, low: float, high: flo
 
 @compiled_sum
 def _point_losses(value: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
-    """Of values that are known exactly."""
+    """Return the summed squared error of exact values for every candidate."""
     losses = np.empty(scale.size)
     for candidate in range(scale.size):
         step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
@@ -299,47 +298,49 @@ def _point_losses(value: Values, count: Values, lower: Values, upper: Values, sc
 
 @compiled_sum
 def _spread_losses(low: Values, high: Values, density: Values, lower: Values, upper: Values, scale: Values) -> Values:
-    """Of values spread over ascending bins."""
+    """Return the summed squared error of values evenly spread over ascending bins, for every candidate."""
     losses = np.empty(scale.size)
     for candidate in range(scale.size):
         step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
         first, last = np.searchsorted(low, bottom), np.searchsorted(high, top, side="right")
         inner = 0.0
         for place in range(first, last):  # nearly all bins: no branches here
-            inner += density[place] * (_sawtooth(high[place] / step) - _sawtooth(low[place] / step))
+            inner += density[place] * (
+                _rounding_error_integral(high[place] / step) - _rounding_error_integral(low[place] / step)
+            )
         total = inner * step**3
         for place in range(min(first, low.size)):
-            total += density[place] * _cut_area(low[place], high[place], bottom, top, step)
+            total += density[place] * _clipped_bin_error(low[place], high[place], bottom, top, step)
         for place in range(max(first, last), low.size):
-            total += density[place] * _cut_area(low[place], high[place], bottom, top, step)
+            total += density[place] * _clipped_bin_error(low[place], high[place], bottom, top, step)
         losses[candidate] = total
     return losses
 
 
 @compiled
-def _cut_area(begin: float, end: float, bottom: float, top: float, step: float) -> float:
-    """The integral of the squared error over a bin that the limits may cut."""
+def _clipped_bin_error(begin: float, end: float, bottom: float, top: float, step: float) -> float:
+    """Return the integral of the squared error over a bin that may reach beyond the limits of the range."""
     kept_bottom, kept_top = np.rint(bottom / step) * step, np.rint(top / step) * step
     area = 0.0
     if begin < bottom:
-        area += _cubes(begin - kept_bottom, min(end, bottom) - kept_bottom)
+        area += _square_integral(begin - kept_bottom, min(end, bottom) - kept_bottom)
     if end > top:
-        area += _cubes(max(begin, top) - kept_top, end - kept_top)
+        area += _square_integral(max(begin, top) - kept_top, end - kept_top)
     inner_begin, inner_end = max(begin, bottom), min(end, top)
     if inner_begin < inner_end:
-        area += step**3 * (_sawtooth(inner_end / step) - _sawtooth(inner_begin / step))
+        area += step**3 * (_rounding_error_integral(inner_end / step) - _rounding_error_integral(inner_begin / step))
     return area
 
 
 @compiled
-def _cubes(begin: float, end: float) -> float:
-    """The integral of x^2."""
+def _square_integral(begin: float, end: float) -> float:
+    """Return the integral of x^2 from ``begin`` to ``end``."""
     return (end - begin) * (end * end + end * begin + begin * begin) / 3
 
 
 @compiled
-def _sawtooth(x: float) -> float:
-    """The integral of (round(x) - x)^2 from zero on."""
+def _rounding_error_integral(x: float) -> float:
+    """Return the integral of (round(x) - x)^2 from 0 to ``x``."""
     nearest = np.rint(x)
     rest = x - nearest
     return float(nearest / 12 + rest * rest * rest / 3)

@@ -1,16 +1,13 @@
-"""Convolution and matrix product on integers, exact, and what of it would not fit a chip's int32 accumulator.
+"""Exact integer convolution and matrix product, and the check for overflow of an int32 accumulator.
 
-torch has no integer convolution, but floating point adds integers exactly as long as no sum leaves the integers that
-the type can hold: up to 2^24 for float32, 2^53 for float64. A sum of products ``x · w`` over one output channel, in any
-order and with any part of it left out, is at most ``max|x| · Σ|w|``; that bound, taken from the actual tensors, chooses
-the type. Every product and every partial sum is then an integer within the bound, so no operation rounds, fused
-multiply-add included.
+torch has no integer convolution, but floating point adds integers exactly while every sum is at most 2^24 (float32) or
+2^53 (float64). Any partial sum of products ``x · w`` of one output channel is at most ``max|x| · Σ|w|``; this bound,
+computed from the actual tensors, selects the type. No operation rounds then, fused multiply-add included.
 
-That holds for kernels that only multiply and add. Kernels that transform first (Winograd, FFT) round; so float32 is
-used on the CPU alone, where convolutions are handed over as 3-d ones: NNPACK and the depthwise Winograd kernel take 2-d
-ones only, oneDNN computes directly, and the fallback is a matrix product. Where the caller allowed torch to lower the
-precision of float32 products, and on other devices, float64 is used (and rounded, which undoes the error of a
-transform: it is far below one half at these sizes).
+This holds for kernels that only multiply and add. Kernels that transform first (Winograd, FFT) round: float32 is used
+on the CPU only, with convolutions passed as 3-d ones: NNPACK and the depthwise Winograd kernel support 2-d only, oneDNN
+computes directly, and the fallback is a matrix product. On other devices, and where the caller lets torch reduce the
+precision of float32 products, float64 is used and rounded, because the error of a transform is far below 0.5.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolutionGeometry:
-    """How a convolution walks: numbers for all dimensions or one each, as in ``torch.nn``."""
+    """Parameters of a convolution: one number for all dimensions, or one per dimension, as in ``torch.nn``."""
 
     stride: int | tuple[int, ...] = 1
     padding: int | tuple[int, ...] = 0
@@ -56,14 +53,14 @@ def integer_convolution(
     """Convolution (1-d, 2-d, 3-d, grouped, transposed) of ``x - offset`` with integer weights, exact.
 
     Args:
-        x: integers ``[N, Cin, ...]``; padding stands for the real number zero, which is ``offset`` among them.
+        x: integers ``[N, Cin, ...]``; padding has the value ``offset``, which represents zero.
         weight: integers in the layout of Conv or ConvTranspose.
         bias: integers ``[Cout]``.
-        geometry: stride, padding and so on.
-        offset: the integer that stands for zero.
+        geometry: stride, padding, dilation and groups.
+        offset: the integer that represents zero.
 
     Returns:
-        The sums: int32 where every sum provably fits, else int64.
+        The sums: int32 if the bound shows that every sum fits, else int64.
 
     Raises:
         ArgumentTypeError: a tensor is not of integers.
@@ -77,14 +74,14 @@ def integer_convolution(
         )
     kind = WeightKind.CONV_TRANSPOSE if geometry.transposed else WeightKind.CONV
     row_sums = channels_first(weight, kind, geometry.groups).double().abs().sum(dim=1)
-    bound = _largest(x, offset) * int(row_sums.max())
+    bound = _largest_magnitude(x, offset) * int(row_sums.max())
     dtype = _exact_dtype(bound, x.device)
     sums = _convolve(x.to(dtype) - offset, weight.to(dtype), geometry)
     return _with_bias(sums, bias, bound, channel_axis=1)
 
 
 def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, offset: int = 0) -> Tensor:
-    """``(x - offset) @ weight.T + bias`` on integers ``[..., Cin]`` and ``[Cout, Cin]``, exact; types as above.
+    """Compute ``(x - offset) @ weight.T + bias`` exactly on integers ``[..., Cin]``, ``[Cout, Cin]``: int32 or int64.
 
     Raises:
         ArgumentTypeError: a tensor is not of integers.
@@ -95,13 +92,13 @@ def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, off
         raise ArgumentError(
             f"expected x [..., Cin] and a weight [Cout, Cin], got {list(x.shape)} and {list(weight.shape)}"
         )
-    bound = _largest(x, offset) * int(weight.double().abs().sum(dim=1).max())
+    bound = _largest_magnitude(x, offset) * int(weight.double().abs().sum(dim=1).max())
     dtype = _exact_dtype(bound, x.device)
     return _with_bias(functional.linear(x.to(dtype) - offset, weight.to(dtype)), bias, bound, channel_axis=-1)
 
 
 def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0) -> Tensor:
-    """``(a - offset_a) @ (b - offset_b)`` on integers, batched as ``torch.matmul``, exact; types as above.
+    """Compute ``(a - offset_a) @ (b - offset_b)`` exactly on integers, batched as ``torch.matmul``: int32 or int64.
 
     Raises:
         ArgumentTypeError: a tensor is not of integers.
@@ -110,7 +107,7 @@ def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0
     _check_integers(a=a, b=b)
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
         raise ArgumentError(f"expected a [..., M, K] and b [..., K, N], got {list(a.shape)} and {list(b.shape)}")
-    bound = _largest(a, offset_a) * _largest(b, offset_b) * a.shape[-1]
+    bound = _largest_magnitude(a, offset_a) * _largest_magnitude(b, offset_b) * a.shape[-1]
     dtype = _exact_dtype(bound, a.device)
     return _with_bias(torch.matmul(a.to(dtype) - offset_a, b.to(dtype) - offset_b), None, bound, channel_axis=-1)
 
@@ -124,7 +121,7 @@ class AccumulatorRange:
 
     @property
     def overflowing(self) -> tuple[int, ...]:
-        """The output channels whose sums leave int32."""
+        """The output channels whose sums exceed int32."""
         outside = (self.lowest < _INT32.min) | (self.highest > _INT32.max)
         return tuple(outside.nonzero().reshape(-1).tolist())
 
@@ -138,9 +135,9 @@ def worst_case_accumulator(
     bits: int = 8,
     offset: int = 0,
 ) -> AccumulatorRange:
-    """The sums that the worst data of ``bits`` bits could make with these integer weights.
+    """Return the range of sums that any data of ``bits`` bits can produce with these integer weights.
 
-    For a transposed convolution an upper bound: an output position sees a part of its channel's weights.
+    For a transposed convolution this is an upper bound: an output position uses only some of its channel's weights.
 
     Raises:
         ArgumentTypeError: weight or bias are not integers.
@@ -157,11 +154,11 @@ def worst_case_accumulator(
 
 
 def actual_accumulator(sums: Tensor, *, channel_axis: int = 1) -> AccumulatorRange:
-    """The range of sums that were computed, per channel.
+    """Return the range of computed sums per channel.
 
     Raises:
         ArgumentTypeError: the sums are not integers.
-        ArgumentError: there are none.
+        ArgumentError: ``sums`` is empty.
     """
     _check_integers(sums=sums)
     if sums.numel() == 0:
@@ -177,7 +174,7 @@ def _convolve(x: Tensor, weight: Tensor, geometry: ConvolutionGeometry) -> Tenso
         _per_dimension(value, dimensions)
         for value in (geometry.stride, geometry.padding, geometry.dilation, geometry.output_padding)
     )
-    extra = 3 - dimensions if x.dtype is torch.float32 and not geometry.transposed else 0  # see the module's text
+    extra = 3 - dimensions if x.dtype is torch.float32 and not geometry.transposed else 0  # see the module docstring
     for _ in range(extra):
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
     sums = torch.convolution(
@@ -201,8 +198,8 @@ def _per_dimension(value: int | tuple[int, ...], dimensions: int) -> list[int]:
     return values
 
 
-def _largest(x: Tensor, offset: int) -> int:
-    """``max|x - offset|``."""
+def _largest_magnitude(x: Tensor, offset: int) -> int:
+    """Return ``max|x - offset|``."""
     if x.numel() == 0:
         return 0
     low, high = torch.aminmax(x)
@@ -210,25 +207,25 @@ def _largest(x: Tensor, offset: int) -> int:
 
 
 def _exact_dtype(bound: int, device: torch.device) -> torch.dtype:
-    if bound <= _EXACT_FLOAT32 and device.type == "cpu" and _float32_is_whole():
+    if bound <= _EXACT_FLOAT32 and device.type == "cpu" and _float32_is_full_precision():
         return torch.float32
     if bound <= _EXACT_FLOAT64:
         return torch.float64
     raise ArgumentError(f"sums up to {bound} exceed 2^53 and cannot be added exactly; split the layer's inputs")
 
 
-def _float32_is_whole() -> bool:
-    """Whether torch computes float32 products in float32, as it does unless told otherwise."""
+def _float32_is_full_precision() -> bool:
+    """Whether torch computes float32 products in full float32 precision, which is its default."""
     onednn = torch.backends.mkldnn
     settings = [getattr(getattr(onednn, name, None), "fp32_precision", "none") for name in ("conv", "matmul")]
     return torch.get_float32_matmul_precision() == "highest" and all(each in ("none", "ieee") for each in settings)
 
 
 def _with_bias(sums: Tensor, bias: Tensor | None, bound: int, *, channel_axis: int) -> Tensor:
-    """Exact sums as integers, the bias added as such."""
+    """Convert exact float sums to integers and add the bias."""
     if bias is not None:
         _check_bias(bias, sums.shape[channel_axis])
-        bound += _largest(bias, 0)
+        bound += _largest_magnitude(bias, 0)
     dtype = torch.int32 if bound <= _INT32.max else torch.int64
     integers = sums.round_().to(dtype)
     if bias is None:

@@ -1,12 +1,10 @@
-"""What is known of the channels of a layer's input, for files of ours that may use it beside the record.
+"""Per-channel statistics of a layer's input: means for bias correction, and balance factors.
 
-The mean of every channel: weights rounded to few bits shift a layer's output by (rounded - exact) · mean, which its
-bias can take back.
+Means: rounding the weights shifts a layer's output by (rounded - exact) · mean, which bias correction subtracts.
 
-Balance factors, where a few channels far larger than the rest cost all the others, as in transformers: dividing every
-channel by a factor and multiplying its column of the weight by it changes nothing, but moves the difficulty to the
-weights, which have a scale per output channel. DMQ does the same when the user asks for it; this is done unasked, for
-linear layers, when it makes the expected noise much smaller.
+Balance factors: in transformers a few channels are far larger than the rest and determine the step of all. Dividing
+every channel by a factor and multiplying its column of the weight by it leaves the output unchanged. DMQ does so where
+the config enables it; here it is done for linear layers by default, where it reduces the expected noise considerably.
 """
 
 from __future__ import annotations
@@ -23,25 +21,24 @@ from amct.numerics.affine import SymmetricScale
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import ActivationFactors, finite_range
 
-PICTURES, POSITIONS = 16, 64
-"""So many of a batch, and of a picture (or series), are looked at: enough for a mean, and cheap beside the convolution
-that reads them, because most of the input need not be fetched from memory again."""
+SAMPLES_PER_BATCH, POSITIONS_PER_SAMPLE = 16, 64
+"""Subsampling of convolution inputs: enough for a mean, and cheap, because most of the input is not read again."""
 STRENGTHS = tuple(np.arange(0.5, 0.95, 0.05).round(2).tolist())
-"""How much of the difficulty the weights take: the best of these is found from the expected noise."""
-WORTH_IT = 2.0
-"""How many times smaller the noise must become: a balanced input costs a multiplication per value."""
+"""Migration strengths tried; the one with the least expected noise is used."""
+MIN_NOISE_REDUCTION = 2.0
+"""Balancing is used only if it divides the noise by at least this: it costs one multiplication per value."""
 WEIGHT_BITS = 7
-"""Of the weights that the noise is expected with: those of files that are right on every CPU."""
+"""Weight bits assumed for the expected noise; 7-bit weights are computed correctly on every CPU."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LayerInputObserver:
-    """Watches an input channel by channel.
+    """Observes the channels of a layer's input.
 
     Attributes:
         channel_axis: 1 for convolutions, -1 for linear layers.
-        weight: Of all linear layers that read the input, ``[Cout, Cin]``, one under the other; None: never balanced.
-        bits: Of the input.
+        weight: Weights ``[Cout, Cin]`` of all linear layers with this input, concatenated; None: never balanced.
+        bits: Bits of the input.
     """
 
     channel_axis: int
@@ -55,11 +52,11 @@ class LayerInputObserver:
     _squares: Tensor = field(init=False, repr=False)
 
     def observe(self, x: Tensor) -> None:
-        """Take in one batch; zero counts as seen.
+        """Add one batch; the observed range always includes zero.
 
         Raises:
-            ArgumentError: other channels than before.
-            CalibrationError: NaN or infinity.
+            ArgumentError: the number of channels changed.
+            CalibrationError: the batch holds NaN or infinity.
         """
         x = x.detach()
         channels = x.shape[self.channel_axis]
@@ -68,12 +65,12 @@ class LayerInputObserver:
             self._sum = self._squares = torch.zeros(channels, dtype=torch.float64)
         if channels != self._sum.numel():
             raise ArgumentError(f"expected {self._sum.numel()} channels, got an activation {list(x.shape)}")
-        x = x.float() if self.channel_axis == -1 else _thinned(x).float()
+        x = x.float() if self.channel_axis == -1 else _subsample(x).float()
         if x.numel():
             others = [axis for axis in range(x.ndim) if axis != self.channel_axis % x.ndim]
             total = x.sum(others)
             if not math.isfinite(float(total.sum())):
-                finite_range(x.reshape(1, -1))  # says what is wrong
+                finite_range(x.reshape(1, -1))  # raises with the counts of NaN and infinity
             self._sum = self._sum + total.double().cpu()
             self._count += x.numel() // channels
             if self.weight is not None:
@@ -87,7 +84,7 @@ class LayerInputObserver:
         self._squares = self._squares + rows.square().sum(0).double().cpu()
 
     def result(self) -> ActivationFactors | None:
-        """Means and, where it is worth it, balance with the range of the balanced input; None when nothing was seen."""
+        """Return the means and, where useful, the balance factors and the balanced range; None without data."""
         if self._count == 0:
             return None
         balance = self._balance()
@@ -111,10 +108,10 @@ class LayerInputObserver:
         noises = [self._noise(weight, factors) for factors in choices]
         best = int(np.argmin(noises))
         plain = self._noise(weight, torch.ones_like(largest))
-        return choices[best] if noises[best] * WORTH_IT <= plain else None
+        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= plain else None
 
     def _noise(self, weight: Tensor, factors: Tensor) -> float:
-        """The expected squared error of the outputs: rounding spreads evenly over a step, independent of the rest."""
+        """Return the expected squared error of the outputs, for independent rounding errors uniform over a step."""
         balanced = weight * factors
         width = float((self._maximum / factors).max() - (self._minimum / factors).min())
         of_input = (width / (2**self.bits - 1)) ** 2 * balanced.square().sum()
@@ -123,9 +120,9 @@ class LayerInputObserver:
         return float(of_input + steps.square().sum() * power.sum()) / 12
 
 
-def _thinned(x: Tensor) -> Tensor:
-    """Some pictures of the input of a convolution and some positions of each, evenly spread."""
+def _subsample(x: Tensor) -> Tensor:
+    """Return evenly spaced samples of a convolution input ``[N, C, ...]`` and evenly spaced positions of each."""
     places = x.ndim - 2
-    x = x[:: max(1, math.ceil(x.shape[0] / PICTURES))]
-    step = max(1, math.ceil((math.prod(x.shape[2:]) / POSITIONS) ** (1 / max(places, 1))))
+    x = x[:: max(1, math.ceil(x.shape[0] / SAMPLES_PER_BATCH))]
+    step = max(1, math.ceil((math.prod(x.shape[2:]) / POSITIONS_PER_SAMPLE) ** (1 / max(places, 1))))
     return x[(slice(None), slice(None)) + (slice(step // 2, None, step),) * places]

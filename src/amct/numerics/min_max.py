@@ -1,4 +1,4 @@
-"""The plainest observer: quantize everything between the smallest and the largest value seen."""
+"""The min-max observer: the quantized range is the whole range of the observed values."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RunningRange:
 
     @property
     def channels(self) -> int:
-        """How many channels there are; 0 as long as no value was seen."""
+        """Number of channels; 0 before the first value."""
         return self.minimum.numel()
 
     def add(self, x: Tensor) -> Tensor:
-        """Take in one batch and return it as rows; a refused batch leaves everything as it was.
+        """Add one batch and return it as rows ``[channels, n]``; a batch that raises changes nothing.
 
         Raises:
-            ArgumentTypeError: not floating point.
-            ArgumentError: other channels than before.
-            CalibrationError: NaN or infinity.
+            ArgumentTypeError: the batch is not floating point.
+            ArgumentError: the number of channels changed.
+            CalibrationError: the batch holds NaN or infinity.
         """
         rows = as_rows(x, self.channel_axis)
         if self.channel_axis is None and rows.numel() and rows.device.type == "cpu":
-            found = range_of(rows.contiguous().numpy()[0])  # several times as fast as torch where there are few values
+            found = range_of(rows.contiguous().numpy()[0])  # several times faster than torch for small tensors
             if found is not None:
                 self.add_known(rows.numel(), *found)
                 return rows
@@ -50,29 +50,29 @@ class RunningRange:
         return rows
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
-        """Take in one batch of ``count`` values per tensor whose range is known."""
+        """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
         if self.count == 0 or minimum < float(self.minimum) or maximum > float(self.maximum):
             self._extend(torch.tensor([minimum]), torch.tensor([maximum]))
         self.count += count
         self.batches += 1
 
     def merge(self, other: RunningRange) -> None:
-        """Take in all that ``other`` has seen."""
+        """Add the range of ``other``."""
         if other.count:
             self._extend(other.minimum, other.maximum)
         self.count += other.count
         self.batches += other.batches
 
     def require_values(self) -> None:
-        """Raise unless there is something to compute from.
+        """Raise unless at least one value was observed.
 
         Raises:
-            CalibrationError: nothing was observed.
+            CalibrationError: no value was observed.
         """
         if self.count == 0:
             raise CalibrationError(
                 f"no activation values were observed in {self.batches} batches; "
-                "run the model on calibration data before asking for factors"
+                "run the model on calibration data before computing factors"
             )
 
     def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
@@ -90,7 +90,7 @@ class RunningRange:
 
 @dataclass(kw_only=True, eq=False)
 class MinMaxObserver:
-    """Covers the whole range of the data, outliers included."""
+    """Observer whose range covers all values, outliers included."""
 
     bits: int = 8
     asymmetric: bool = True
@@ -108,17 +108,17 @@ class MinMaxObserver:
         return self._range.batches
 
     def observe(self, x: Tensor) -> None:
-        """Take in one tensor."""
+        """Add one tensor."""
         self._range.add(x)
 
     def merge(self, other: Observer) -> None:
-        """Take in everything that ``other`` has seen."""
+        """Add all data observed by ``other``."""
         check_mergeable(self, other)
         assert isinstance(other, MinMaxObserver)
         self._range.merge(other._range)
 
     def result(self) -> ActivationFactors:
-        """The factors that cover all values seen."""
+        """Return the factors that cover all observed values."""
         self._range.require_values()
         shape = () if self.channel_axis is None else (-1,)
         return ActivationFactors.from_range(

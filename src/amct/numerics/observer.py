@@ -1,8 +1,8 @@
-"""What watches the activations of a layer during calibration, and what comes out of it.
+"""The observer protocol: activation statistics gathered during calibration, and the factors computed from them.
 
-An observer sees any number of tensors (``observe``), can be joined with another one that saw other data (``merge``),
-and ends with one scale and offset (``result``). Errors speak of numbers only: the caller, who knows the layer, wraps a
-``CalibrationError`` and adds its name.
+An observer takes any number of tensors (``observe``), can be combined with an observer of other data (``merge``) and
+computes scale and offset (``result``). Its errors do not name the layer: the caller wraps a ``CalibrationError`` and
+adds the name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.numerics.affine import SymmetricScale, integer_range, is_tiny, scale_and_offset
+from amct.numerics.affine import SymmetricScale, integer_range, is_near_zero, scale_and_offset
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationFactors:
-    """How a tensor is quantized: 0-d tensors, or one entry per channel."""
+    """How a tensor is quantized: 0-d tensors, or ``[C]`` per channel."""
 
     scale: Tensor
     """float32"""
@@ -28,38 +28,38 @@ class ActivationFactors:
     """int32"""
     bits: int
     clip_min: Tensor
-    """The smallest value that is kept: everything below it becomes the lowest integer."""
+    """The smallest representable value: values below it become the lowest integer."""
     clip_max: Tensor
-    """The largest value that is kept."""
-    tiny: Tensor
-    """True where the data was (as good as) zero, so that the scale is 1 by convention: worth a warning."""
+    """The largest representable value."""
+    near_zero: Tensor
+    """True where the data was practically zero, so that the scale is 1 by convention; callers log a warning."""
     balance: Tensor | None = None
-    """One factor per channel that the tensor is divided by before it is quantized; None: it is quantized as it is."""
+    """Factors ``[C]`` that the tensor is divided by before it is quantized; None: no balancing."""
     mean: Tensor | None = None
-    """Of every channel, where that was watched."""
+    """Mean of every channel ``[C]``, if the observer computes it."""
 
     @classmethod
     def from_range(
         cls, minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
     ) -> ActivationFactors:
-        """The factors that cover the range ``minimum``..``maximum``."""
+        """Return the factors that cover the range ``minimum``..``maximum``, 0-d or ``[C]``."""
         scale, offset = scale_and_offset(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         lowest, highest = integer_range(bits)
-        tiny = scale == 1  # as scale_and_offset falls back to
-        if bool(tiny.any()):
-            tiny = is_tiny(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
+        near_zero = scale == 1  # the fallback of scale_and_offset
+        if bool(near_zero.any()):
+            near_zero = is_near_zero(minimum, maximum, bits, asymmetric=asymmetric, symmetric_scale=symmetric_scale)
         return cls(
             scale=scale,
             offset=offset,
             bits=bits,
             clip_min=scale * (lowest - offset),
             clip_max=scale * (highest - offset),
-            tiny=tiny,
+            near_zero=near_zero,
         )
 
 
 class Observer(Protocol):
-    """The face of every observer."""
+    """The interface of every observer."""
 
     @property
     def batches(self) -> int:
@@ -67,20 +67,20 @@ class Observer(Protocol):
         ...
 
     def observe(self, x: Tensor) -> None:
-        """Take in one tensor; it is not kept alive and not changed."""
+        """Add one tensor; no reference to it is kept, and it is not changed."""
         ...
 
     def merge(self, other: Observer) -> None:
-        """Take in everything that ``other``, an observer with the same settings, has seen."""
+        """Add all data observed by ``other``, an observer with the same settings."""
         ...
 
     def result(self) -> ActivationFactors:
-        """Scale and offset for all data seen so far."""
+        """Return scale and offset for all data observed so far."""
         ...
 
 
 class TensorObserver(Protocol):
-    """The face of what watches a tensor between layers, which may turn out to need no factors."""
+    """The interface of an observer of a tensor between layers, which may need no factors."""
 
     @property
     def batches(self) -> int:
@@ -88,16 +88,16 @@ class TensorObserver(Protocol):
         ...
 
     def observe(self, x: Tensor) -> None:
-        """Take in one tensor; it is not kept alive and not changed."""
+        """Add one tensor; no reference to it is kept, and it is not changed."""
         ...
 
     def result(self) -> ActivationFactors | None:
-        """Scale and offset for all data seen so far, or None: nothing to be done."""
+        """Return scale and offset for all data observed so far, or None if the tensor needs none."""
         ...
 
 
 def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
-    """The values as float32 ``[channels, values per channel]``; one row when ``channel_axis`` is None.
+    """Return the values as float32 ``[channels, values per channel]``; one row when ``channel_axis`` is None.
 
     Raises:
         ArgumentTypeError: the tensor does not hold floating-point numbers.
@@ -108,7 +108,7 @@ def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
     x = x.detach()
     if channel_axis is None:
         if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-            x = x.permute(0, 2, 3, 1)  # no observer minds the order inside a batch, and this spares a copy
+            x = x.permute(0, 2, 3, 1)  # avoids a copy; observers do not depend on the order within a batch
         return x.reshape(1, -1).float()
     if not -x.ndim <= channel_axis < x.ndim:
         raise ArgumentError(f"channel_axis {channel_axis} does not exist in a tensor of shape {list(x.shape)}")
@@ -117,15 +117,15 @@ def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
 
 
 def finite_range(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of every row.
+    """Return the minimum and the maximum of every row of ``rows`` ``[C, n]``, ``[C]`` each.
 
     Raises:
         CalibrationError: some value is NaN or infinite.
     """
-    # One fused pass; NaN and infinity always show in the minimum or the maximum, which are cheaper to check.
+    # One fused pass; NaN and infinity always propagate to the minimum or the maximum, which are cheaper to check.
     whole = torch.aminmax(rows) if rows.shape[0] == 1 else torch.aminmax(rows, dim=1)
     low, high = whole.min.reshape(-1), whole.max.reshape(-1)
-    if low.numel() == 1:  # numbers are checked in a tenth of the time
+    if low.numel() == 1:  # Python numbers are checked in a tenth of the time
         all_finite = math.isfinite(low.item()) and math.isfinite(high.item())
     else:
         all_finite = bool((torch.isfinite(low) & torch.isfinite(high)).all())
@@ -142,14 +142,14 @@ def finite_range(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_mergeable(first: Observer, second: Observer) -> None:
-    """Raise unless both observers are of one kind and set up alike.
+    """Raise unless both observers have the same class and settings.
 
     Raises:
-        ArgumentError: naming what differs.
+        ArgumentError: the classes or some settings differ; the message lists both values.
     """
     if type(first) is not type(second):
         raise ArgumentError(
-            f"only observers of one kind can be merged, got {type(first).__name__} and {type(second).__name__}"
+            f"only observers of the same class can be merged, got {type(first).__name__} and {type(second).__name__}"
         )
     names = [field.name for field in fields(first) if field.init]  # type: ignore[arg-type]  # observers are dataclasses
     different = [name for name in names if getattr(first, name) != getattr(second, name)]

@@ -1,8 +1,8 @@
-"""SNQ: weights as 16 values per layer or per channel, each of them on the layer's int8 grid.
+"""SNQ: weights clustered to 16 values per layer or per channel, each of them on the layer's int8 grid.
 
-A weight becomes an index 0..15 into a table of 16 int8 values; ``scale · table[index]`` is its real number. The
-clustering itself is in ``grid_clusters``. ``SnqInit.OPTIMAL`` finds the best table there is, so fast that the iteration
-from a start point (what AMCT's ``init_algo`` chooses) is only kept for those who ask for it.
+A weight becomes an index 0..15 into a table of 16 int8 values; ``scale · table[index]`` is its dequantized value.
+``grid_clusters`` has the clustering. ``SnqInit.OPTIMAL`` finds the optimal table directly; the other values of AMCT's
+``init_algo`` start an iteration.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
 CLUSTERS = 16
 _SORTED_POINTS = 2**22
-"""More values than these are summed up in bins of 1/256 step before the iteration, to bound its memory."""
+"""More values than this are averaged in bins of 1/256 step before the iteration, to bound its memory."""
 _BINS_PER_STEP = 256
 
 
 class SnqInit(Enum):
-    """Where the iteration starts; the names are AMCT's, but the last."""
+    """Initial centres of the iteration; all names but the last are AMCT's."""
 
     UNIFORM = "uniform"
     """Evenly between the smallest and the largest value."""
     GAUSSIAN = "gaussian"
     """At the quantiles of the normal distribution with the values' mean and deviation."""
     D2SAMPLING = "d2sampling"
-    """At drawn values, far from each other (k-means++)."""
+    """At randomly drawn values, far from each other (k-means++)."""
     OPTIMAL = "optimal"
-    """No iteration: the optimum itself."""
+    """No iteration: the optimal centres are computed directly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnqSettings:
-    """How to cluster; named as in the config."""
+    """Settings of the clustering, named as in the config."""
 
     init_algo: SnqInit = SnqInit.UNIFORM
     max_iteration: int = 1000
     min_distance: float = 1e-10
-    """The iteration ends when no centre moves farther, in steps of the int8 grid."""
+    """The iteration ends when no centre moves farther than this, in steps of the int8 grid."""
     seed: int = 0
-    """For D2SAMPLING: the same seed gives the same tables."""
+    """Random seed of D2SAMPLING."""
 
     def __post_init__(self) -> None:
         if self.max_iteration < 1:
@@ -63,7 +63,7 @@ class SnqSettings:
 
 @dataclass(frozen=True)
 class ClusteredWeight:
-    """A weight of 16 values: ``scale · table[index]``."""
+    """A weight clustered to 16 values: ``scale · table[index]``."""
 
     factors: WeightFactors
     """The int8 factors, ``[1]`` or ``[Cout]``."""
@@ -89,11 +89,11 @@ def snq(
 
     Args:
         weight: floating point, in the layout of ``kind``.
-        kind: where the output channels are.
-        channel_wise: a scale and a table per output channel, else one for all.
+        kind: layout of the weight.
+        channel_wise: one scale and table per output channel, else one for the tensor.
         groups: groups of a transposed convolution.
-        settings: start and end of the clustering.
-        symmetric_scale: what the int8 scale divides by.
+        settings: initial centres and end of the iteration.
+        symmetric_scale: divisor of the int8 scale.
 
     Raises:
         CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
@@ -136,7 +136,7 @@ def _centres(values: NDArray[np.float32], scale: float, settings: SnqSettings, r
 
 
 def _points(values: NDArray[np.float32], scale: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sorted values in grid steps, and how many there are of each (more than 2^22 are averaged in narrow bins)."""
+    """Return sorted values in grid steps and the count of each; more than 2^22 values are averaged in narrow bins."""
     if values.size <= _SORTED_POINTS:
         return np.sort(values / np.float64(scale)), np.ones(values.size)
     zero = 128 * _BINS_PER_STEP
@@ -160,10 +160,10 @@ def _normal_quantiles(moments: NDArray[np.float64], points: NDArray[np.float64])
 
 
 def decode(indices: Tensor, table: Tensor, kind: WeightKind, groups: int = 1) -> Tensor:
-    """The int8 weight that the indices stand for, in their shape.
+    """Look the indices up in the table: the int8 weight, in the shape of the indices.
 
     Raises:
-        ArgumentError: the table has not 1 or Cout rows of 16 values.
+        ArgumentError: the table is neither ``[1, 16]`` nor ``[Cout, 16]``.
     """
     rows = channels_first(indices, kind, groups)
     if table.ndim != 2 or table.shape[0] not in (1, rows.shape[0]) or table.shape[1] != CLUSTERS:
@@ -175,17 +175,17 @@ def decode(indices: Tensor, table: Tensor, kind: WeightKind, groups: int = 1) ->
 
 
 def dequantize_clusters(clustered: ClusteredWeight, kind: WeightKind, groups: int = 1) -> Tensor:
-    """The float32 weight of 16 values per table."""
+    """Return the dequantized weight, float32, in the shape of the indices."""
     integers = decode(clustered.indices, clustered.table, kind, groups)
     rows = channels_first(integers, kind, groups).float() * clustered.factors.scale.reshape(-1, 1)
     return from_channels_first(rows, integers.shape, kind, groups)
 
 
 def absorb_multiplier(clustered: ClusteredWeight, multiplier: Tensor) -> ClusteredWeight:
-    """Multiply each output channel (a batch norm folded afterwards): scale and table change, the indices stay.
+    """Multiply each output channel, e.g. to fold a batch norm: scale and table change, the indices stay.
 
-    The scale takes the size and the table the sign, so one table for all channels becomes one per channel where a
-    multiplier is negative. A channel whose scale would fall below float epsilon becomes zero with scale 1.
+    The scale is multiplied by the magnitude and the table by the sign, so one table for all channels becomes one per
+    channel if a multiplier is negative. A channel whose scale would be below float epsilon becomes zero with scale 1.
 
     Args:
         clustered: the weight.
@@ -202,7 +202,7 @@ def absorb_multiplier(clustered: ClusteredWeight, multiplier: Tensor) -> Cluster
 
 
 def pack_nibbles(indices: Tensor) -> Tensor:
-    """Indices 0..15, two to a byte, low nibble first; each row (all but the first axis) is padded to a byte.
+    """Pack indices 0..15, two per byte, low nibble first; each row (all but the first axis) is padded to a byte.
 
     Args:
         indices: uint8 ``[R, ...]``.
@@ -225,7 +225,7 @@ def pack_nibbles(indices: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor, length: int) -> Tensor:
-    """The inverse of ``pack_nibbles``: uint8 ``[R, length]``.
+    """Unpack the result of ``pack_nibbles`` to uint8 ``[R, length]``.
 
     Raises:
         ArgumentTypeError: not uint8.

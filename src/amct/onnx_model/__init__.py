@@ -12,7 +12,8 @@ from __future__ import annotations
 from amct.config.ptq.quant_config import LayerConfig, QuantConfig
 from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings
 from amct.onnx_model.comparing import compare, measure
-from amct.onnx_model.quantize import QuantizedModel, quantize
+from amct.onnx_model.quantize import quantize
+from amct.ptq.quantized_model import QuantizedModel
 from amct.record import Record
 
 __all__ = [

@@ -2,70 +2,55 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from amct.calibration.replay import Replay
 from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from amct.onnx_model.reading import element_dtype, input_shape
+from amct.ptq.batches import Batches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-BatchInputs = Callable[[Any], Any]
-"""Makes of a batch what the model is fed with: an array, a tuple in the order of the inputs, or a dict by name."""
+    from amct.ptq.batches import BatchInputs
+
 Feeds = dict[str, "NDArray[Any]"]
+"""One batch: an array for each input of the model, by its name."""
 
 
-class Batches:
-    """The data as feeds of one model.
+def onnx_batches(model: ModelProto, data: object, inputs: BatchInputs | None = None) -> Batches:
+    """The data as feeds of a model.
 
     An array or a dict of arrays is one batch. Of a batch that is a tuple or list, the items are the inputs in the order
     of the model; items behind the last input (labels) are left out. Arrays are NumPy's or torch's.
     """
+    return Batches(
+        data,
+        _Converter(model, inputs),
+        single=(np.ndarray, torch.Tensor, Mapping),
+        expected="an array, a dict of arrays by input name or an iterable of batches",
+    )
 
-    def __init__(self, model: ModelProto, data: object, inputs: BatchInputs | None = None) -> None:
+
+def sample_count(feeds: Feeds) -> int:
+    """The number of samples in one batch."""
+    first = next(iter(feeds.values()))
+    return int(first.shape[0]) if first.ndim else 1
+
+
+class _Converter:
+    """Turns batches into feeds of one model, checked against the types and shapes of its inputs."""
+
+    def __init__(self, model: ModelProto, inputs: BatchInputs | None) -> None:
         self._inputs = inputs
         self._shapes = {value.name: input_shape(model, value.name) for value in model.graph.input}
         self._types = {value.name: np.dtype(element_dtype(model, value.name)) for value in model.graph.input}
-        self._batches = Replay(_batches(data))
 
-    @property
-    def length(self) -> int | None:
-        """How many batches there are, where that is known."""
-        return self._batches.length
-
-    def keep(self) -> None:
-        """Keep what is read of data that can be read only once, because it is needed several times."""
-        self._batches.keep()
-
-    def first(self) -> Feeds:
-        """The first batch, without losing it.
-
-        Raises:
-            CalibrationError: there is none.
-        """
-        return self._feeds(self._batches.first())
-
-    def limited(self, count: int | None) -> Iterator[Feeds]:
-        """The first ``count`` batches; all when None."""
-        return itertools.islice(self, count)
-
-    def __iter__(self) -> Iterator[Feeds]:
-        for _, feeds in self.with_originals():
-            yield feeds
-
-    def with_originals(self) -> Iterator[tuple[Any, Feeds]]:
-        """Each batch as the data gave it, labels and all, and as feeds."""
-        for batch in self._batches:
-            yield batch, self._feeds(batch)
-
-    def _feeds(self, batch: object) -> Feeds:
+    def __call__(self, batch: object) -> Feeds:
         names = list(self._shapes)
         given = self._inputs(batch) if self._inputs is not None else batch
         if isinstance(given, Mapping):
@@ -106,14 +91,3 @@ def _fits(shape: tuple[int | str | None, ...], found: tuple[int, ...]) -> bool:
     if len(shape) != len(found):
         return False
     return all(not isinstance(size, int) or size == own for size, own in zip(shape, found, strict=True))
-
-
-def _batches(data: object) -> Iterable[Any]:
-    if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
-        return [data]
-    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-        raise ArgumentTypeError(
-            "calibration_data: expected an array, a dict of arrays by input name or an iterable of batches, "
-            f"got {type(data).__name__}"
-        )
-    return data

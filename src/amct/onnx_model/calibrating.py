@@ -18,7 +18,8 @@ from amct.export.onnx.layer_lookup import find_layers
 from amct.numerics.dmq import balance_activation, dmq
 from amct.onnx_model.layers import find_all_layers, usual_factors
 from amct.onnx_model.runtime import Runner, as_tensor
-from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
+from amct.onnx_model.weights import channel_axis, weight_parts
+from amct.ptq.door import Calibration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import Tensor
 
-    from amct.calibration import CalibrationResult
     from amct.config.plan import Plan
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
-    from amct.onnx_model.preparation import Preparation
+    from amct.onnx_model.door import OnnxPreparation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,46 +56,39 @@ class Watched:
         return as_tensor(np.concatenate([first.reshape(-1), outputs[:-1].reshape(-1)]))
 
 
-def calibrate(preparation: Preparation, batches: Iterable[Feeds], *, open_ended: bool) -> CalibrationResult:
-    """Run the calibration data and find the factors.
-
-    Args:
-        preparation: the model with its plan and quantized weights.
-        batches: the data.
-        open_ended: whether the data decides when it is over.
+def start_calibration(prepared: OnnxPreparation) -> Calibration:
+    """A calibration of a prepared model, run in onnxruntime.
 
     Raises:
-        CalibrationError: the data is not enough or cannot be used; names the layer.
+        ModelError: onnxruntime cannot load the model.
     """
-    recurrent = [name for name, weights in preparation.weights.items() if weights.layer.kind.is_recurrent]
-    observers = preparation.tensor_observers()
-    session = CalibrationSession(plan_streams(preparation.layers, recurrent), tensors=observers)
-    model, watched = watch_layers(preparation.rounded_model(), preparation)
+    recurrent = [name for name, layer in prepared.onnx_layers.items() if layer.kind.is_recurrent]
+    observers = prepared.tensor_observers()
+    session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers)
+    model, watched = watch_layers(prepared.rounded_model(), prepared)
     runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])
-    try:
+
+    def run(batches: Iterable[Feeds]) -> None:
         for feeds in batches:
             with session.batch():
                 values = runner.run(feeds)
-                _show(session, preparation, watched, values)
+                _observe(session, prepared, watched, values)
                 for name in observers:
                     session.observe_tensor(name, as_tensor(values[name]))
                 del values
-        if open_ended:
-            session.finish()
-        return session.result
-    finally:
-        session.close()
+
+    return Calibration(session=session, run=run, observes_tensors=prepared.intermediate_tensors is not None)
 
 
-def _show(
+def _observe(
     session: CalibrationSession,
-    preparation: Preparation,
+    prepared: OnnxPreparation,
     watched: Mapping[str, Watched],
     values: Mapping[str, NDArray[Any]],
 ) -> None:
     for name, tensors in watched.items():
         x = as_tensor(values[tensors.input])
-        weights = preparation.weights[name]
+        weights = prepared.weights[name]
         if weights.balance is not None:
             x = balance_activation(x, weights.balance, weights.channel_axis)
         session.observe(name, x)
@@ -103,14 +96,14 @@ def _show(
             session.observe(name, tensors.hidden(values), HIDDEN)
 
 
-def watch_layers(model: ModelProto, preparation: Preparation) -> tuple[ModelProto, dict[str, Watched]]:
+def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:
     """Which tensors of a model (with the folded model's nodes) tell of each quantized layer.
 
     Returns:
         The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
     """
-    usual = dict.fromkeys(preparation.weights, usual_factors())
-    graph, layers, _ = find_layers(model, preparation.bindings, usual)
+    usual = dict.fromkeys(prepared.weights, usual_factors())
+    graph, layers, _ = find_layers(model, prepared.bindings, usual)
     watched = {}
     for layer in layers:
         if layer.kind.is_recurrent and not layer.node.output[0]:
@@ -149,13 +142,13 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
         values = runner.run(feeds)
         with session.batch():
             for name, layer in layers.items():
-                axis = 1 if layer.node.op_type in ("Conv", "ConvTranspose") else -1
-                session.observe(name, as_tensor(values[layer.node.input[0]]), axis)
+                session.observe(name, as_tensor(values[layer.node.input[0]]), channel_axis(layer))
     return {name: _balance(layers[name], maximum, strengths[name]) for name, maximum in maxima.items()}
 
 
 def _balance(layer: Layer, maximum: Tensor, strength: float) -> Tensor:
     try:
-        return dmq(maximum, float_weights(layer)[0], WEIGHT_KINDS[layer.kind], layer.groups, strength)
+        part = weight_parts(layer)[0]
+        return dmq(maximum, part.tensor, part.kind, part.groups, strength)
     except AmctError as error:
         raise CalibrationError(f'layer "{layer.name}": {error}') from error

@@ -6,43 +6,44 @@ compared behind it. One batch at a time is in memory.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar
 
-from amct import progress
 from amct.errors import ModelError
 from amct.export.onnx.graph import OnnxGraph
-from amct.onnx_model.batches import Batches
+from amct.numerics.dmq import balance_activation
+from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
 from amct.onnx_model.rescaled import rescaled_layers
 from amct.onnx_model.runtime import Runner, as_tensor
-from amct.report.measuring import Measuring
+from amct.ptq import compare as flow_compare
+from amct.ptq.door import ModelOutput
+from amct.ptq.quantized_model import QuantizedModel
+from amct.report.filling import input_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
     from torch import Tensor
 
     from amct.export.onnx.layer import Layer
-    from amct.onnx_model.batches import BatchInputs, Feeds
+    from amct.onnx_model.batches import Feeds
+    from amct.ptq.batches import BatchInputs
+    from amct.ptq.door import OnTensor
+    from amct.ptq.weights import LayerWeights
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured
 
 
-@runtime_checkable
-class Simulated(Protocol):
-    """What ``quantize`` returned: a quantized model that can be run."""
-
-    @property
-    def model(self) -> ModelProto:
-        """The model by standard operators."""
-
-
 def compare(
-    float_model: AnyModel, quantized_model: AnyModel | Simulated, data: object, *, inputs: BatchInputs | None = None
+    float_model: AnyModel,
+    quantized_model: AnyModel | QuantizedModel,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
 ) -> list[LayerComparison]:
     """Run both models on data and compare the outputs of their layers, in execution order.
 
@@ -69,7 +70,11 @@ def compare(
 
 
 def measure(
-    float_model: AnyModel, quantized_model: AnyModel | Simulated, data: object, *, inputs: BatchInputs | None = None
+    float_model: AnyModel,
+    quantized_model: AnyModel | QuantizedModel,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
 ) -> Measured:
     """As ``compare``, with the models' outputs too; without layers in common only these.
 
@@ -77,15 +82,66 @@ def measure(
         ModelError: not even inputs and outputs correspond, or a model cannot be run.
     """
     reference = read_model(float_model, "float_model").model
-    given = quantized_model.model if isinstance(quantized_model, Simulated) else quantized_model
+    given = quantized_model.model if isinstance(quantized_model, QuantizedModel) else quantized_model
     other = read_model(given, "quantized_model", allow_quantized=True).model
     pair = Pair.of(reference, other)
-    batches = Batches(reference, data, inputs)
+    batches = onnx_batches(reference, data, inputs)
     batches.first()  # says before the models are loaded that there is no data, or that it does not fit
-    measuring = Measuring({})
-    for _ in pair.run(progress.track(batches, "Comparing"), measuring):
-        pass
-    return measuring.result()
+    return flow_compare.measure(*pair.models(), batches.with_originals())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WatchedInputs:
+    """The quantized input of a layer: its tensor in the float model, and the weights that may balance it."""
+
+    tensor: str
+    weights: LayerWeights | None = None
+
+    def values(self, x: Tensor) -> Tensor:
+        """The values that are rounded to the grid: the input, divided by DMQ's factors where there are any."""
+        if self.weights is None or self.weights.balance is None:
+            return x
+        return balance_activation(x, self.weights.balance, self.weights.channel_axis)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnnxRun:
+    """One of two compared models in onnxruntime; names are those of the float model.
+
+    Attributes:
+        model: The model.
+        feeds: By input of the float model: that of this one.
+        outputs: By output of the float model: that of this one.
+        layers: By layer: the tensor with its output.
+        inputs: By layer: its quantized input.
+    """
+
+    shapes_vary: ClassVar[bool] = False
+    model: ModelProto
+    feeds: Mapping[str, str]
+    outputs: Mapping[str, str]
+    layers: Mapping[str, str]
+    inputs: Mapping[str, WatchedInputs]
+
+    @contextmanager
+    def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Feeds], ModelOutput]]:
+        """A function that runs the model on one batch."""
+        watched = self.inputs if inputs is not None else {}
+        runner = Runner(self.model, [*(each.tensor for each in watched.values()), *self.layers.values()])
+
+        def run(feeds: Feeds) -> ModelOutput:
+            values = runner.run({self.feeds[name]: value for name, value in feeds.items()})
+            for layer, tensor in self.layers.items():
+                outputs(layer, as_tensor(values[tensor]))
+            for layer, each in watched.items():
+                assert inputs is not None
+                inputs(input_key(layer), each.values(as_tensor(values[each.tensor])))
+            found = {name: values[own] for name, own in self.outputs.items()}
+            value = next(iter(found.values())) if len(found) == 1 else found
+            floats = [(name, as_tensor(array)) for name, array in found.items() if array.dtype.kind == "f"]
+            return ModelOutput(value=value, tensors=floats)
+
+        yield run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,30 +178,23 @@ class Pair:
             reference=reference, other=other, inputs=inputs, outputs=outputs, layers=common_layers(reference, other)
         )
 
-    def run(
-        self, batches: Iterable[Feeds], measuring: Measuring, watched: Iterable[str] = ()
-    ) -> Iterator[tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]]]]:
-        """Run both on each batch, and sum up layers and outputs.
-
-        Yields:
-            What the reference made (outputs and the tensors of ``watched``) and what the other made.
-        """
-        first = Runner(self.reference, [*watched, *(own for own, _ in self.layers.values())])
-        second = Runner(self.other, [theirs for _, theirs in self.layers.values()])
-        for feeds in batches:
-            expected = first.run(feeds)
-            got = second.run({self.inputs[name]: value for name, value in feeds.items()})
-            for layer, (own, theirs) in self.layers.items():
-                measuring.layers.add(layer, as_tensor(expected[own]), as_tensor(got[theirs]))
-            measuring.add(self._output_pairs(expected, got))
-            yield expected, {own: got[theirs] for own, theirs in self.outputs.items()}
-
-    def _output_pairs(
-        self, expected: Mapping[str, NDArray[Any]], got: Mapping[str, NDArray[Any]]
-    ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for own, theirs in self.outputs.items():
-            if expected[own].dtype.kind == "f":
-                yield own, as_tensor(expected[own]), as_tensor(got[theirs])
+    def models(self, inputs: Mapping[str, WatchedInputs] | None = None) -> tuple[OnnxRun, OnnxRun]:
+        """Both models, ready to be compared; ``inputs`` are those of the reference that are watched."""
+        own = OnnxRun(
+            model=self.reference,
+            feeds={name: name for name in self.inputs},
+            outputs={name: name for name in self.outputs},
+            layers={name: tensors[0] for name, tensors in self.layers.items()},
+            inputs=inputs or {},
+        )
+        other = OnnxRun(
+            model=self.other,
+            feeds=self.inputs,
+            outputs=self.outputs,
+            layers={name: tensors[1] for name, tensors in self.layers.items()},
+            inputs={},
+        )
+        return own, other
 
 
 def _matched(what: str, own: list[str], others: list[str]) -> dict[str, str]:

@@ -8,41 +8,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from amct import progress
 from amct.errors import ModelError
 from amct.export.onnx.graph import OnnxGraph
-from amct.numerics.arq import channels_first
-from amct.numerics.dmq import balance_activation
-from amct.onnx_model.batches import Batches
-from amct.onnx_model.comparing import Pair
+from amct.model import Skip
+from amct.onnx_model.batches import onnx_batches, sample_count
+from amct.onnx_model.comparing import Pair, WatchedInputs
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.reading import read_model
 from amct.onnx_model.rescaled import balanced_by_maker, rescaled_layers
-from amct.onnx_model.runtime import as_tensor
-from amct.onnx_model.weights import WEIGHT_KINDS, float_weights
+from amct.onnx_model.weights import channel_axis, weight_parts
+from amct.ptq.compare import measure
+from amct.ptq.weights import LayerWeights
 from amct.record import Record, read_record
-from amct.report.activations import InputStatistics
 from amct.report.beside import QuantNotes, file_beside, read_notes
-from amct.report.content import LayerContent, LayerNote, ReportContent
-from amct.report.filling import figures, file_sizes, measured_on, now, versions, weight_ranges
-from amct.report.measuring import MeasuredReport, Measuring
+from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
+from amct.report.measuring import MeasuredReport
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable
 
     from onnx import ModelProto, NodeProto
 
-    from amct.onnx_model.batches import BatchInputs, Feeds
+    from amct.export.onnx.layer import Layer
     from amct.onnx_model.layers import FoundLayer
     from amct.onnx_model.reading import AnyModel
-    from amct.report.measuring import Measured, Metric
+    from amct.ptq.batches import BatchInputs
+    from amct.report.measuring import Metric
 
 _FLOAT_BYTES = 4
 _BALANCE = ".tensor_balance_factor"
@@ -50,35 +48,24 @@ _BALANCE = ".tensor_balance_factor"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ReportedLayer:
+class _Layer:
     """A quantized layer: what it is in the float model, and the grid of its input."""
 
     found: FoundLayer
-    scale: float
-    offset: int
-    bits: int
+    grid: QuantizedInput
+    weights: LayerWeights
     weight_bits: int | None
-    balance: torch.Tensor | None = None
 
-    @property
-    def input(self) -> str:
-        """The tensor that is quantized for it."""
-        return self.found.layer.reader.input[0]
-
-    def values(self, x: torch.Tensor) -> torch.Tensor:
-        """What the grid is laid over: the input, balanced where DMQ balances it."""
-        if self.balance is None:
-            return x
-        axis = 1 if self.found.layer.node.op_type in ("Conv", "ConvTranspose") else -1
-        return balance_activation(x, self.balance, axis)
-
-    def rows(self) -> list[torch.Tensor]:
-        """The float weights by output channel."""
-        layer = self.found.layer
-        if layer.weight is None:
-            return []
-        kind = WEIGHT_KINDS[layer.kind]
-        return [channels_first(weight, kind, layer.groups) for weight in float_weights(layer, self.balance)]
+    def reported(self) -> ReportLayer:
+        count = sum(part.tensor.numel() for part in self.weights.parts) if self.weight_bits else 0
+        return ReportLayer(
+            name=self.found.name,
+            type=self.found.type,
+            inputs=(self.grid,),
+            weight_bits=self.weight_bits,
+            weight_rows=self.weights.rows(),
+            weight_bytes=(_FLOAT_BYTES * count, count * _stored_bits(self.weight_bits or 0) / 8),
+        )
 
 
 def files_report(
@@ -107,40 +94,36 @@ def files_report(
         ModelError: a model cannot be run, they do not belong together, or nothing tells the grids.
         ArgumentError, ArgumentTypeError, CalibrationError: the data or the metric cannot be used.
     """
-    sizes = file_sizes(files)
     source = read_model(float_model, "float_model")
     other = read_model(quantized_file, "quantized_model", allow_quantized=True).model
     notes = read_notes(Path(quantized_file))
     unfolded = [layer for layer, entry in notes.layers.items() if not entry.get("absorbed")]
     reference = fold(source.model, skip=unfolded).model
-    layers = _reported_layers(reference, other, Path(quantized_file), notes)
-    batches = Batches(reference, data, inputs)
-    measured = _measure(Pair.of(reference, other), layers, batches, metric)
-    content = ReportContent(
+    layers = _layers(reference, other, Path(quantized_file), notes)
+    subject = ReportSubject(
         model=name or source.name,
-        measured_on=measured_on(measured),
-        figures=tuple(figures(measured, _weight_bytes(layers))),
-        files=sizes,
-        layers=tuple(_content(layer, measured) for layer in layers),
-        fused=tuple(
-            LayerNote(layer=norm, text=f'folded into "{layer}"')
-            for layer, entry in notes.layers.items()
-            for norm in entry.get("absorbed", [])
-        ),
-        skipped=tuple(LayerNote(layer=each["layer"], text=each["reason"]) for each in notes.listed("skipped")),
+        layers=tuple(layer.reported() for layer in layers),
+        fused=folded_notes({layer: entry.get("absorbed", []) for layer, entry in notes.layers.items()}),
+        skipped=tuple(Skip(each["layer"], each["reason"]) for each in notes.listed("skipped")),
         config=notes.config,
-        versions=versions(),
-        created=now(),
     )
-    return MeasuredReport(content=content, measured=measured)
+    watched = {
+        each.found.name: WatchedInputs(tensor=each.found.layer.reader.input[0], weights=each.weights) for each in layers
+    }
+    measured = measure(
+        *Pair.of(reference, other).models(watched),
+        onnx_batches(reference, data, inputs).with_originals(),
+        statistics=subject.statistics(),
+        metric=metric,
+        sample_count=lambda _, feeds: sample_count(feeds),
+    )
+    return MeasuredReport(content=report_content(subject, measured, files=files), measured=measured)
 
 
 # -- the layers --------------------------------------------------------------------------------------------------------
 
 
-def _reported_layers(
-    reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantNotes
-) -> list[ReportedLayer]:
+def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, notes: QuantNotes) -> list[_Layer]:
     record_file = file_beside(quantized_file, "record.txt")
     record = read_record(record_file) if record_file.is_file() else Record()
     own, graph = OnnxGraph(reference), OnnxGraph(other)
@@ -154,17 +137,8 @@ def _reported_layers(
             grid = _grid_of_nodes(graph, reader)
         grid = grid or _grid_of_record(record, name)
         if grid is not None:
-            scale, offset, bits = grid
-            layers.append(
-                ReportedLayer(
-                    found=found,
-                    scale=scale,
-                    offset=offset,
-                    bits=bits,
-                    weight_bits=weight_bits.get(name) if found.layer.weight is not None else None,
-                    balance=_balance(record, name),
-                )
-            )
+            bits = weight_bits.get(name) if found.layer.weight is not None else None
+            layers.append(_Layer(found=found, grid=grid, weights=_float_weights(found.layer, record), weight_bits=bits))
     if not layers:
         beside = (
             f"{record_file.name} beside it has none either" if record else f"there is no {record_file.name} beside it"
@@ -186,13 +160,20 @@ def _weight_bits(quantized_file: Path, notes: QuantNotes) -> dict[str, int]:
     return found
 
 
-def _balance(record: Record, name: str) -> torch.Tensor | None:
-    factors = record[name].tensor_balance_factor if name in record.layers else ()
-    return torch.tensor(factors) if factors else None
+def _float_weights(layer: Layer, record: Record) -> LayerWeights:
+    """The weights of the float model, with the balance factors of the record."""
+    factors = record[layer.name].tensor_balance_factor if layer.name in record.layers else ()
+    return LayerWeights(
+        parts=weight_parts(layer),
+        rounded={},
+        factors={},
+        balance=torch.tensor(factors) if factors else None,
+        channel_axis=channel_axis(layer),
+    )
 
 
-def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> tuple[float, int, int] | None:
-    """Scale, offset of signed integers and bits of a node's input in a QDQ file; None where it is balanced before."""
+def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QuantizedInput | None:
+    """The grid of a node's input in a QDQ file, with the offset of signed integers; None where it is balanced."""
     dequantize = graph.producer(reader.input[0])
     if dequantize is None or dequantize.op_type != "DequantizeLinear" or len(dequantize.input) < 3:
         return None
@@ -205,69 +186,17 @@ def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> tuple[float, int, int
         return None
     bits = 8 * zero.dtype.itemsize
     shift = 1 << (bits - 1) if np.issubdtype(zero.dtype, np.unsignedinteger) else 0
-    return float(scale.reshape(-1)[0]), int(zero.reshape(-1)[0]) - shift, bits
+    return QuantizedInput(bits=bits, scale=float(scale.reshape(-1)[0]), offset=int(zero.reshape(-1)[0]) - shift)
 
 
-def _grid_of_record(record: Record, name: str) -> tuple[float, int, int] | None:
+def _grid_of_record(record: Record, name: str) -> QuantizedInput | None:
     if name not in record.layers:
         return None
     entry = record[name]
     if entry.scale_d is None or entry.offset_d is None:
         return None
-    return entry.scale_d, entry.offset_d, int(entry.activation_type.removeprefix("INT"))
-
-
-# -- the runs and the content ------------------------------------------------------------------------------------------
-
-
-def _measure(pair: Pair, layers: list[ReportedLayer], batches: Batches, metric: Metric | None) -> Measured:
-    statistics = {each.found.name: InputStatistics(each.scale, each.offset, each.bits) for each in layers}
-    measuring = Measuring(statistics, metric)
-    current: list[tuple[Any, int]] = []
-
-    def feeds() -> Iterator[Feeds]:
-        for batch, given in progress.track(batches.with_originals(), "Measuring"):
-            first = next(iter(given.values()))
-            current[:] = [(batch, int(first.shape[0]) if first.ndim else 1)]
-            yield given
-
-    for expected, got in pair.run(feeds(), measuring, [each.input for each in layers]):
-        for each in layers:
-            statistics[each.found.name].add(each.values(as_tensor(expected[each.input])))
-        batch, samples = current[0]
-        measuring.score(_for_metric(pair, expected), _for_metric(pair, got), batch, samples)
-    return measuring.result()
-
-
-def _for_metric(pair: Pair, values: Mapping[str, Any]) -> object:
-    """The output of a model with one, a dict of those of a model with several."""
-    outputs = {name: values[name] for name in pair.outputs}
-    return next(iter(outputs.values())) if len(outputs) == 1 else outputs
-
-
-def _content(layer: ReportedLayer, measured: Measured) -> LayerContent:
-    compared = measured.layers.get(layer.found.name)
-    return LayerContent(
-        name=layer.found.name,
-        type=layer.found.type,
-        activation_bits=layer.bits,
-        weight_bits=layer.weight_bits,
-        scale=layer.scale,
-        offset=layer.offset,
-        sqnr=compared.sqnr if compared is not None else None,
-        cosine=compared.cosine if compared is not None else None,
-        activation=measured.inputs[layer.found.name],
-        weights=weight_ranges(layer.rows()),
-    )
-
-
-def _weight_bytes(layers: Iterable[ReportedLayer]) -> tuple[float, float]:
-    before = after = 0.0
-    for each in layers:
-        count = sum(rows.numel() for rows in each.rows()) if each.weight_bits else 0
-        before += _FLOAT_BYTES * count
-        after += count * _stored_bits(each.weight_bits or 0) / 8
-    return before, after
+    bits = int(entry.activation_type.removeprefix("INT"))
+    return QuantizedInput(bits=bits, scale=entry.scale_d, offset=entry.offset_d)
 
 
 def _stored_bits(bits: int) -> int:

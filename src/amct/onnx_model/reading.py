@@ -17,7 +17,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 
-from amct.atomic import read_bytes
+from amct.atomic import check_whole, read_bytes
 from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
 from amct.export.onnx.messages import subgraphs
 from amct.export.qdq.pool_padding import with_pads_apart
@@ -135,8 +135,7 @@ def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
         raise ParseError(
             f'{source}: tensor "{outside[0].name}" is kept in another file; give the path of the model instead'
         )
-    for tensor in outside:
-        _check_location(source, tensor, folder)
+    check_whole(*{_location(source, tensor, folder) for tensor in outside})
     try:
         onnx.load_external_data_for_model(proto, str(folder))
     except Exception as error:
@@ -145,8 +144,8 @@ def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
         ) from error
 
 
-def _check_location(source: str, tensor: TensorProto, folder: Path) -> None:
-    """A model may only point into its own folder: it comes from somebody else."""
+def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
+    """The file of a tensor. A model may only point into its own folder: it comes from somebody else."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     root = folder.resolve()
@@ -158,6 +157,7 @@ def _check_location(source: str, tensor: TensorProto, folder: Path) -> None:
         )
     if not place.is_file():
         raise FileError(f'{source}: tensor "{tensor.name}" is kept in "{location}", which does not exist')
+    return place
 
 
 def _tensors(graph: GraphProto) -> Iterator[TensorProto]:

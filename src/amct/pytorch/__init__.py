@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from amct.config.ptq.quant_config import LayerConfig, QuantConfig
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
-from amct.pytorch.compare_models import compare
-from amct.pytorch.quantize import IoOptions, QuantizedModel, quantize
+from amct.ptq.quantized_model import QuantizedModel
+from amct.pytorch.comparing import compare
+from amct.pytorch.door import IoOptions, quantize
 from amct.record import Record
 
 __all__ = [

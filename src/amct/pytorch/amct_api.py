@@ -16,9 +16,11 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from amct import atomic, log
+from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import read_progress
 from amct.config.ptq.pytorch import default_config, expand_config
@@ -27,14 +29,12 @@ from amct.errors import CalibrationError, ExportError, RecordError, RecordValueE
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.saving import save_files
 from amct.export.writer import SavePath
-from amct.pytorch.arguments import FILE, check_types, output_file
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
-from amct.pytorch.preparation import prepare, try_float_onnx
-from amct.pytorch.quantized_weights import as_balance
+from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.balancing import balancing_model
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import watch_between
+from amct.pytorch.watch.fast_placement import intermediate_watch
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def create_quant_config(
     )
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
-    layers = look(model, input_data).config_layers()
+    layers = cached_trace(model, input_data).config_layers()
     if config_defination is not None and text is not None:
         if skip_layers:
             logger.warning("skip_layers is ignored, because config_defination is given; name them in the file")
@@ -125,7 +125,7 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
     )
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
-    traced = look(model, input_data)
+    traced = cached_trace(model, input_data)
     plan = _plan(content, config_file, traced)
     if not plan.balanced:
         raise CalibrationError(
@@ -185,10 +185,12 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
     record_path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
-    traced = look(model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    traced = cached_trace(
+        model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes
+    )
     plan = _plan(content, config_file, traced)
     preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
-    onnx = try_float_onnx(preparation)
+    onnx = preparation.default_onnx
     if isinstance(onnx, ExportError):
         if traced.program is not None:
             raise onnx
@@ -197,8 +199,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
         return start_calibration(preparation, record_file=record_path).model
     write_modified(onnx_path, onnx.model, file_notes(preparation))
-    between = watch_between(preparation, onnx)
-    return start_calibration(preparation, record_file=record_path, between=between).model
+    between = intermediate_watch(preparation, onnx)
+    return start_calibration(preparation, record_file=record_path, intermediate=between).model
 
 
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
@@ -259,11 +261,11 @@ def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for layer in plan.balanced:
         entry = record.layers.get(layer.name)
-        factors = as_balance(entry.tensor_balance_factor) if entry is not None else None
-        if factors is None:
+        factors = entry.tensor_balance_factor if entry is not None else ()
+        if not factors:
             raise RecordValueError(
                 f'layer "{layer.name}": the config asks for dmq_balancer, but "{record_path}" has no '
                 f"tensor_balance_factor for it; {what_to_do}"
             )
-        found[layer.name] = factors
+        found[layer.name] = torch.tensor(factors, dtype=torch.float32)
     return found

@@ -3,100 +3,44 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils import _pytree as pytree
 
-from amct.calibration.replay import Replay
-from amct.errors import ArgumentError, ArgumentTypeError
+from amct.errors import ArgumentError
+from amct.ptq.batches import Batches
 from amct.pytorch.capture.example_inputs import example_inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from amct.ptq.batches import BatchInputs
     from amct.pytorch.watch.layer_hooks import Arguments
 
-BatchInputs = Callable[[Any], Any]
-"""Makes of a batch what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments."""
 
-
-class Batches:
+def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = None) -> Batches:
     """The data as arguments of calls of one model, on the model's device.
 
     A tensor is one batch. Of a batch that is a tuple or list, the items are the forward's arguments; items at the end
     that the forward does not take (labels) are left out. A dict holds keyword arguments.
-
-    Iterating again starts anew; what can be iterated only once is read once, unless ``keep`` was called before.
     """
+    if isinstance(data, dict):
+        raise ArgumentError("calibration_data: a dict is one batch of keyword arguments; put it into a list: [batch]")
 
-    def __init__(self, model: nn.Module, data: object, inputs: BatchInputs | None = None) -> None:
-        self._model = model
-        self._inputs = inputs
-        self._batches = Replay(_batches(data))
-
-    def __len__(self) -> int:
-        """How many batches there are.
-
-        Raises:
-            TypeError: nobody can know before they are read.
-        """
-        return len(self._batches)
-
-    @property
-    def length(self) -> int | None:
-        """How many batches there are, where that is known."""
-        return self._batches.length
-
-    def keep(self) -> None:
-        """Keep what is read of data that can be read only once, because it is needed several times."""
-        self._batches.keep()
-
-    def limited(self, count: int | None) -> Iterator[Arguments]:
-        """The first ``count`` batches; all when None."""
-        return itertools.islice(self, count)
-
-    def first(self) -> Arguments:
-        """The first batch, without losing it.
-
-        Raises:
-            CalibrationError: there is none.
-        """
-        return self._arguments(self._batches.first())
-
-    def __iter__(self) -> Iterator[Arguments]:
-        for _, arguments in self.with_originals():
-            yield arguments
-
-    def with_originals(self) -> Iterator[tuple[Any, Arguments]]:
-        """Each batch as the data gave it, labels and all, and as arguments of a call."""
-        for batch in self._batches:
-            yield batch, self._arguments(batch)
-
-    def _arguments(self, batch: object) -> Arguments:
-        chosen = self._inputs(batch) if self._inputs is not None else _without_labels(self._model, batch)
-        inputs = example_inputs(self._model, chosen)
-        device = next((tensor.device for tensor in self._model.parameters()), None)
+    def convert(batch: object) -> Arguments:
+        chosen = inputs(batch) if inputs is not None else _without_labels(model, batch)
+        example = example_inputs(model, chosen)
+        device = next((tensor.device for tensor in model.parameters()), None)
         if device is None:
-            return inputs.args, inputs.kwargs
+            return example.args, example.kwargs
         moved: Arguments = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(device), (inputs.args, inputs.kwargs)
+            torch.Tensor, lambda tensor: tensor.to(device), (example.args, example.kwargs)
         )
         return moved
 
-
-def _batches(data: object) -> Iterable[Any]:
-    if isinstance(data, torch.Tensor):
-        return [data]
-    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-        raise ArgumentTypeError(
-            f"calibration_data: expected a tensor, an iterable of batches or a DataLoader, got {type(data).__name__}"
-        )
-    if isinstance(data, dict):
-        raise ArgumentError("calibration_data: a dict is one batch of keyword arguments; put it into a list: [batch]")
-    return data
+    expected = "a tensor, an iterable of batches or a DataLoader"
+    return Batches(data, convert, single=(torch.Tensor,), expected=expected)
 
 
 def _without_labels(model: nn.Module, batch: object) -> object:

@@ -1,89 +1,186 @@
-"""Runs two copies of a model side by side and compares what their layers make."""
+"""Compares a float torch model with its quantized one, layer by layer."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from amct.report.compare import Comparison
+from amct.errors import ArgumentTypeError, ModelError
+from amct.numerics.dmq import balance_activation
+from amct.ptq.compare import measure
+from amct.ptq.door import ModelOutput
+from amct.ptq.quantized_model import QuantizedModel
+from amct.pytorch.batches import torch_batches
+from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.watch.layer_hooks import given_input
+from amct.report.filling import input_key
+from amct.report.measuring import OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor, nn
-
+    from amct.ptq.batches import BatchInputs
+    from amct.ptq.door import OnTensor
+    from amct.ptq.weights import LayerWeights
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.report.compare import LayerComparison
 
 
-def compare_layers(
-    reference: nn.Module, other: nn.Module, layers: Mapping[str, str], batches: Iterable[Arguments]
-) -> list[LayerComparison]:
-    """Compare the outputs of some layers on data; the outputs of one batch at a time are held in memory.
+class TorchRun:
+    """One of two compared torch models.
 
     Args:
-        reference: the float model.
-        other: the model compared with it.
-        layers: the layers of ``other``, each with the module of ``reference`` that makes the same output.
-        batches: the data.
+        model: The model.
+        layers: By layer: the module whose output stands for it.
+        weights: By layer: the weights that may balance its input, for watching inputs.
     """
-    comparison = Comparison()
-    with side_by_side(reference, other, layers, comparison) as run:
-        for arguments in batches:
-            run(arguments)
-    return comparison.layers()
 
+    shapes_vary = False
 
-@contextmanager
-def side_by_side(
-    reference: nn.Module, other: nn.Module, layers: Mapping[str, str], comparison: Comparison
-) -> Iterator[Callable[[Arguments], tuple[Any, Any]]]:
-    """A function that runs both models on one batch and gives both outputs; the layers go into ``comparison``."""
-    seen: dict[str, list[Tensor]] = {}
-    handles = []
+    def __init__(
+        self, model: nn.Module, layers: Mapping[str, str], weights: Mapping[str, LayerWeights] | None = None
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._weights = weights or {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
-            # A copy, because a ReLU that works in place would change it before it is compared.
-            seen.setdefault(name, []).append(_first_tensor(output).clone())
+    @contextmanager
+    def watch(
+        self, *, outputs: OnTensor, inputs: OnTensor | None = None
+    ) -> Iterator[Callable[[Arguments], ModelOutput]]:
+        """A function that runs the model on one batch, without gradients."""
+        with ExitStack() as stack:
+            for layer, place in self._layers.items():
+                hook = self._model.get_submodule(place).register_forward_hook(_output_hook(layer, outputs))
+                stack.callback(hook.remove)
+            for layer, weights in self._weights.items() if inputs is not None else ():
+                assert inputs is not None
+                module = self._model.get_submodule(layer)
+                hook = module.register_forward_pre_hook(_input_hook(layer, weights, inputs), with_kwargs=True)
+                stack.callback(hook.remove)
+            yield self._run
 
-        return hook
-
-    def compare(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  as above
-            if seen.get(name):
-                comparison.add(name, seen[name].pop(0), _first_tensor(output))
-
-        return hook
-
-    def run(arguments: Arguments) -> tuple[Any, Any]:
-        seen.clear()
-        outputs = []
+    def _run(self, arguments: Arguments) -> ModelOutput:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
         with torch.no_grad():
-            for model in (reference, other):
-                args, kwargs = _on_device_of(model, arguments)
-                outputs.append(model(*args, **kwargs))
-        return outputs[0], outputs[1]
+            value = self._model(*args, **kwargs)
+        leaves = pytree.tree_leaves(value)
+        floats = [(OUTPUT, leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return ModelOutput(value=value, tensors=floats)
 
-    for name, place in layers.items():
-        handles.append(reference.get_submodule(place).register_forward_hook(keep(name)))
-        handles.append(other.get_submodule(name).register_forward_hook(compare(name)))
+
+def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
+    def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
+        # A copy, because a ReLU that works in place would change it before it is compared.
+        outputs(layer, (output[0] if isinstance(output, tuple) else output).clone())
+
+    return hook
+
+
+def _input_hook(layer: str, weights: LayerWeights, inputs: OnTensor) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is None:
+            return
+        if weights.balance is not None:  # the grid is that of the balanced input
+            x = balance_activation(x, weights.balance.to(x.device), weights.channel_axis)
+        inputs(input_key(layer), x)
+
+    return hook
+
+
+def compare(
+    float_model: nn.Module,
+    quantized_model: QuantizedModel | nn.Module,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
+) -> list[LayerComparison]:
+    """Run both models on data and compare the outputs of their layers, in execution order.
+
+    A layer with a folded batch norm is compared with what the batch norm makes in the float model.
+
+    Args:
+        float_model: the original; it stays as it is, and is run in eval mode.
+        quantized_model: what ``quantize`` returned, whose quantized layers are compared; or a simulated model, in which
+            every module with weights is compared that has the same name in both.
+        data: a tensor, an iterable of batches or a DataLoader, as for ``quantize``.
+        inputs: as for ``quantize``.
+
+    Raises:
+        ArgumentTypeError: one of the models is none.
+        ArgumentError: the outputs of a layer have different shapes.
+        ModelError: the models have no layer in common.
+        CalibrationError: there is no data.
+    """
+    if not isinstance(float_model, nn.Module):
+        raise ArgumentTypeError(f"float_model: expected a torch.nn.Module, got {type(float_model).__name__}")
+    if not isinstance(quantized_model, (QuantizedModel, nn.Module)):
+        raise ArgumentTypeError(
+            "quantized_model: expected what quantize() returned or a torch.nn.Module, "
+            f"got {type(quantized_model).__name__}"
+        )
+    reference = copy_model(unwrap(float_model), share_tensors=True)
+    batches = torch_batches(reference, data, inputs)
+    example = batches.first()
+    if isinstance(quantized_model, QuantizedModel):
+        other, folded = quantized_model.model, quantized_model.prepared.folded_layers
+        layers = {name: [name, *folded.get(name, ())][-1] for name in quantized_model.layers}
+    else:
+        other = copy_model(unwrap(quantized_model), share_tensors=True)
+        layers = _common_layers(reference, other, example)
+    missing = [place for place in layers.values() if not _has(reference, place)]
+    if missing or not layers:
+        lacking = f'; "{missing[0]}" is not in {type(reference).__name__}' if missing else ""
+        raise ModelError(f"float_model and quantized_model must have the same layer names{lacking}")
+    own = {name: name for name in layers}
+    measured = measure(TorchRun(reference, layers), TorchRun(other, own), batches.with_originals())
+    return list(measured.layers.values())
+
+
+def _has(model: nn.Module, path: str) -> bool:
     try:
-        yield run
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _common_layers(reference: nn.Module, other: nn.Module, arguments: Arguments) -> dict[str, str]:
+    """The modules with weights of their own that both models have and that mean the same in both."""
+    mine = dict(other.named_modules())
+    leaves = {
+        name: module
+        for name, module in reference.named_modules()
+        if name in mine and next(module.parameters(recurse=False), None) is not None
+    }
+    folded = {name for name in leaves if isinstance(mine[name], nn.Identity)}
+    changed = _makers(reference, leaves, folded, arguments) if folded else set()
+    return {name: name for name in leaves if name not in changed}
+
+
+def _makers(model: nn.Module, leaves: dict[str, nn.Module], folded: set[str], arguments: Arguments) -> set[str]:
+    """The layers that feed the modules folded away: their weights have taken these in, and their outputs differ."""
+    made: list[tuple[str, object]] = []
+    makers: set[str] = set()
+
+    def remember(name: str) -> Any:  # noqa: ANN401  a hook
+        return lambda _, __, output: made.append((name, output))
+
+    def look_up(_: nn.Module, args: tuple[Any, ...]) -> None:
+        makers.update(name for name, output in made if args and output is args[0])
+
+    handles = [module.register_forward_hook(remember(name)) for name, module in leaves.items()]
+    handles += [leaves[name].register_forward_pre_hook(look_up) for name in folded]
+    try:
+        with torch.no_grad():
+            model(*arguments[0], **arguments[1])
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _first_tensor(output: Any) -> Tensor:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
-
-
-def _on_device_of(model: nn.Module, arguments: Arguments) -> Arguments:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    moved: Arguments = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
-    return moved
+    return makers

@@ -15,28 +15,28 @@ from amct.errors import AmctError
 from amct.numerics.affine import dequantize, quantize_bias
 from amct.numerics.arq import factors_per_row
 from amct.pytorch.capture.operators import MARK
-from amct.pytorch.layer_weights import channel_axis, put_weight
+from amct.pytorch.layer_weights import put_weights
 from amct.pytorch.watch.layer_hooks import Balance, FakeQuantize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.numerics.arq import WeightFactors
-    from amct.pytorch.preparation import Preparation
-    from amct.pytorch.quantized_weights import LayerWeights
+    from amct.ptq.weights import LayerWeights
+    from amct.pytorch.preparation import TorchPreparation
     from amct.record import LayerRecord, Record
 
 logger = logging.getLogger(__name__)
 
 
-def fake_quant_copy(preparation: Preparation, record: Record) -> nn.Module:
+def fake_quant_copy(preparation: TorchPreparation, record: Record) -> nn.Module:
     """A copy of the folded model that computes as quantized; its record must be complete."""
     model = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
         module, entry = model.get_submodule(name), record[name]
         setattr(module, MARK, True)
         if weights.balance is not None:
-            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         module.register_forward_pre_hook(_quantizer(entry), with_kwargs=True)
         try:
             _round_biases(module, weights, entry)
@@ -68,7 +68,7 @@ def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) 
     for attribute, weight, scale in pairs:
         bias = getattr(module, attribute, None)
         if isinstance(bias, torch.Tensor) and weight in weights.factors and scale is not None:
-            put_weight(module, attribute, _rounded_bias(bias.detach(), weights.factors[weight], scale))
+            put_weights(module, {attribute: _rounded_bias(bias.detach(), weights.factors[weight], scale)})
 
 
 def _rounded_bias(bias: Tensor, factors: WeightFactors, scale: float) -> Tensor:

@@ -1,22 +1,20 @@
-"""The weights of a quantizable layer, whatever its type: how to reach them, round them and put them back."""
+"""The weights of a quantizable torch layer: where they are, and how rounded ones are put back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from amct.errors import AmctError, ArgumentTypeError, CalibrationError
-from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight, gates_to_onnx
-from amct.numerics.dmq import balance_weight
+from amct.numerics.arq import WeightKind
+from amct.ptq.weights import GATES, WeightPart
 from amct.pytorch.capture.layer_types import quantizable_type
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Mapping
 
-GATES = {"LSTM": 4, "GRU": 3}
+    from torch import Tensor
 
 _KINDS = {
     "Conv1d": WeightKind.CONV,
@@ -28,92 +26,46 @@ _KINDS = {
     "LSTM": WeightKind.RNN,
     "GRU": WeightKind.RNN,
 }
-_FLOATS = (torch.float32, torch.float16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightPart:
-    """One weight of a layer: ``attribute`` holds it; a recurrent layer has two, for the input and for the state."""
-
-    attribute: str
-    kind: WeightKind
-    groups: int = 1
-    gates: int = 0
-
-    def of(self, module: nn.Module) -> Tensor:
-        """The weight itself."""
-        weight = getattr(module, self.attribute)
-        assert isinstance(weight, torch.Tensor)
-        return weight.detach()
-
-    def factors(self, weight: Tensor, *, bits: int, channel_wise: bool) -> WeightFactors:
-        """ARQ's scales of the weight."""
-        groups = self.gates or self.groups
-        return arq(weight, kind=self.kind, bits=bits, channel_wise=channel_wise, groups=groups)
-
-    def rounded(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
-        """The weight on the grid of its scales, in its own type."""
-        return fake_quantize_weight(weight, factors, self.kind, bits, self.groups)
-
-    def recorded(self, factors: WeightFactors, recurrent: str | None) -> tuple[float, ...]:
-        """The scales in the order of the record: gates in ONNX's."""
-        scale = factors.scale.reshape(-1)
-        if recurrent is not None and scale.numel() > 1:
-            scale = gates_to_onnx(scale, "LSTM" if recurrent == "LSTM" else "GRU")
-        return tuple(float(value) for value in scale)
 
 
 def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
-    """The weights of a layer of a quantizable type; none for average pooling."""
+    """The float weights of a layer of a quantizable type, named by attribute; none for average pooling."""
     kind = quantizable_type(module)
     if kind not in _KINDS:
         return ()
-    if kind in GATES:
-        names = ("weight_ih_l0", "weight_hh_l0")
-        return tuple(WeightPart(attribute=name, kind=WeightKind.RNN, gates=GATES[kind]) for name in names)
-    return (WeightPart(attribute="weight", kind=_KINDS[kind], groups=getattr(module, "groups", 1)),)
+    gates = GATES.get(kind, 0)
+    return tuple(
+        WeightPart(
+            name=name,
+            tensor=_tensor(module, name),
+            kind=_KINDS[kind],
+            groups=1 if gates else getattr(module, "groups", 1),
+            gates=gates,
+            torch_gates=kind if gates else None,
+            balanced=name != "weight_hh_l0",
+        )
+        for name in (("weight_ih_l0", "weight_hh_l0") if gates else ("weight",))
+    )
+
+
+def _tensor(module: nn.Module, attribute: str) -> Tensor:
+    weight = getattr(module, attribute)
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
 
 
 def channel_axis(module: nn.Module) -> int:
-    """Where the input of a layer has its channels."""
+    """The axis of a layer's input that holds the channels."""
     return -1 if isinstance(module, (nn.Linear, nn.RNNBase)) else 1
 
 
-def balanced_weight(module: nn.Module, part: WeightPart, balance: Tensor | None) -> Tensor:
-    """A weight with DMQ's factors multiplied in; those of the state of a recurrent layer are not concerned."""
-    weight = part.of(module)
-    if balance is None or part.attribute == "weight_hh_l0":
-        return weight
-    return balance_weight(weight, balance.to(weight.device), part.kind, part.groups)
+def can_pack(module: nn.Module) -> bool:
+    """Whether two 4-bit weights can share a byte along the input channels."""
+    inputs = getattr(module, "in_channels", getattr(module, "in_features", None))
+    return getattr(module, "groups", 1) == 1 and isinstance(inputs, int) and inputs % 2 == 0
 
 
-def put_weight(module: nn.Module, attribute: str, weight: Tensor) -> None:
-    """Let a module of a copied model use another weight."""
-    setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
-
-
-def check_weights(name: str, module: nn.Module) -> None:
-    """Check that the weights of a layer can be quantized at all.
-
-    Raises:
-        ArgumentTypeError: they are neither float32 nor float16.
-        CalibrationError: they hold NaN or infinity.
-    """
-    for part in weight_parts(module):
-        weight = part.of(module)
-        if weight.dtype not in _FLOATS:
-            raise ArgumentTypeError(
-                f'layer "{name}": only weights of float32 and float16 can be quantized, got '
-                f"{str(weight.dtype).removeprefix('torch.')}; convert the model with model.float()"
-            )
-        if not bool(torch.isfinite(weight).all()):
-            bad = int((~torch.isfinite(weight)).sum())
-            raise CalibrationError(
-                f'layer "{name}": {bad} of {weight.numel()} values of {part.attribute} are NaN or infinite; '
-                "repair the model, or leave this layer in float"
-            )
-
-
-def named(layer: str, error: AmctError) -> CalibrationError:
-    """An error of the maths, with the layer it is about."""
-    return CalibrationError(f'layer "{layer}": {error}')
+def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Let a module of a copied model use other weights, given by attribute."""
+    for attribute, weight in weights.items():
+        setattr(module, attribute, nn.Parameter(weight, requires_grad=False))

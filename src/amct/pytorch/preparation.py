@@ -2,76 +2,68 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from amct.config.settings import AdaRoundSettings
-from amct.errors import CalibrationError, ExportError
-from amct.model import Skip
+from amct.errors import ArgumentError, ExportError
+from amct.ptq.door import Calibration
+from amct.ptq.preparation import Preparation, enabled_layers
+from amct.ptq.weights import quantize_weights
 from amct.pytorch.adaround.layers import learn_rounding
+from amct.pytorch.batches import torch_batches
+from amct.pytorch.comparing import TorchRun
+from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.fuse import Fused, fuse
-from amct.pytorch.layer_weights import put_weight, weight_parts
+from amct.pytorch.layer_weights import can_pack, channel_axis, put_weights, weight_parts
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
-from amct.pytorch.quantized_weights import LayerWeights, arq_weights, final_weight
-from amct.record import Record
+from amct.pytorch.watch.calibrating import start_calibration
+from amct.pytorch.watch.fast_placement import intermediate_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import Tensor, nn
+    from onnx import ModelProto
+    from torch import nn
 
-    from amct.config.plan import LayerPlan, Plan
+    from amct.config.plan import Plan
+    from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.door import ComparedModel
+    from amct.ptq.weights import LayerWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.watch.layer_hooks import Arguments
-
-logger = logging.getLogger(__name__)
+    from amct.record import Record
 
 AdaRoundMode = Literal["plain", "fast"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Preparation:
-    """A model made ready for calibration.
+class TorchPreparation(Preparation):
+    """A prepared torch model.
 
     Attributes:
-        traced: The user's model, as it was looked at.
-        plan: What is done to each layer.
+        traced: The user's model and what was captured of it.
         fused: A folded float copy of the model.
-        weights: The quantized weights by layer, in execution order; exactly the layers that are quantized.
     """
 
     traced: Traced
-    plan: Plan
     fused: Fused
-    weights: Mapping[str, LayerWeights]
 
-    @property
-    def layers(self) -> list[LayerPlan]:
-        """The layers that are quantized, in execution order."""
-        found = (self.plan.find(name) for name in self.weights)
-        return [layer for layer in found if layer is not None]
-
-    @property
-    def skips(self) -> tuple[Skip, ...]:
-        """Every layer that stays float, with the reason, and every batch norm that was not folded."""
-        reasons = {skip.layer: skip for skip in self.traced.skips}
-        for name in self.traced.layers:
-            if name not in self.weights:
-                reasons[name] = Skip(name, self.plan.not_quantized.get(name, "not in the config"))
-        return (*reasons.values(), *self.fused.skips)
-
-    def record(self) -> Record:
-        """The record before calibration: factors of the weights only, layers in the order of the model."""
-        names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
-        return Record({name: self.weights[name].record(self.fused.model.get_submodule(name)) for name in names})
+    def module(self, layer: str) -> nn.Module:
+        """The module of a layer in the folded model."""
+        return self.fused.model.get_submodule(layer)
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model that computes with the quantized weights."""
         model = copy_model(self.fused.model)
         for name, weights in self.weights.items():
-            weights.put_into(model.get_submodule(name))
+            put_weights(model.get_submodule(name), {key: weight.clone() for key, weight in weights.rounded.items()})
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
@@ -86,10 +78,68 @@ class Preparation:
             return float_onnx(self.traced, self.fused, opset=opset)
         model = copy_model(self.fused.model, share_tensors=True)
         for name, weights in learned.items():
-            module = model.get_submodule(name)
-            for part in weight_parts(module):
-                put_weight(module, part.attribute, final_weight(weights, part))
+            put_weights(model.get_submodule(name), weights.unbalanced())
         return float_onnx(self.traced, replace(self.fused, model=model), opset=opset)
+
+    @cached_property
+    def default_onnx(self) -> FloatOnnx | ExportError:
+        """The float ONNX model in the default opset, or why there is none."""
+        try:
+            return self.float_onnx()
+        except ExportError as error:
+            return error
+
+    # -- as the flow asks for it ---------------------------------------------------------------------------------------
+
+    def start_calibration(self) -> Calibration:
+        """A calibration of a copy of the model with rounded weights."""
+        onnx = self.default_onnx
+        intermediate = intermediate_watch(self, onnx) if isinstance(onnx, FloatOnnx) else None
+        calibrated = start_calibration(self, intermediate=intermediate)
+
+        def run(batches: Iterable[Arguments]) -> None:
+            for args, kwargs in batches:
+                calibrated.model(*args, **kwargs)
+
+        return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
+
+    def simulation(self, record: Record, *, deploy: bool = False) -> nn.Module:
+        """An ordinary module in eval mode that computes as the fake-quant file does."""
+        if deploy:
+            raise ArgumentError("deploy: the deploy model of a PyTorch model runs on the chip only; leave it out")
+        return fake_quant_copy(self, record)
+
+    def runner(self, simulation: nn.Module) -> Callable[[Arguments], Any]:
+        """A function that calls the module without gradients."""
+
+        def run(arguments: Arguments) -> Any:  # noqa: ANN401  whatever the user's forward returns
+            with torch.no_grad():
+                return simulation(*arguments[0], **arguments[1])
+
+        return run
+
+    def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+        """The folded float model and the simulated one."""
+        places = {name: name for name in self.weights}
+        simulated = self.simulation(record, deploy=deploy)
+        return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places)
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as arguments of the model."""
+        return torch_batches(self.fused.model, data, inputs)
+
+    def sample_count(self, batch: object, arguments: object) -> int:
+        """The first dimension of the first tensor in the batch."""
+        del arguments
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+        return tensors[0].shape[0] if tensors else 1
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded model as ONNX."""
+        onnx = self.default_onnx if opset in (None, DEFAULT_OPSET) else self.float_onnx(opset or DEFAULT_OPSET)
+        if isinstance(onnx, ExportError):
+            raise onnx
+        return onnx.model
 
 
 def prepare(
@@ -99,7 +149,7 @@ def prepare(
     balance: Mapping[str, Tensor] | None = None,
     data: Callable[[], Iterable[Arguments]] | None = None,
     adaround: AdaRoundMode = "plain",
-) -> Preparation:
+) -> TorchPreparation:
     """Fold, and quantize the weights; the user's model stays as it is.
 
     Args:
@@ -114,30 +164,31 @@ def prepare(
         ArgumentTypeError: weights of a type that cannot be quantized.
         ModelError: the model cannot be copied.
     """
-    for warning in plan.warnings:
-        logger.warning("%s", warning)
+    chosen = enabled_layers(plan, traced.layers)
     fused = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
-    by_name = {layer.name: layer for layer in plan.enabled}
-    chosen = [by_name[name] for name in traced.layers if name in by_name]
-    if not chosen:
-        raise CalibrationError(
-            f"{plan.source}: no layer is to be quantized; set quant_enable of at least one layer to true"
-        )
     weights: dict[str, LayerWeights] = {}
     for layer in chosen:
         module = fused.model.get_submodule(layer.name)
-        weights[layer.name] = arq_weights(layer, module, (balance or {}).get(layer.name))
-    preparation = Preparation(traced=traced, plan=plan, fused=fused, weights=weights)
+        weights[layer.name] = quantize_weights(
+            layer,
+            weight_parts(module),
+            balance=(balance or {}).get(layer.name),
+            channel_axis=channel_axis(module),
+            can_pack=can_pack(module),
+        )
+    preparation = TorchPreparation(
+        name=type(traced.model).__name__,
+        plan=plan,
+        weights=weights,
+        quantizable=tuple(traced.layers),
+        unquantizable=traced.skips,
+        folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
+        unfolded=fused.skips,
+        traced=traced,
+        fused=fused,
+    )
     if any(isinstance(layer.weight, AdaRoundSettings) for layer in chosen):
         inputs = (traced.inputs.args, traced.inputs.kwargs)
         learned = learn_rounding(preparation, data or (lambda: [inputs]), fast=adaround == "fast")
         preparation = replace(preparation, weights={**weights, **learned})
     return preparation
-
-
-def try_float_onnx(preparation: Preparation, opset: int = DEFAULT_OPSET) -> FloatOnnx | ExportError:
-    """The float ONNX model, or why there is none."""
-    try:
-        return preparation.float_onnx(opset)
-    except ExportError as error:
-        return error

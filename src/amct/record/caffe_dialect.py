@@ -1,7 +1,7 @@
-"""Between protobuf messages and records, Caffe dialect.
+"""Conversion between protobuf messages and records of the Caffe dialect.
 
-An older dialect has the factors of the only input directly in ``value``: they are read as those of input 0, and written
-as the guide writes them.
+Older files have the factors of a single input directly in ``value``: they are read as factors of input 0 and written
+in ``record_d``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.errors import Problem, RecordParseError
 from amct.record.layers import CaffeLayerRecord, DataFactors
-from amct.record.messages import Places, duplicate, fill, given, message_error
+from amct.record.messages import Positions, duplicate_warning, fill_message, message_error, set_fields
 from amct.record.records import CaffeRecord
 from amct.schema import message_class
 
@@ -30,33 +30,33 @@ _OLD_FIELDS = {
 _INPUT_FIELDS = {**_OLD_FIELDS, "index": "index", "num_bits_d": "num_bits"}
 
 
-def record_from_message(message: Any, source: str, places: Places) -> CaffeRecord:  # noqa: ANN401 - generated class
-    """The record a message holds.
+def record_from_message(message: Any, source: str, positions: Positions) -> CaffeRecord:  # noqa: ANN401 - generated class
+    """Convert a message to a record.
 
     Raises:
-        RecordParseError: An entry has no name or no content, or two entries for one input.
+        RecordParseError: An entry has no key or no value, or two ``record_d`` for one input.
     """
     layers: dict[str, CaffeLayerRecord] = {}
-    warnings = list(places.warnings)
+    warnings = list(positions.warnings)
     problems: list[Problem] = []
     for index, entry in enumerate(message.record):
-        where = places.entry(index)
+        where = positions.entry(index)
         if not entry.key or not entry.HasField("value"):
             problems.append(Problem(f"record number {index + 1} has no {'value' if entry.key else 'key'}", where))
             continue
         if entry.key in layers:
-            warnings.append(duplicate(entry.key, where))
+            warnings.append(duplicate_warning(entry.key, where))
         try:
-            layers[entry.key] = _layer(entry.key, entry.value, places, warnings)
+            layers[entry.key] = _layer(entry.key, entry.value, positions, warnings)
         except RecordParseError as error:
             problems.append(Problem(str(error), where))
     if problems:
         raise RecordParseError.from_problems(problems)
-    return CaffeRecord(layers, source=source, warnings=tuple(warnings), positions=places.fields)
+    return CaffeRecord(layers, source=source, warnings=tuple(warnings), positions=positions.fields)
 
 
 def record_to_message(record: CaffeRecord) -> Message:
-    """The message of a record.
+    """Convert a record to a message.
 
     Raises:
         RecordValueError: A number does not fit its field.
@@ -66,25 +66,25 @@ def record_to_message(record: CaffeRecord) -> Message:
         with message_error(f'layer "{name}"'):
             entry = message.record.add(key=name)
             entry.value.SetInParent()
-            fill(entry.value, layer, _LAYER_FIELDS)
+            fill_message(entry.value, layer, _LAYER_FIELDS)
             for factors in layer.record_d:
-                fill(entry.value.record_d.add(), factors, _INPUT_FIELDS)
+                fill_message(entry.value.record_d.add(), factors, _INPUT_FIELDS)
     return message  # type: ignore[no-any-return]  # generated class
 
 
-def _layer(name: str, value: Any, places: Places, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
-    inputs = [DataFactors(**given(factors, _INPUT_FIELDS)) for factors in value.record_d]
+def _layer(name: str, value: Any, positions: Positions, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
+    inputs = [DataFactors(**set_fields(factors, _INPUT_FIELDS)) for factors in value.record_d]
     indices = [factors.index for factors in inputs]
     if len(set(indices)) != len(indices):
         raise RecordParseError(f'layer "{name}" has two record_d for one input; the indices are {indices}')
-    old = given(value, _OLD_FIELDS)
+    old = set_fields(value, _OLD_FIELDS)
     if old and 0 in indices:
         ignored = [field for field, own in _OLD_FIELDS.items() if own in old]
         message = f'layer "{name}": {", ".join(ignored)} outside record_d are ignored: record_d has input 0'
-        warnings.append(Problem(message, places.field(name, ignored[0])))
+        warnings.append(Problem(message, positions.field(name, ignored[0])))
     elif old:
         inputs.insert(0, DataFactors(index=0, **old))
     if value.shift_bit:
         message = f'layer "{name}": shift_bit is not used and has no effect'
-        warnings.append(Problem(message, places.field(name, "shift_bit")))
-    return CaffeLayerRecord(record_d=tuple(inputs), **given(value, _LAYER_FIELDS))
+        warnings.append(Problem(message, positions.field(name, "shift_bit")))
+    return CaffeLayerRecord(record_d=tuple(inputs), **set_fields(value, _LAYER_FIELDS))

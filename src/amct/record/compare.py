@@ -1,4 +1,4 @@
-"""Two records side by side: what differs, and both in one."""
+"""Comparison and merging of two records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PartT = TypeVar("_PartT")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing that two records say differently.
+    """One difference between two records.
 
     ``entry`` is a layer, ``kv_cache <layer>`` or ``prune <layers>``; ``field`` is empty when only one record has the
-    entry at all, which ``kind`` then tells. A value that a record does not give is None.
+    entry (see ``kind``). A missing value is None.
     """
 
     entry: str
@@ -33,7 +33,7 @@ class Difference:
 
 
 def diff_records(left: AnyRecord, right: AnyRecord) -> tuple[Difference, ...]:
-    """What differs between two records of one dialect, in the order of the left one, then of the right one.
+    """Return the differences between two records of one dialect, in the order of the left one, then of the right one.
 
     Raises:
         ArgumentError: The records are of different dialects.
@@ -53,11 +53,11 @@ def diff_records(left: AnyRecord, right: AnyRecord) -> tuple[Difference, ...]:
 
 
 def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
-    """One record with what both say; an entry may be completed by the other, but nothing may be contradicted.
+    """Merge two records; the entries of a layer complete each other but must not contradict each other.
 
     Raises:
         ArgumentError: The records are of different dialects.
-        RecordError: They contradict each other; every contradiction is named.
+        RecordError: The records contradict each other; the message lists every contradiction.
     """
     if type(first) is not type(second):
         raise ArgumentError("the two records are of different dialects; read both as pytorch or both as caffe")
@@ -81,7 +81,7 @@ def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
 
 
 def plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
-    """What an entry says, by the names of the file; the inputs of a Caffe layer as ``record_d[0].scale_d``."""
+    """Return the set fields of an entry by name in the file; a Caffe layer's inputs as ``record_d[0].scale_d``."""
     if isinstance(entry, PruneRecord):
         return _chain_fields(entry)
     content = {field.name: getattr(entry, field.name) for field in fields(entry)}
@@ -89,11 +89,11 @@ def plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
         del content["record_d"]
         for factors in entry.record_d:
             content |= {f"record_d[{factors.index}].{name}": value for name, value in _data_fields(factors).items()}
-    return {name: value for name, value in content.items() if _says_something(value)}
+    return {name: value for name, value in content.items() if _is_set(value)}
 
 
 def _chain_fields(chain: PruneRecord) -> dict[str, object]:
-    """The nodes of a chain, and their attributes as ``producer[conv1].begin``."""
+    """Return the nodes of a chain, and their attributes as ``producer[conv1].begin``."""
     nodes = {"producer": chain.producers, "consumer": chain.consumers}
     nodes["selective_prune"] = (chain.selective,) if chain.selective else ()
     content: dict[str, object] = {role: tuple(node.name for node in group) for role, group in nodes.items() if group}
@@ -110,7 +110,7 @@ def _data_fields(factors: DataFactors) -> dict[str, object]:
     return content
 
 
-def _says_something(value: object) -> bool:
+def _is_set(value: object) -> bool:
     return value is not None and value is not False and value != ()
 
 
@@ -123,7 +123,7 @@ def _entries(record: AnyRecord) -> dict[str, AnyLayer | PruneRecord]:
 
 
 def _chains(record: Record) -> dict[str, PruneRecord]:
-    """The chains of a record by the layers they start from."""
+    """Return the chains of a record by the names of their producers."""
     chains: dict[str, PruneRecord] = {}
     for chain in record.prune:
         name = f"prune {', '.join(node.name for node in chain.producers or chain.nodes)}"
@@ -144,7 +144,7 @@ def _changed(name: str, left: AnyLayer | PruneRecord, right: AnyLayer | PruneRec
     ]
     if differences:
         return differences
-    # Attributes given twice, or of another type or order: rare, and only the whole tells them apart.
+    # Attributes that are repeated or differ in type or order are compared as a whole; this is rare.
     return [Difference(entry=name, field="as a whole", kind="changed", left=str(left), right=str(right))]
 
 
@@ -170,13 +170,13 @@ class _Merging:
             ours, theirs = getattr(first, field.name), getattr(second, field.name)
             if field.name == "record_d":
                 values["record_d"] = self._inputs(name, ours, theirs)
-            elif not _says_something(ours) or ours == theirs:
+            elif not _is_set(ours) or ours == theirs:
                 values[field.name] = theirs
-            elif _says_something(theirs):
+            elif _is_set(theirs):
                 self._conflict(name, field.name, ours, theirs)
         try:
             return replace(first, **values)
-        except RecordError as error:  # the two together say what neither says alone
+        except RecordError as error:  # the merged fields contradict each other
             self.conflicts.append(Problem(f'layer "{name}": {error}'))
             return first
 

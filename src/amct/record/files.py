@@ -1,7 +1,7 @@
 """Record files: text in the layout of AMCT's documents, and protobuf's binary form.
 
-``.txt`` is text and ``.bin`` is binary; of another name the content tells. The text of a record that was read and not
-changed is the text that was read, if AMCT or we wrote it.
+``.txt`` is text and ``.bin`` is binary; for other names the form is detected from the content. Reading and writing a
+text file written by AMCT or by this package reproduces it byte by byte.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from amct import atomic
 from amct.errors import ParseError, RecordParseError
 from amct.record import caffe_dialect, pytorch_dialect
-from amct.record.messages import Places, places_of
+from amct.record.messages import Positions, positions_of
 from amct.record.records import AnyRecord, CaffeRecord, Dialect, Record
 from amct.schema import descriptor, format_text, message_class, parse_text, read_binary
 
@@ -30,7 +30,7 @@ _MESSAGES: dict[Dialect, tuple[str, Schema]] = {
     "caffe": (caffe_dialect.MESSAGE, "caffe_config"),
 }
 _BINARY_SUFFIXES = frozenset({".bin", ".pb", ".binpb"})
-#: Control characters that no text has and every binary record has: the tags of its entries are among them.
+#: Control characters that do not occur in text; every binary record has some of them as tags.
 _NOT_TEXT = bytes(code for code in range(32) if chr(code) not in "\t\n\v\f\r")
 
 
@@ -50,10 +50,10 @@ def read_caffe_record(path: AnyPath, *, form: Form | None = None) -> CaffeRecord
 
 
 def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None) -> AnyRecord:
-    """Read a record file; without a dialect its content tells which it is.
+    """Read a record file; without ``dialect`` it is detected from the content.
 
     Raises:
-        RecordParseError: It is no record, or a binary one that could be both dialects' and ``dialect`` is not given.
+        RecordParseError: The file is no record, or it is binary and fits both dialects and ``dialect`` is not given.
     """
     data = atomic.read_bytes(path)
     form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
@@ -72,12 +72,12 @@ def parse_caffe_record(content: str | bytes, source: str = "<record>") -> CaffeR
 
 
 def format_record(record: AnyRecord) -> str:
-    """The text of a record, in the layout of the documents."""
+    """Return the text of a record, in the layout of AMCT's documents."""
     return format_text(_message(record))
 
 
 def serialize_record(record: AnyRecord) -> bytes:
-    """The binary form of a record."""
+    """Return the binary form of a record."""
     return _message(record).SerializeToString()
 
 
@@ -92,12 +92,12 @@ def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) 
 
 
 def encode_record(record: AnyRecord, form: Form) -> bytes:
-    """The bytes of a record file."""
+    """Return the bytes of a record file in the given form."""
     return serialize_record(record) if form == "binary" else format_record(record).encode()
 
 
 def form_of(path: AnyPath) -> Form | None:
-    """What a file name says about its form; None when it says nothing."""
+    """Return the form that the suffix of a file name implies; None if it implies none."""
     suffix = Path(path).suffix.lower()
     if suffix in _BINARY_SUFFIXES:
         return "binary"
@@ -105,25 +105,27 @@ def form_of(path: AnyPath) -> Form | None:
 
 
 def _read_pytorch(content: str | bytes, source: str, form: Form | None) -> Record:
-    message, places = _read_message(content, source, "pytorch", form)
-    return pytorch_dialect.record_from_message(message, source, places)
+    message, positions = _read_message(content, source, "pytorch", form)
+    return pytorch_dialect.record_from_message(message, source, positions)
 
 
 def _read_caffe(content: str | bytes, source: str, form: Form | None) -> CaffeRecord:
-    message, places = _read_message(content, source, "caffe", form)
-    return caffe_dialect.record_from_message(message, source, places)
+    message, positions = _read_message(content, source, "caffe", form)
+    return caffe_dialect.record_from_message(message, source, positions)
 
 
-def _read_message(content: str | bytes, source: str, dialect: Dialect, form: Form | None) -> tuple[Message, Places]:
+def _read_message(content: str | bytes, source: str, dialect: Dialect, form: Form | None) -> tuple[Message, Positions]:
     name, schema = _MESSAGES[dialect]
     try:
         if isinstance(content, bytes) and (form == "binary" or (form is None and _looks_binary(content))):
             message = read_binary(content, message_class(name, schema=schema), source)
             if _has_unknown_fields(message):
-                raise ParseError(f"{source}: parts of it are not of the {dialect} dialect; is it another dialect's?")
-            return message, Places()
+                raise ParseError(
+                    f"{source}: has fields that the {dialect} dialect does not have; is it another dialect?"
+                )
+            return message, Positions()
         text = parse_text(content, descriptor(name, schema=schema), source)
-        return text.to_message(), places_of(text)
+        return text.to_message(), positions_of(text)
     except ParseError as error:
         raise RecordParseError.from_problems(error.problems) from error
 
@@ -136,7 +138,7 @@ def _message(record: AnyRecord) -> Message:
 
 def _looks_binary(data: bytes) -> bool:
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return False  # UTF-16: the text reader says so
+        return False  # UTF-16: the text reader raises a clear error
     return len(data.translate(None, _NOT_TEXT)) != len(data)
 
 
@@ -146,7 +148,7 @@ def _dialect_of(data: bytes, source: str, form: Form) -> Dialect:
         return "caffe" if any(word in data for word in only_caffe) else "pytorch"
     possible = [dialect for dialect in _MESSAGES if _could_be(data, dialect)]
     if len(possible) > 1:
-        raise RecordParseError(f"{source}: could be a pytorch or a caffe record; say which with dialect")
+        raise RecordParseError(f"{source}: could be a pytorch or a caffe record; choose one with dialect")
     return possible[0] if possible else "pytorch"
 
 
@@ -159,7 +161,7 @@ def _could_be(data: bytes, dialect: Dialect) -> bool:
 
 
 def _has_unknown_fields(message: Any) -> bool:  # noqa: ANN401 - generated class
-    """Whether a binary message has parts that its type does not know."""
+    """Whether a binary message has fields that its type does not define."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()

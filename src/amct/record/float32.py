@@ -1,4 +1,4 @@
-"""Factors are float32: what a record holds is exactly what its file can hold."""
+"""Rounding to float32: a record holds exactly the values that its file can hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def float32(value: float) -> float:
-    """The float32 nearest to a number, as a Python float.
+    """Return the float32 nearest to a number, as a Python float.
 
     >>> float32(0.1)
     0.10000000149011612
@@ -22,7 +22,7 @@ def float32(value: float) -> float:
 
 
 def float32s(values: Iterable[float]) -> tuple[float, ...]:
-    """The float32 nearest to each number; infinity and NaN stay what they are.
+    """Return the float32 nearest to each number; infinity and NaN are unchanged.
 
     Raises:
         RecordValueError: A finite number is too large for float32, or is not a number.
@@ -39,7 +39,7 @@ def float32s(values: Iterable[float]) -> tuple[float, ...]:
 
 
 def shortest(value: float) -> float:
-    """The number with the fewest digits that is the same float32; for showing.
+    """Return the number with the fewest digits that rounds to the same float32, for display.
 
     >>> shortest(0.10000000149011612)
     0.1
@@ -53,5 +53,5 @@ def shortest(value: float) -> float:
 def _same(short: float, value: float) -> bool:
     try:
         return float32(short) == value
-    except RecordValueError:  # rounding up the largest float32 leaves its range
+    except RecordValueError:  # the largest float32, rounded up, exceeds its range
         return False

@@ -1,7 +1,7 @@
 """The factors of one layer, in the PyTorch dialect and in the Caffe dialect.
 
-Everything is optional, because a record fills up in the course of a flow: weights first, activations when calibration
-ends. ``None`` or an empty tuple means that the file says nothing about it.
+Every field is optional, because a flow writes a record step by step: weights first, activations when calibration ends.
+``None`` or an empty tuple means that the file does not have the field.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DEFAULT_BITS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """One layer in the PyTorch dialect; the names are the file's.
+    """One layer in the PyTorch dialect; the fields are named as in the file.
 
-    ``dst_type`` is the older way to give both types at once. It is kept where a file has it and written for retraining
-    only, and never says something else than ``act_type`` and ``wts_type``.
+    ``dst_type`` is the older field for both types at once. It is preserved if a file has it, written for retraining
+    only, and always agrees with ``act_type`` and ``wts_type``.
 
     Raises:
         RecordError: ``dst_type`` contradicts ``act_type`` or ``wts_type``.
@@ -57,16 +57,16 @@ class LayerRecord:
 
     @property
     def activation_type(self) -> str:
-        """The type of the quantized activations, whichever generation of the record gave it."""
+        """The type of the quantized activations, from ``dst_type`` or ``act_type``."""
         return self.dst_type or self.act_type or DEFAULT_TYPE
 
     @property
     def weight_type(self) -> str:
-        """The type of the quantized weights, whichever generation of the record gave it."""
+        """The type of the quantized weights, from ``dst_type`` or ``wts_type``."""
         return self.dst_type or self.wts_type or DEFAULT_TYPE
 
     def for_retraining(self) -> LayerRecord:
-        """This entry as retraining writes it: with ``dst_type`` where activations and weights have one type."""
+        """Return this entry as retraining writes it: with ``dst_type`` if activations and weights share one type."""
         equal = self.activation_type == self.weight_type
         return replace(self, dst_type=self.activation_type if equal else None)
 
@@ -85,7 +85,7 @@ class KvCacheRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DataFactors:
-    """The factors of one input of a Caffe layer (``record_d``), with the input's shape where a file gives it."""
+    """The factors of one input of a Caffe layer (``record_d``), with the input's shape if the file has it."""
 
     index: int = 0
     scale: float | None = None
@@ -100,7 +100,7 @@ class DataFactors:
 
     @property
     def bits(self) -> int:
-        """The width of the quantized data; 8 when the file does not say."""
+        """Bits of the quantized data, 8 by default."""
         return DEFAULT_BITS if self.num_bits is None else self.num_bits
 
 
@@ -129,15 +129,25 @@ class CaffeLayerRecord:
 
     @property
     def weight_bits(self) -> int:
-        """The width of the quantized weights; 8 when the file does not say."""
+        """Bits of the quantized weights, 8 by default."""
         return DEFAULT_BITS if self.num_bits_w is None else self.num_bits_w
 
+    @property
+    def activation_type(self) -> str:
+        """The types of the quantized inputs, as ``INT8``."""
+        return "/".join(dict.fromkeys(f"INT{data.bits}" for data in self.record_d)) or DEFAULT_TYPE
+
+    @property
+    def weight_type(self) -> str:
+        """The type of the quantized weights; "no" for a layer without weights."""
+        return f"INT{self.weight_bits}" if self.scale_w else "no"
+
     def input(self, index: int) -> DataFactors | None:
-        """The factors of one input, if they are known."""
+        """Return the factors of one input, or None."""
         return next((factors for factors in self.record_d if factors.index == index), None)
 
     def with_input(self, factors: DataFactors) -> CaffeLayerRecord:
-        """This entry with the factors of one input added or replaced; inputs stand in the order of their index."""
+        """Return this entry with the factors of one input added or replaced; inputs are sorted by index."""
         others = [known for known in self.record_d if known.index != factors.index]
         return replace(self, record_d=tuple(sorted([*others, factors], key=lambda one: one.index)))
 

@@ -1,4 +1,4 @@
-"""The 4:2 mask of a layer as the whole numbers a record keeps: 64 mask bits in each.
+"""The 4:2 mask of a layer as the integers stored in a record, 64 mask bits each.
 
 The mask is flattened row by row, packed eight to a byte with the first in the highest bit, padded with zero bytes to a
 multiple of eight, and each eight bytes are read as one little-endian int64.
@@ -34,10 +34,10 @@ def pack_mask(mask: NDArray[np.generic]) -> tuple[int, ...]:
 
 
 def unpack_mask(numbers: Sequence[int], shape: Sequence[int]) -> NDArray[np.bool_]:
-    """The mask that was packed, in its shape.
+    """Unpack a mask to a boolean array of ``shape``.
 
     Raises:
-        RecordError: The shape is impossible, or needs more or fewer numbers than there are.
+        RecordError: The shape is invalid or does not fit the number of integers.
     """
     size = math.prod(shape)
     if size < 0 or any(extent < 0 for extent in shape):

@@ -1,4 +1,4 @@
-"""What both dialects need to move between protobuf messages and dataclasses."""
+"""Conversion between protobuf messages and dataclasses, shared by both dialects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where the parts of a text file stood; a binary file has no places."""
+class Positions:
+    """Positions of the parts of a text file; a binary file has none."""
 
     entries: Sequence[Position] = ()
     chains: Sequence[Position] = ()
@@ -24,20 +24,20 @@ class Places:
     warnings: Sequence[Problem] = ()
 
     def entry(self, index: int) -> Position | None:
-        """Where the ``index``-th layer stood."""
+        """Return the position of the ``index``-th entry."""
         return self.entries[index] if self.entries else None
 
     def field(self, layer: str, name: str) -> Position | None:
-        """Where a field of a layer stood."""
+        """Return the position of a field of a layer."""
         return self.fields.get((layer, name))
 
     def prune(self, index: int) -> Position | None:
-        """Where the ``index``-th chain stood."""
+        """Return the position of the ``index``-th chain."""
         return self.chains[index] if self.chains else None
 
 
-def places_of(text: TextMessage) -> Places:
-    """The places of a record file: of each layer and of the last occurrence of each of its fields."""
+def positions_of(text: TextMessage) -> Positions:
+    """Return the positions of each layer and of the last occurrence of each of its fields."""
     entries: list[TextMessage] = text.all("record")
     fields: dict[tuple[str, str], Position] = {}
     for entry in entries:
@@ -49,7 +49,7 @@ def places_of(text: TextMessage) -> Places:
                 last = {occurrence.name: occurrence for occurrence in block.fields}
                 fields.update({(name, key): occurrence.position for key, occurrence in last.items()})
     chains = text.all("prune_record") if "prune_record" in text.table.fields else []
-    return Places(
+    return Positions(
         entries=[entry.position for entry in entries],
         chains=[chain.position for chain in chains],
         fields=fields,
@@ -57,13 +57,13 @@ def places_of(text: TextMessage) -> Places:
     )
 
 
-def duplicate(name: str, where: Position | None) -> Problem:
-    """The note about a layer that a file has twice."""
+def duplicate_warning(name: str, where: Position | None) -> Problem:
+    """Return the warning about a layer that occurs twice in a file."""
     return Problem(f'layer "{name}" is given again; the last entry is used', where)
 
 
-def given(message: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:  # noqa: ANN401 - generated class
-    """The fields a message has, by the names of the dataclass (which may differ from the file's)."""
+def set_fields(message: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:  # noqa: ANN401 - generated class
+    """Return the set fields of a message by their names in the dataclass (``names``: file name to dataclass name)."""
     ours = names if isinstance(names, Mapping) else {name: name for name in names}
     present = {descriptor.name: value for descriptor, value in message.ListFields()}
     return {
@@ -73,8 +73,8 @@ def given(message: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, A
     }
 
 
-def fill(message: Any, source: object, names: Mapping[str, str] | Iterable[str]) -> None:  # noqa: ANN401 - generated class
-    """Set the fields of a message from a dataclass; what says nothing (None, empty, a false switch) is left out."""
+def fill_message(message: Any, source: object, names: Mapping[str, str] | Iterable[str]) -> None:  # noqa: ANN401 - generated class
+    """Set the fields of a message from a dataclass; None, empty tuples and False are left out."""
     ours = names if isinstance(names, Mapping) else {name: name for name in names}
     for name, own in ours.items():
         value = getattr(source, own)
@@ -86,7 +86,7 @@ def fill(message: Any, source: object, names: Mapping[str, str] | Iterable[str])
 
 @contextmanager
 def message_error(where: str) -> Iterator[None]:
-    """Tell which part of a record has a number that its field cannot hold."""
+    """Convert an error about a number that does not fit its field to a ``RecordValueError`` that says where."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -1,8 +1,8 @@
-"""What a record says about pruning: which layers lose channels together, and which weights a 4:2 mask keeps.
+"""The pruning part of a record: chains of layers pruned together, and 4:2 masks.
 
-A ``PruneRecord`` is a chain (the producers whose output channels go, the consumers that feel it) or one layer with a
-4:2 mask. Each node carries named attributes of six types, like ONNX's. The attribute ``type`` names the kind of node:
-files have ONNX, torch or TensorFlow names there; in memory and in what we write it is ONNX's.
+A ``PruneRecord`` is a chain (producers, whose output channels are removed, and consumers, whose input channels are) or
+one layer with a 4:2 mask. Each node has named attributes of six types, like ONNX's. The attribute ``type`` is the node
+type: files have ONNX, torch or TensorFlow names, which are converted to ONNX names.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TO_ONNX = {other: onnx for onnx, others in _ONNX_NAMES.items() for other in oth
 
 
 def onnx_type(name: str) -> str:
-    """The ONNX name of a node type given in ONNX's, torch's or TensorFlow's words; unknown names stay as they are.
+    """Return the ONNX name of a node type with an ONNX, torch or TensorFlow name; unknown names are returned as given.
 
     >>> onnx_type("Conv2d"), onnx_type("FusedBatchNormV3"), onnx_type("Conv")
     ('Conv', 'BatchNormalization', 'Conv')
@@ -57,7 +57,7 @@ def onnx_type(name: str) -> str:
 class Attribute:
     """One named attribute; ``value`` is a number, a string, a tuple of one of them, or None when ``UNDEFINED``.
 
-    Strings that are not UTF-8 keep their bytes as surrogate escapes.
+    Strings that are not UTF-8 hold their bytes as surrogate escapes.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Attribute:
         if several != isinstance(self.value, tuple | list) or not all(
             isinstance(item, wanted) and not isinstance(item, bool) for item in items
         ):
-            raise RecordError(f'attribute "{self.name}" is of type {self.type}, which {self.value!r} is not')
+            raise RecordError(f'attribute "{self.name}": expected a value of type {self.type}, got {self.value!r}')
         if several:
             object.__setattr__(self, "value", float32s(items) if self.type == "FLOATS" else tuple(items))  # type: ignore[arg-type]  # checked above
         elif self.type == "FLOAT":
@@ -79,7 +79,7 @@ class Attribute:
 
     @classmethod
     def of(cls, name: str, value: int | str | Sequence[int]) -> Attribute:
-        """An attribute of the types that pruning uses: a whole number, a string or several whole numbers."""
+        """Create an attribute of type INT, STRING or INTS, the types that pruning uses."""
         if isinstance(value, str):
             return cls(name=name, type="STRING", value=value)
         if isinstance(value, int):
@@ -109,9 +109,9 @@ class PruneNode:
     def channels(
         cls, name: str, kind: str, begin: int, end: int, prune_index: Sequence[int] = (), **more: int
     ) -> PruneNode:
-        """A node of a chain: its type in any framework's words, its channel range, and which of them go.
+        """Create a node of a chain from its type (any framework's name), channel range and pruned channels.
 
-        ``more`` may give ``group`` and ``prune_group``.
+        ``more`` may have ``group`` and ``prune_group``.
         """
         attributes = [Attribute.of("type", onnx_type(kind)), Attribute.of("begin", begin), Attribute.of("end", end)]
         attributes += [Attribute.of(key, value) for key, value in more.items()]
@@ -121,34 +121,34 @@ class PruneNode:
 
     @classmethod
     def masked(cls, name: str, mask: NDArray[np.generic]) -> PruneNode:
-        """A layer whose weights a 4:2 mask keeps."""
+        """Create a node of a layer with a 4:2 mask."""
         shape = Attribute.of("mask_shape", mask.shape)
         return cls(name=name, attributes=(shape, Attribute.of("selective_mask", pack_mask(mask))))
 
     def get(self, name: str) -> AttributeValue:
-        """The value of an attribute; the last one counts when a file gives it twice, None when there is none."""
+        """Return the value of an attribute (the last one if repeated), or None."""
         values = [attribute.value for attribute in self.attributes if attribute.name == name]
         return values[-1] if values else None
 
     @property
     def kind(self) -> str | None:
-        """The ONNX type of the node, if the record says it."""
+        """The ONNX type of the node, or None."""
         value = self.get("type")
         return value if isinstance(value, str) else None
 
     @property
     def begin(self) -> int | None:
-        """The first channel this node has in its chain, if the record says it."""
+        """The first channel of this node in its chain, or None."""
         return self._whole("begin")
 
     @property
     def end(self) -> int | None:
-        """One past the last channel this node has in its chain, if the record says it."""
+        """One past the last channel of this node in its chain, or None."""
         return self._whole("end")
 
     @property
     def prune_index(self) -> tuple[int, ...]:
-        """The channels that go."""
+        """The pruned channels."""
         return self._numbers("prune_index")
 
     @property
@@ -157,7 +157,7 @@ class PruneNode:
         return self._numbers("mask_shape")
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """The 4:2 mask; None when the record has only its shape, as before the first forward.
+        """Return the 4:2 mask; None if the record has only its shape, as before the first forward.
 
         Raises:
             RecordError: The numbers do not fit the shape.
@@ -180,7 +180,7 @@ class PruneNode:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneRecord:
-    """One chain of layers that lose channels together, or one layer with a 4:2 mask."""
+    """One chain of layers that are pruned together, or one layer with a 4:2 mask."""
 
     producers: tuple[PruneNode, ...] = ()
     consumers: tuple[PruneNode, ...] = ()
@@ -192,7 +192,7 @@ class PruneRecord:
         return (*self.producers, *self.consumers, *((self.selective,) if self.selective else ()))
 
     def node(self, name: str) -> PruneNode:
-        """The node of that name.
+        """Return the node with a name.
 
         Raises:
             RecordError: This chain has no such node.

@@ -1,4 +1,4 @@
-"""Between protobuf messages and records, PyTorch dialect."""
+"""Conversion between protobuf messages and records of the PyTorch dialect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.errors import Problem, RecordParseError
 from amct.record.layers import KvCacheRecord, LayerRecord
-from amct.record.messages import Places, duplicate, fill, given, message_error
+from amct.record.messages import Positions, duplicate_warning, fill_message, message_error, set_fields
 from amct.record.prune import Attribute, AttributeValue, PruneNode, PruneRecord, onnx_type
 from amct.record.records import Record
 from amct.schema import message_class
@@ -31,32 +31,32 @@ _SLOTS: dict[AttributeType, str] = {
 }
 
 
-def record_from_message(message: Any, source: str, places: Places) -> Record:  # noqa: ANN401 - generated class
-    """The record a message holds.
+def record_from_message(message: Any, source: str, positions: Positions) -> Record:  # noqa: ANN401 - generated class
+    """Convert a message to a record.
 
     Raises:
-        RecordParseError: An entry has no name or no content, or an attribute is not of the type it says.
+        RecordParseError: An entry has no key or no value, or the value of an attribute contradicts its type.
     """
     layers: dict[str, LayerRecord] = {}
     kv_cache: dict[str, KvCacheRecord] = {}
-    warnings = list(places.warnings)
+    warnings = list(positions.warnings)
     problems: list[Problem] = []
     for index, entry in enumerate(message.record):
-        where = places.entry(index)
+        where = positions.entry(index)
         if not entry.key or not (entry.HasField("value") or entry.HasField("kv_cache_value")):
             what = "value or kv_cache_value" if entry.key else "key"
             problems.append(Problem(f"record number {index + 1} has no {what}", where))
             continue
         if entry.HasField("value"):
             if entry.key in layers:
-                warnings.append(duplicate(entry.key, where))
-            layers[entry.key] = _layer(entry.key, entry.value, places, warnings)
+                warnings.append(duplicate_warning(entry.key, where))
+            layers[entry.key] = _layer(entry.key, entry.value, positions, warnings)
         if entry.HasField("kv_cache_value"):
             if entry.key in kv_cache:
-                warnings.append(duplicate(entry.key, where))
+                warnings.append(duplicate_warning(entry.key, where))
             kv = entry.kv_cache_value
             kv_cache[entry.key] = KvCacheRecord(scale=tuple(kv.scale), offset=tuple(kv.offset))
-    prune = tuple(_prune(chain, places.prune(index), problems) for index, chain in enumerate(message.prune_record))
+    prune = tuple(_prune(chain, positions.prune(index), problems) for index, chain in enumerate(message.prune_record))
     if problems:
         raise RecordParseError.from_problems(problems)
     return Record(
@@ -66,12 +66,12 @@ def record_from_message(message: Any, source: str, places: Places) -> Record:  #
         order=tuple(dict.fromkeys(entry.key for entry in message.record)),
         source=source,
         warnings=tuple(warnings),
-        positions=places.fields,
+        positions=positions.fields,
     )
 
 
 def record_to_message(record: Record) -> Message:
-    """The message of a record.
+    """Convert a record to a message.
 
     Raises:
         RecordValueError: A number does not fit its field.
@@ -82,10 +82,10 @@ def record_to_message(record: Record) -> Message:
             entry = message.record.add(key=name)
             if name in record.layers:
                 entry.value.SetInParent()
-                fill(entry.value, record.layers[name], _LAYER_FIELDS)
+                fill_message(entry.value, record.layers[name], _LAYER_FIELDS)
             if name in record.kv_cache:
                 entry.kv_cache_value.SetInParent()
-                fill(entry.kv_cache_value, record.kv_cache[name], ("scale", "offset"))
+                fill_message(entry.kv_cache_value, record.kv_cache[name], ("scale", "offset"))
     for chain in record.prune:
         target = message.prune_record.add()
         for node in chain.producers:
@@ -97,13 +97,13 @@ def record_to_message(record: Record) -> Message:
     return message  # type: ignore[no-any-return]  # generated class
 
 
-def _layer(name: str, value: Any, places: Places, warnings: list[Problem]) -> LayerRecord:  # noqa: ANN401 - generated class
-    content = given(value, _LAYER_FIELDS)
+def _layer(name: str, value: Any, positions: Positions, warnings: list[Problem]) -> LayerRecord:  # noqa: ANN401 - generated class
+    content = set_fields(value, _LAYER_FIELDS)
     dst_type = content.get("dst_type")
     for own in ("act_type", "wts_type"):
         if dst_type is not None and content.get(own, dst_type) != dst_type:
             message = f'layer "{name}": dst_type {dst_type} overrides {own} {content[own]}'
-            warnings.append(Problem(message, places.field(name, own)))
+            warnings.append(Problem(message, positions.field(name, own)))
             content[own] = dst_type
     return LayerRecord(**content)
 
@@ -132,7 +132,7 @@ def _node(node: Any, where: Position | None, problems: list[Problem]) -> PruneNo
 
 
 def _attribute_type(message: Any) -> AttributeType:  # noqa: ANN401 - generated class
-    """The type an attribute says it has or, when it says nothing, the one its value has."""
+    """Return the declared type of an attribute, or the type of its value if none is declared."""
     if message.HasField("type"):
         names: dict[int, AttributeType] = {number: name for name, number in message.AttrType.items()}
         return names[message.type]

@@ -1,4 +1,4 @@
-"""A whole record: layers by name in the order of the file, and where in the file each thing stood."""
+"""A record: layers by name in the order of the file, and the position of each field."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LayerT = TypeVar("_LayerT")
 
 @dataclass(frozen=True)
 class Layers(Mapping[str, _LayerT]):
-    """Layers by name, in the order of the file. ``source`` and positions do not count when two are compared."""
+    """Layers by name, in the order of the file. Comparison ignores ``source``, ``warnings`` and ``positions``."""
 
     layers: Mapping[str, _LayerT] = field(default_factory=dict)
     source: str = field(default="", kw_only=True, compare=False)
     warnings: Sequence[Problem] = field(default=(), kw_only=True, compare=False)
-    """Oddities met when the file was read, such as a layer given twice."""
+    """Warnings of the reader, such as a repeated layer."""
     positions: Mapping[tuple[str, str], Position] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
-    """Where the fields of each layer stood, by (layer, field); the field "" is the layer itself."""
+    """Position of each field in the file, by (layer, field); the field "" is the layer itself."""
 
     def __getitem__(self, name: str) -> _LayerT:
         try:
@@ -41,7 +41,7 @@ class Layers(Mapping[str, _LayerT]):
         return len(self.layers)
 
     def where(self, layer: str, name: str = "") -> Position | None:
-        """Where a field of a layer stood in the file, or the layer when the field is not there; None when unknown."""
+        """Return the position of a field, or of the layer if it does not have the field; None if unknown."""
         return self.positions.get((layer, name)) or self.positions.get((layer, ""))
 
 
@@ -49,7 +49,7 @@ class Layers(Mapping[str, _LayerT]):
 class Record(Layers[LayerRecord]):
     """A record in the PyTorch dialect: ``record["conv1"].scale_d``, ``record.kv_cache["attn.k"].scale``.
 
-    Iteration gives the names of the layers that have factors; ``names`` also has those of the KV cache.
+    Iteration yields the names of the layers with factors; ``names`` also has those of the KV cache.
     """
 
     kv_cache: Mapping[str, KvCacheRecord] = field(default_factory=dict)

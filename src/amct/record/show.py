@@ -1,4 +1,4 @@
-"""Records for people and for other programs: as a table, as plain data, and in the other form of file."""
+"""Output of records as a table, as plain data for JSON, and in the other file form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_VALUES = 4
 
 
 def plain_record(record: AnyRecord) -> dict[str, Any]:
-    """A record as plain data, ready for JSON; numbers in their shortest form."""
+    """Return a record as plain data for JSON; numbers in their shortest form."""
     plain: dict[str, Any] = {"dialect": "caffe" if isinstance(record, CaffeRecord) else "pytorch"}
     plain["layers"] = {name: _plain(plain_fields(entry)) for name, entry in record.items()}
     if isinstance(record, Record):
@@ -31,7 +31,7 @@ def plain_record(record: AnyRecord) -> dict[str, Any]:
 
 
 def describe_record(record: AnyRecord) -> str:
-    """A record as a table, one line a layer, for the screen."""
+    """Format a record as a table with one line per layer."""
     parts = []
     if isinstance(record, CaffeRecord):
         parts.append(_table(_CAFFE_HEAD, (_caffe_row(name, entry) for name, entry in record.items())))
@@ -46,7 +46,7 @@ def describe_record(record: AnyRecord) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """One difference as a line."""
+    """Format a difference as one line."""
     if difference.kind != "changed":
         return f"{difference.entry}: {difference.kind}"
     left, right = _values(difference.left), _values(difference.right)
@@ -56,7 +56,7 @@ def describe_difference(difference: Difference) -> str:
 
 
 def plain_difference(difference: Difference) -> dict[str, Any]:
-    """One difference as plain data, ready for JSON."""
+    """Return a difference as plain data for JSON."""
     return {
         "entry": difference.entry,
         "field": difference.field,
@@ -69,9 +69,9 @@ def plain_difference(difference: Difference) -> dict[str, Any]:
 def convert_record_file(
     source: AnyPath, target: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None
 ) -> Form:
-    """Write a record file in the other form (text or binary), or an old one as we write it; return the form.
+    """Rewrite a record file as text or binary; return the form.
 
-    Without ``form`` the name of the target tells it: ``.bin`` is binary, anything else is text.
+    Without ``form`` it follows from the target's suffix: ``.bin`` is binary, anything else is text.
 
     Raises:
         FileError: The source cannot be read or the target not written.
@@ -150,7 +150,7 @@ def _number(value: object) -> str:
 
 
 def _values(value: object) -> str:
-    """One value as it is; many as their number and range."""
+    """Format one or a few values; more are shown as their number and range."""
     if not isinstance(value, tuple):
         return _number(value)
     if len(value) <= _SHOWN_VALUES or not all(isinstance(item, int | float) for item in value):

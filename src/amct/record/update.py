@@ -1,8 +1,8 @@
-"""Change one layer of a record file while other threads and processes change others.
+"""Update of single layers in a record file, safe against concurrent threads and processes.
 
-The file is locked, read, changed and replaced as a whole, so nothing is ever lost or half-written. Many layers finish
-calibration at about the same time, so this must be cheap: in a file as we write it only the block of that layer is cut
-out and exchanged; any other file is read completely, and is then as we write it.
+The file is locked, read, changed and replaced as a whole, so no update is lost and no file is incomplete. Many layers
+finish calibration at about the same time, so an update must be cheap: in a file with exactly the layout written here
+only the block of the layer is replaced; any other file is parsed completely and rewritten in this layout.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _DATA = re.compile(rb"\n    (?:record_d|scale_d|offset_d|channels|height|width)\
 
 
 def update(path: AnyPath, layer: str, entry: AnyLayer) -> None:
-    """Put the entry of one layer into a record file: in place of the one it has, or at the end.
+    """Replace the entry of one layer in a record file, or append it.
 
-    A missing file is created. Other layers' entries, and what else the file says about this one (factors and KV cache
-    entry do not touch each other), stay.
+    A missing file is created. Entries of other layers are unchanged, and so is the other entry of this layer (factors
+    and KV cache are separate entries).
 
     Raises:
         FileError: The file cannot be read or written.
@@ -50,30 +50,30 @@ def update(path: AnyPath, layer: str, entry: AnyLayer) -> None:
 def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]) -> None:
     """Replace the entry of one layer by ``change(entry)``, with the file locked; ``entry`` is None when there is none.
 
-    ``kind`` says which entry is meant (``LayerRecord``, ``KvCacheRecord`` or ``CaffeLayerRecord``), and so the dialect.
+    ``kind`` (``LayerRecord``, ``KvCacheRecord`` or ``CaffeLayerRecord``) selects the entry and the dialect.
     For example, the factors of the second input of a Caffe layer::
 
         update_with(path, "eltwise", CaffeLayerRecord, lambda entry: (entry or CaffeLayerRecord()).with_input(factors))
     """
     if kind not in (LayerRecord, KvCacheRecord, CaffeLayerRecord):
-        raise ArgumentTypeError(f"an entry is a LayerRecord, KvCacheRecord or CaffeLayerRecord, not {kind.__name__}")
+        raise ArgumentTypeError(f"expected a LayerRecord, KvCacheRecord or CaffeLayerRecord, got {kind.__name__}")
     if not isinstance(layer, str) or not layer:
-        raise ArgumentTypeError(f"the name of a layer is a string that is not empty, got {layer!r}")
+        raise ArgumentTypeError(f"the name of a layer: expected a non-empty string, got {layer!r}")
     source = os.fspath(path)
 
     atomic.modify(path, lambda content: _changed_entry(content, source, layer, kind, change))
 
 
 def update_input(path: AnyPath, layer: str, factors: DataFactors) -> None:
-    """Put the factors of one input of a Caffe layer into a record file, as ``update_inputs`` does."""
+    """Write the factors of one input of a Caffe layer to a record file, as ``update_inputs`` does."""
     update_inputs(path, {layer: [factors]})
 
 
 def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) -> None:
-    """Put the factors of inputs of Caffe layers into a record file at once; what else it says of the layers stays.
+    """Write the factors of inputs of several Caffe layers to a record file at once; other fields are unchanged.
 
-    Calibration ends with this. A layer may have thousands of weight scales, so they are not even read: factors of
-    inputs are the last lines of an entry, and are put there.
+    A layer may have thousands of weight scales, so these are not parsed: factors of inputs are the last lines of an
+    entry and are appended there.
 
     Raises:
         FileError: The file cannot be read or written.
@@ -93,7 +93,7 @@ def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) ->
 def _with_first_inputs(
     content: bytes, inputs: Mapping[str, Sequence[DataFactors]]
 ) -> tuple[bytes, dict[str, Sequence[DataFactors]]]:
-    """The file with lines at the end of layers' entries, and the layers where these are not certain to belong there."""
+    """Append the factors to the entries of layers; return the content and the layers whose entry must be parsed."""
     left = dict(inputs)
     blocks = _blocks(content)
     if blocks is None:
@@ -122,7 +122,7 @@ def _with(entry: CaffeLayerRecord | None, factors: Sequence[DataFactors]) -> Caf
 def _changed_entry(
     content: bytes | None, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
 ) -> bytes:
-    """The file with one entry changed."""
+    """Return the content with one entry changed."""
     before = content or b""
     blocks = _blocks(before)
     place = _place_of(layer, blocks) if blocks is not None else None
@@ -137,7 +137,7 @@ def _changed_entry(
 def _change(
     content: str | bytes, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
 ) -> AnyRecord:
-    """Read a whole file or one block of it, and change the one entry."""
+    """Parse a whole file or one block of it, and change one entry."""
     entry: Any  # its type is ``kind``
     if kind is CaffeLayerRecord:
         caffe = parse_caffe_record(content, source) if content else CaffeRecord()
@@ -155,11 +155,11 @@ def _change(
 
 
 def _blocks(data: bytes) -> list[bytes] | None:
-    """The blocks of a file that is exactly in our layout, each without its closing line; None for any other file.
+    """Return the blocks of a file in exactly our layout, each without its closing line; None for any other file.
 
-    In our layout every ``record {`` and ``prune_record {`` begins a line, its ``}`` is the next one alone on a line,
-    the next block follows at once, and the second line of each record is its key. Cutting at the closing lines and
-    counting proves that, without reading the file statement by statement.
+    In our layout every ``record {`` and ``prune_record {`` starts a line, its ``}`` is the next one alone on a line,
+    the next block follows directly, and the second line of each record is its key. Splitting at the closing lines and
+    counting verifies this without parsing the file.
     """
     *blocks, rest = data.split(_END)
     records = sum(block.startswith(_RECORD) for block in blocks)
@@ -174,13 +174,13 @@ def _blocks(data: bytes) -> list[bytes] | None:
 
 
 def _place_of(layer: str, blocks: list[bytes]) -> slice | None:
-    """Which block is the layer's, or between which it belongs; None when the file must be read to tell."""
+    """Return the slice of the layer's block, or an empty slice where to insert it; None if the file must be parsed."""
     if not layer.isprintable() or any(odd in layer for odd in "\"\\'"):
-        return None  # the file spells it in some escaped way
+        return None  # the name is escaped in the file
     head = _RECORD + layer.encode() + b'"\n'
     found = [index for index, block in enumerate(blocks) if block.startswith(head)]
     if len(found) > 1:
-        return None  # the last one counts, and only one is to stay
+        return None  # repeated: only the last entry is used and written
     if found:
         return slice(found[0], found[0] + 1)
     end = next((index for index, block in enumerate(blocks) if block.startswith(_CHAIN)), len(blocks))

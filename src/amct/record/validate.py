@@ -1,8 +1,7 @@
-"""Does a record belong to a model, and is it complete and sane? All mistakes are told at once.
+"""Validation of a record against a model. All problems are reported together.
 
-A record that does not fit or is not complete is a ``RecordError`` (a RuntimeError); a factor outside its range is a
-``RecordValueError`` (which scripts written for AMCT catch as ValueError). When there are mistakes of both kinds, it is
-the latter, which is both.
+A record that does not fit or is incomplete raises ``RecordError`` (a RuntimeError); a factor outside its range raises
+``RecordValueError`` (a ValueError too, which scripts written for AMCT catch), also if there are other problems.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 def validate_record(
     record: AnyRecord, layers: Sequence[RecordLayer], *, progress: Mapping[str, Progress] | None = None
 ) -> tuple[Problem, ...]:
-    """Check a record against the layers of a model, and return what is odd but harmless.
+    """Check a record against the layers of a model, and return notes about unusual but harmless content.
 
     Args:
         record: The record, in either dialect.
-        layers: Every layer of the model, also those that cannot be quantized.
-        progress: How many batches each layer's calibration has seen and how many it needs, where that is known.
+        layers: Every layer of the model, including those that cannot be quantized.
+        progress: The calibration progress of each layer, if known.
 
     Raises:
         RecordError: The record does not fit the model, or is not complete.
@@ -39,7 +38,7 @@ def validate_record(
         findings.problems.append(
             Problem(
                 f"the record{f' {record.source}' if record.source else ''} is empty, so there is no layer to quantize; "
-                "was calibration (or, after training, one forward pass in eval mode) left out?"
+                "run calibration (or, after training, one forward pass in eval mode) first"
             )
         )
     elif isinstance(record, CaffeRecord):
@@ -51,7 +50,7 @@ def validate_record(
 
 
 def normalize_record(record: CaffeRecord, layers: Sequence[RecordLayer]) -> CaffeRecord:
-    """A Caffe record as we write it: without the weight factors that some files give to layers without weights."""
+    """Return a Caffe record without the weight factors that some files have for layers without weights."""
     weightless = {layer.name for layer in layers if layer.type not in validate_caffe.WEIGHTED_TYPES}
     return record.with_layers(
         {name: replace(entry, scale_w=(), offset_w=()) for name, entry in record.items() if name in weightless}

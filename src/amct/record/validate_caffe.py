@@ -1,4 +1,4 @@
-"""The rules of a record in the Caffe dialect."""
+"""Validation rules of the Caffe dialect."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _check_inputs(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findin
     for factors in entry.record_d:
         if not 0 <= factors.index < layer.inputs:
             many = f"{layer.inputs} input{'s' if layer.inputs > 1 else ''}"
-            findings.wrong(name, f"record_d has index {factors.index}, but the layer has {many}", "record_d")
+            findings.problem(name, f"record_d has index {factors.index}, but the layer has {many}", "record_d")
         _check_factors(name, factors, findings)
 
 
 def _check_factors(name: str, factors: DataFactors, findings: Findings) -> None:
     of = f" of input {factors.index}"
     if factors.bits not in DATA_BITS:
-        findings.wrong(name, f"num_bits_d{of} must lie in 8..16, got {factors.bits}", "record_d")
+        findings.problem(name, f"num_bits_d{of} must lie in 8..16, got {factors.bits}", "record_d")
     elif factors.offset is not None:
         check_offset(findings, name, f"offset_d{of}", factors.offset, factors.bits)
     if factors.scale is not None:
@@ -70,7 +70,7 @@ def _check_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findi
         _check_no_weights(name, layer, entry, findings)
         return
     if entry.weight_bits not in WEIGHT_BITS:
-        findings.wrong(name, f"num_bits_w must be {one_of(WEIGHT_BITS)}, got {entry.weight_bits}", "num_bits_w")
+        findings.problem(name, f"num_bits_w must be {one_of(WEIGHT_BITS)}, got {entry.weight_bits}", "num_bits_w")
     if check_weight_lengths(findings, layer, ("scale_w", "offset_w"), (entry.scale_w, entry.offset_w)):
         _check_count(name, layer, len(entry.scale_w), findings)
     _check_scales(name, "scale_w", entry.scale_w, findings)
@@ -78,26 +78,26 @@ def _check_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findi
 
 
 def _check_no_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findings: Findings) -> None:
-    """The guide forbids weight factors where there are no weights, but its own sample gives a pooling layer the 1."""
+    """Check that there are no weight factors; AMCT's sample has scale 1 for a pooling layer, which is only noted."""
     if not entry.scale_w and not entry.offset_w:
         return
     if layer.type == "Pooling" and set(entry.scale_w) <= {1.0} and not any(entry.offset_w):
         findings.note(name, "type Pooling has no weights: scale_w and offset_w are ignored", "scale_w")
     else:
-        findings.wrong(name, f"type {layer.type} has no weights; remove scale_w and offset_w", "scale_w")
+        findings.problem(name, f"type {layer.type} has no weights; remove scale_w and offset_w", "scale_w")
 
 
 def _check_count(name: str, layer: RecordLayer, count: int, findings: Findings) -> None:
     if layer.type in PER_CHANNEL_TYPES:
         if layer.cout is not None and count not in (1, layer.cout):
             legal = one_of((1, layer.cout))
-            findings.wrong(
+            findings.problem(
                 name,
                 f"scale_w must have {legal} values (one for all or one per output channel), got {count}",
                 "scale_w",
             )
     elif count not in (1, layer.weight_blobs):
-        findings.wrong(
+        findings.problem(
             name,
             f"scale_w must have {one_of((1, layer.weight_blobs))} value{'s' if layer.weight_blobs > 1 else ''}, got "
             f"{count}: type {layer.type} is not quantized channel by channel",
@@ -108,4 +108,6 @@ def _check_count(name: str, layer: RecordLayer, count: int, findings: Findings) 
 def _check_scales(name: str, what: str, scales: Sequence[float], findings: Findings) -> None:
     bad = next((scale for scale in scales if not EPSILON <= scale <= 1 / EPSILON), None)
     if bad is not None:
-        findings.outside(name, f"{what} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", what.split()[0])
+        findings.out_of_range_problem(
+            name, f"{what} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", what.split()[0]
+        )

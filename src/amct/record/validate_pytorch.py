@@ -1,4 +1,4 @@
-"""The rules of a record in the PyTorch dialect."""
+"""Validation rules of the PyTorch dialect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check(record: Record, by_name: Mapping[str, RecordLayer], findings: Findings
     for name, cache in record.kv_cache.items():
         cached = by_name.get(name)
         if cached is None:
-            findings.wrong(name, f"the model has no such layer.{did_you_mean(name, by_name)}")
+            findings.problem(name, f"the model has no such layer.{did_you_mean(name, by_name)}")
         else:
             _check_kv_cache(cached, cache, findings)
     for chain in record.prune:
@@ -53,7 +53,7 @@ def check(record: Record, by_name: Mapping[str, RecordLayer], findings: Findings
 def _check_layer(layer: RecordLayer, entry: LayerRecord, findings: Findings) -> None:
     _check_types(layer, entry, findings)
     if entry.shift_bit:
-        findings.wrong(layer.name, "shift_bit is not supported; remove it", "shift_bit")
+        findings.problem(layer.name, "shift_bit is not supported; remove it", "shift_bit")
     _check_data(layer, entry, findings)
     if layer.type in POOLING_TYPES:
         _check_pooling(layer, entry, findings)
@@ -72,7 +72,7 @@ def _check_types(layer: RecordLayer, entry: LayerRecord, findings: Findings) -> 
     for name, choices in legal.items():
         given = getattr(entry, name)
         if given is not None and given not in choices:
-            findings.wrong(
+            findings.problem(
                 layer.name,
                 f"{name} must be one of {', '.join(choices)}, got {given}.{did_you_mean(given, choices)}",
                 name,
@@ -95,15 +95,15 @@ def _check_data(layer: RecordLayer, entry: LayerRecord, findings: Findings) -> N
 
 
 def _check_pooling(layer: RecordLayer, entry: LayerRecord, findings: Findings) -> None:
-    """Average pooling has no weights; AMCT records the factor 1 for it."""
+    """Check an average pooling, which has no weights; AMCT records scale 1 for it."""
     if entry.tensor_balance_factor:
-        findings.wrong(
+        findings.problem(
             layer.name,
             f"type {layer.type} has no weights to balance; remove tensor_balance_factor",
             "tensor_balance_factor",
         )
     if len(entry.scale_w) > 1 or len(entry.offset_w) > 1:
-        findings.wrong(layer.name, f"type {layer.type} has no weights; it takes one scale_w of 1 or none", "scale_w")
+        findings.problem(layer.name, f"type {layer.type} has no weights; it takes one scale_w of 1 or none", "scale_w")
     _check_scales(findings, layer.name, "scale_w", entry.scale_w)
     check_weight_offsets(findings, layer.name, "offset_w", entry.offset_w)
 
@@ -124,7 +124,7 @@ def _check_count(layer: RecordLayer, name: str, count: int, findings: Findings) 
     legal = (first,) if layer.cout is None else (first, layer.cout)
     if count not in legal and (layer.cout is not None or count < first):
         what = "one per gate or per row" if layer.gates else "one for all or one per output channel"
-        findings.wrong(layer.name, f"{name} must have {one_of(legal)} values ({what}), got {count}", name)
+        findings.problem(layer.name, f"{name} must have {one_of(legal)} values ({what}), got {count}", name)
 
 
 def _check_balance(layer: RecordLayer, entry: LayerRecord, findings: Findings) -> None:
@@ -132,29 +132,31 @@ def _check_balance(layer: RecordLayer, entry: LayerRecord, findings: Findings) -
     if not factors:
         return
     if layer.cin is not None and len(factors) != layer.cin:
-        findings.outside(
+        findings.out_of_range_problem(
             layer.name, f"{name} must have one value per input channel, that is {layer.cin}, got {len(factors)}", name
         )
     bad = next((factor for factor in factors if not EPSILON <= factor <= 1 / EPSILON), None)
     if bad is not None:
-        findings.outside(layer.name, f"{name} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", name)
+        findings.out_of_range_problem(
+            layer.name, f"{name} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", name
+        )
 
 
 def _check_scales(findings: Findings, layer: str, name: str, scales: Sequence[float]) -> None:
     bad = next((scale for scale in scales if not 0 < scale < math.inf), None)
     if bad is not None:
-        findings.outside(layer, f"{name} must be greater than 0 and finite, got {bad:g}", name)
+        findings.out_of_range_problem(layer, f"{name} must be greater than 0 and finite, got {bad:g}", name)
 
 
 def _check_kv_cache(layer: RecordLayer, entry: KvCacheRecord, findings: Findings) -> None:
     if not entry.scale:
         findings.missing_data_factors(layer.name, "scale")
     if len(entry.scale) != len(entry.offset):
-        findings.wrong(
+        findings.problem(
             layer.name, f"{len(entry.scale)} scale but {len(entry.offset)} offset in kv_cache_value", "offset"
         )
     elif layer.cout is not None and len(entry.scale) not in (0, 1, layer.cout):
-        findings.wrong(
+        findings.problem(
             layer.name, f"kv_cache_value must have {one_of((1, layer.cout))} scale, got {len(entry.scale)}", "scale"
         )
     _check_scales(findings, layer.name, "scale", entry.scale)
@@ -165,17 +167,19 @@ def _check_kv_cache(layer: RecordLayer, entry: KvCacheRecord, findings: Findings
 
 
 def _check_node(node: PruneNode, by_name: Mapping[str, RecordLayer], findings: Findings) -> None:
-    """A pruned node is in the model, its channels are in its range, and its mask fits its shape."""
+    """Check that a pruned node is in the model, its channels are in range and its mask fits its shape."""
     if node.name not in by_name:
         findings.problems.append(
             Problem(f'prune_record: the model has no layer "{node.name}".{did_you_mean(node.name, by_name)}')
         )
     begin, end = node.begin or 0, node.end
     if end is not None and not 0 <= begin < end:
-        findings.wrong(node.name, f"prune_record: begin {begin} must be below end {end}, and not negative")
+        findings.problem(node.name, f"prune_record: begin {begin} must be below end {end}, and not negative")
     elif end is not None and any(not begin <= index < end for index in node.prune_index):
         bad = next(index for index in node.prune_index if not begin <= index < end)
-        findings.wrong(node.name, f"prune_record: prune_index {bad} is not in the layer's channels {begin}..{end - 1}")
+        findings.problem(
+            node.name, f"prune_record: prune_index {bad} is not in the layer's channels {begin}..{end - 1}"
+        )
     try:
         node.mask()
     except RecordError as error:

@@ -1,8 +1,9 @@
-"""The parts of a report that every front door fills alike: summary, files, config, versions."""
+"""Fills a report from what is known of a quantized model and what two runs of it showed."""
 
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,27 +15,149 @@ import torch
 
 from amct import __version__
 from amct.errors import FileError
-from amct.report.content import Figure, FileSize, WeightRanges
+from amct.report.activations import InputStatistics
+from amct.report.content import Figure, FileSize, InputContent, LayerContent, LayerNote, ReportContent, WeightRanges
 from amct.report.measuring import OUTPUT
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+    from amct.model import Skip
     from amct.report.measuring import Measured
 
 LARGEST_OUTPUTS = 4
 
 
-def file_sizes(files: Iterable[str | os.PathLike[str]]) -> tuple[FileSize, ...]:
-    """The files with their sizes.
+@dataclass(frozen=True, kw_only=True)
+class QuantizedInput:
+    """The grid of one quantized input of a layer: a value ``x`` is stored as ``round(x / scale) + offset``."""
+
+    bits: int
+    scale: float
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportLayer:
+    """One quantized layer, without what runs show of it.
+
+    Attributes:
+        name: As the model calls it.
+        type: Its type name.
+        inputs: The grids of its inputs.
+        weight_bits: Bits of its weights; None for a layer without weights.
+        weight_rows: Its float weights as matrices with one row per output channel.
+        weight_bytes: Size of its weights as floats and as stored integers.
+    """
+
+    name: str
+    type: str
+    inputs: tuple[QuantizedInput, ...]
+    weight_bits: int | None
+    weight_rows: Sequence[Tensor] = ()
+    weight_bytes: tuple[float, float] = (0, 0)
+
+    def content(self, measured: Measured) -> LayerContent:
+        """What the report shows of the layer."""
+        compared = measured.layers.get(self.name)
+        first, *others = (
+            InputContent(
+                bits=each.bits,
+                scale=each.scale,
+                offset=each.offset,
+                activation=measured.inputs.get(input_key(self.name, index)),
+            )
+            for index, each in enumerate(self.inputs)
+        )
+        return LayerContent(
+            name=self.name,
+            type=self.type,
+            activation_bits=first.bits,
+            weight_bits=self.weight_bits,
+            scale=first.scale,
+            offset=first.offset,
+            sqnr=compared.sqnr if compared is not None else None,
+            cosine=compared.cosine if compared is not None else None,
+            activation=first.activation,
+            other_inputs=tuple(others),
+            weights=weight_ranges(self.weight_rows),
+        )
+
+
+def input_key(layer: str, index: int = 0) -> str:
+    """The key of one input of a layer in ``Measured.inputs``."""
+    return f"{layer}:{index}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReportSubject:
+    """What a report is about, without what runs show of it.
+
+    Attributes:
+        model: The model's name.
+        layers: The quantized layers, in execution order.
+        fused: What was folded into which layer.
+        skipped: What stays float, and why.
+        config: The config used, as text.
+    """
+
+    model: str
+    layers: tuple[ReportLayer, ...]
+    fused: tuple[LayerNote, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    config: str = ""
+
+    def statistics(self) -> dict[str, InputStatistics]:
+        """A new collector for each quantized input, by its key."""
+        return {
+            input_key(layer.name, index): InputStatistics(each.scale, each.offset, each.bits)
+            for layer in self.layers
+            for index, each in enumerate(layer.inputs)
+        }
+
+
+def folded_notes(folded: Mapping[str, Sequence[str]]) -> tuple[LayerNote, ...]:
+    """A note for each layer that was folded into another; ``folded`` lists them by the layer that took them in."""
+    return tuple(
+        LayerNote(layer=name, text=f'folded into "{layer}"') for layer, names in folded.items() for name in names
+    )
+
+
+def report_content(
+    subject: ReportSubject,
+    measured: Measured,
+    *,
+    files: Iterable[str | os.PathLike[str]] = (),
+    measured_on: str | None = None,
+) -> ReportContent:
+    """Everything the report of a quantized model shows.
+
+    Args:
+        subject: The model.
+        measured: What the runs showed.
+        files: Files whose sizes are shown.
+        measured_on: What the data is called; None: the number of batches.
 
     Raises:
-        FileError: one of them cannot be looked at.
+        FileError: One of the files cannot be read.
     """
-    return tuple(_file_size(Path(file)) for file in files)
+    before, after = (sum(layer.weight_bytes[index] for layer in subject.layers) for index in (0, 1))
+    batches = f"{measured.batches} batch{'es' if measured.batches > 1 else ''}"
+    return ReportContent(
+        model=subject.model,
+        measured_on=measured_on or batches,
+        figures=tuple(_figures(measured, (before, after))),
+        files=tuple(_file_size(Path(file)) for file in files),
+        layers=tuple(layer.content(measured) for layer in subject.layers),
+        fused=subject.fused,
+        skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in subject.skipped),
+        config=subject.config,
+        versions=_versions(),
+        created=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
 
 
 def _file_size(path: Path) -> FileSize:
@@ -44,12 +167,7 @@ def _file_size(path: Path) -> FileSize:
         raise FileError(f'files: cannot look at "{path}": {error.strerror}') from error
 
 
-def measured_on(measured: Measured) -> str:
-    """How much data the numbers come from."""
-    return f"{measured.batches} batch{'es' if measured.batches > 1 else ''}"
-
-
-def figures(measured: Measured, weight_bytes: tuple[float, float] = (0, 0)) -> Iterator[Figure]:
+def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[Figure]:
     """The summary: the metric, how alike the outputs are, the bytes of the weights before and after."""
     if measured.metric is not None:
         before, after = measured.metric
@@ -79,7 +197,7 @@ def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
     return WeightRanges(minimum=tuple(minima), maximum=tuple(maxima)) if minima else None
 
 
-def versions() -> tuple[tuple[str, str], ...]:
+def _versions() -> tuple[tuple[str, str], ...]:
     """The programs that made the numbers."""
     return (
         ("amct", __version__),
@@ -89,8 +207,3 @@ def versions() -> tuple[tuple[str, str], ...]:
         ("numpy", numpy.__version__),
         ("Python", platform.python_version()),
     )
-
-
-def now() -> str:
-    """When the report was made."""
-    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.model import Skip
-    from amct.record import Record
+    from amct.record import AnyRecord
 
 
-def summary_text(name: str, record: Record, folded: int, skipped: Sequence[Skip]) -> str:
+def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Skip]) -> str:
     """What was quantized, what was folded, what stays float and why.
 
     Args:
@@ -22,7 +22,8 @@ def summary_text(name: str, record: Record, folded: int, skipped: Sequence[Skip]
         skipped: what stays float.
     """
     kinds = Counter(
-        f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights" for entry in record.values()
+        f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights"
+        for entry in record.layers.values()
     )
     lines = [f"{name}: {len(record)} layers quantized, {folded} batch norms folded"]
     lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]

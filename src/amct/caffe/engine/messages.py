@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from amct.atomic import check_whole
 from amct.errors import FileError
 from amct.schema import descriptor, message_class, parse_text
 
@@ -48,8 +49,9 @@ def read_text_file(path: str | os.PathLike[str]) -> str:
     """Read a text file as UTF-8; invalid bytes (in comments) are replaced.
 
     Raises:
-        FileError: There is no such file, or it cannot be read.
+        FileError: There is no such file, or it cannot be read, or the save that writes it was interrupted.
     """
+    check_whole(path)
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:

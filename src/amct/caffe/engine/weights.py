@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.atomic import FileGroup, open_write
+from amct.atomic import FileGroup, check_whole, open_write
 from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_blob, read_weights
 from amct.errors import FileError, ModelError, ParseError
 
@@ -36,8 +36,9 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a file.
 
     Raises:
-        FileError: It cannot be read.
+        FileError: It cannot be read, or the save that writes it was interrupted.
     """
+    check_whole(path)
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -48,8 +49,9 @@ def is_hdf5(path: str | os.PathLike[str]) -> bool:
     """Whether a file is HDF5, by its first bytes.
 
     Raises:
-        FileError: It cannot be read.
+        FileError: It cannot be read, or the save that writes it was interrupted.
     """
+    check_whole(path)
     try:
         with Path(path).open("rb") as file:
             return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
@@ -209,6 +211,7 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
     """
     import h5py
 
+    check_whole(path)
     try:
         with h5py.File(path, "r") as file:
             if "data" not in file:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import onnx
 from onnx import ModelProto, TensorProto, helper
 
+from amct.arguments import check_file_name
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.layers.dummy_data import DummyData
 from amct.caffe.engine.layers.input import Input, Parameter
@@ -30,7 +31,7 @@ from amct.caffe.onnx.forms.registry import form_of
 from amct.caffe.onnx.forms.writer import OnnxWriter
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
 from amct.errors import ArgumentError, ExportError, did_you_mean
-from amct.export.writer import check_file_name, check_opset, save_model
+from amct.export.writer import check_opset, save_model
 
 if TYPE_CHECKING:
     import os

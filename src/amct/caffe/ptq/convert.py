@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from amct import log
-from amct.caffe.arguments import check_types, input_file
+from amct.arguments import check_types, input_file
 from amct.caffe.model import WEIGHTED_TYPES, CaffeModel, read_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.fold import check_global_statistics, fuse

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log, progress
+from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types, input_file, output_file
 from amct.caffe.model import blob_shapes, read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.fold import check_global_statistics, fuse
@@ -24,7 +24,7 @@ from amct.caffe.ptq.weight_layout import layout_of
 from amct.caffe.running import batches_of, build_net, run_net
 from amct.caffe.uninplace import restore_in_place
 from amct.errors import CalibrationError
-from amct.numerics.equalization import ChannelStatistics, Reader, choose_factors
+from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
     from amct.caffe.running import Batch, BatchInputs
-    from amct.numerics.equalization import ChannelSizes
+    from amct.numerics.equalization import ChannelRanges
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ CONVOLUTIONS = ("Convolution", "DepthwiseConv")
 PASSING = ("ReLU", "PReLU", "Dropout", "Pooling", "Split")
 
 
+@log.screen_only()
 def equalize_model(
     model_file: AnyPath,
     weights_file: AnyPath,
@@ -79,7 +80,6 @@ def equalize_model(
         "equalized_weights_file": equalized_weights_file,
     }
     check_types("equalize_model", {name: (value, (str, os.PathLike)) for name, value in paths.items()})
-    log.start("amct_caffe")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
     files = [output_file(paths[name], name) for name in list(paths)[2:]]
@@ -137,10 +137,10 @@ def find_factors(
     routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
     sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
-    readers: dict[str, Reader] = {}
+    readers: dict[str, ConsumerNoise] = {}
     for use in (use for route in routes for use in route.uses):
         shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
-        readers[use.layer] = Reader(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
+        readers[use.layer] = ConsumerNoise(_columns(model, use), sizes[use.blob], one_scale=shares_scale)
     found = {}
     for route in routes:
         factors = choose_factors([(readers[use.layer], use.first) for use in route.uses], route.channels)
@@ -235,7 +235,7 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
 
 def _sizes(
     net: Net, watched: Iterable[str], batches: Iterable[Batch], inputs: BatchInputs | None
-) -> dict[str, ChannelSizes]:
+) -> dict[str, ChannelRanges]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
     for batch in progress.track(batches, "Equalizing"):

@@ -14,7 +14,7 @@ from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
-from amct.numerics.error_cancelling import quantize_weight_evenly
+from amct.numerics.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
@@ -171,7 +171,7 @@ def _uniform_factors(layout: WeightLayout, channel_wise: bool) -> WeightFactors:
 
 def _on_grid(layout: WeightLayout, factors: WeightFactors) -> QuantizedMatrix:
     """The weight rounded so that the errors of each output cancel."""
-    integers = quantize_weight_evenly(layout.rows_first(), factors, layout.kind, groups=layout.groups)
+    integers = quantize_weight_cancelling_errors(layout.rows_first(), factors, layout.kind, groups=layout.groups)
     return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic, log
+from amct.arguments import check_types
 from amct.atomic import FileGroup
-from amct.caffe.arguments import check_types
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import onnx
 
+from amct.atomic import check_whole
+
 if TYPE_CHECKING:
     import os
 
@@ -45,6 +47,7 @@ def count_integer_kernels(path: str | os.PathLike[str]) -> KernelCount:
     """Let onnxruntime load and optimize a model for the CPU, and count what it will run."""
     import onnxruntime  # here: importing an exporter must not start a runtime
 
+    check_whole(path)
     with tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder) / "optimized.onnx"
         options = onnxruntime.SessionOptions()

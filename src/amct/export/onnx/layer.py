@@ -15,7 +15,7 @@ from amct.export.onnx.messages import attribute_value
 from amct.export.result import LayerReport
 from amct.numerics.affine import quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, factors_per_row, quantize_weight
-from amct.numerics.error_cancelling import round_evenly
+from amct.numerics.error_cancelling import round_cancelling_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -122,7 +122,7 @@ class Layer:
     def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """The float weight rounded anew to ``bits`` bits with a scale per output channel, and those scales.
 
-        Of convolutions and linear layers the errors cancel each other, see ``round_evenly``.
+        Of convolutions and linear layers the errors cancel each other, see ``round_cancelling_errors``.
         """
         assert self.weight is not None
         return self._requantized(self.weight, bits)
@@ -219,7 +219,7 @@ class Layer:
 
     def _rounded_anew(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
         if self.kind in (LayerKind.CONV, LayerKind.LINEAR):
-            return round_evenly(weight, factors.scale, bits)
+            return round_cancelling_errors(weight, factors.scale, bits)
         return quantize_weight(weight, factors, _WEIGHT_KIND[self.kind], bits, self.groups)
 
 

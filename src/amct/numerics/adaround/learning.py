@@ -1,13 +1,12 @@
 """AdaRound: learn for every weight whether to round it down or up, so that the layer's output changes least.
 
-Rounding each weight to the nearest step is not best for their sum. Here the rounding of one layer is learned from its
-inputs (as the quantized network produces them) and its outputs (as the float network produces them), with the
-activation that follows applied to both. The result is rounded for good: AMCT leaves it soft and rounds to nearest when
-saving, which can undo the learning.
+The rounding of one layer is learned from its inputs in the quantized network and its outputs in the float network; the
+following activation is applied to both outputs. The returned weight is fully rounded. (AMCT keeps the soft rounding and
+rounds to nearest when saving, which can undo the learning.)
 
-The fast mode uses that without an activation the error is quadratic in the weights: see ``gram``. An iteration then
-costs one small matrix product and sees all data at once; at the end single weights are switched as long as that lowers
-the error. Should a result be worse on the data than rounding to nearest, the latter is returned.
+The fast mode ignores the activation, so that the error is quadratic in the weights (see ``gram``): an iteration costs
+one small matrix product over all data. At the end single weights are switched while that lowers the error. If the
+learned rounding has a larger error on the data than rounding to nearest, the latter is returned.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 Activation = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, float], None]
-"""Called with the iterations done, those planned, and the loss."""
+"""Called with the number of finished iterations, the total number, and the loss."""
 
 _LARGEST_GRAM = 1 << 26  # entries of G; 512 MB
 _SWEEPS = 20
@@ -39,14 +38,14 @@ _REPORTS = 100
 
 
 class LayerData(Protocol):
-    """What a layer saw and should say, sample by sample."""
+    """Inputs and target outputs of a layer, sample by sample."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """Return the number of samples."""
         ...
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs (of the quantized network) and outputs (of the float layer, before the activation) of some samples."""
+        """Return the inputs (quantized network) and outputs (float layer, before the activation) of some samples."""
         ...
 
 
@@ -61,14 +60,14 @@ class CachedData:
         return self.inputs.shape[0]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Some samples."""
+        """Return the inputs and outputs of the samples at ``indices``."""
         indices = indices.to(self.inputs.device)
         return self.inputs.index_select(0, indices), self.outputs.index_select(0, indices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaRoundLayer:
-    """A Conv2d, ConvTranspose2d (any groups) or, with no geometry, Linear layer, and what follows it."""
+    """A Conv2d or ConvTranspose2d (any groups) or, without geometry, Linear layer, and the following activation."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -86,7 +85,7 @@ class AdaRoundLayer:
 
     @property
     def kind(self) -> WeightKind:
-        """Where the weight keeps its output channels."""
+        """Layout of the weight."""
         if self.geometry is None:
             return WeightKind.LINEAR
         return WeightKind.CONV_TRANSPOSE if self.geometry.transposed else WeightKind.CONV
@@ -97,11 +96,11 @@ class AdaRoundLayer:
         return self.geometry.groups if self.geometry else 1
 
     def rows(self) -> Tensor:
-        """The weight as ``[Cout, K]``."""
+        """Return the weight as ``[Cout, K]``, float32."""
         return channels_first(self.weight.detach().float(), self.kind, self.groups)
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The output with another weight, before the activation."""
+        """Return the output of the layer with the given weight, before the activation."""
         bias = None if self.bias is None else self.bias.detach().float()
         if self.geometry is None:
             return functional.linear(x, weight, bias)
@@ -113,20 +112,20 @@ class AdaRoundLayer:
         return functional.conv2d(x, weight, bias, stride, padding, dilation, geometry.groups)
 
     def loss(self, output: Tensor, wanted: Tensor) -> Tensor:
-        """Squared error summed over channels, averaged over everything else; after the activation."""
+        """Return the squared error after the activation, summed over channels and averaged over all other axes."""
         if self.activation is not None:
             output, wanted = self.activation(output), self.activation(wanted)
         channels = wanted.shape[-1 if self.geometry is None else 1]
         return functional.mse_loss(output, wanted) * channels
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Rows ``[Cout, K]`` in the layout of the weight."""
+        """Convert rows ``[Cout, K]`` to the shape of the weight."""
         return from_channels_first(rows, self.weight.shape, self.kind, self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaRoundResult:
-    """The rounded weight, and what it gained on the data."""
+    """The rounded weight and its loss on the data."""
 
     integers: Tensor
     """int8, in the shape of the weight."""
@@ -134,10 +133,10 @@ class AdaRoundResult:
     """The integers times the scale, in the dtype of the weight."""
     factors: WeightFactors
     initial_loss: float
-    """Of rounding to nearest."""
+    """Loss of rounding to nearest."""
     final_loss: float
     notes: tuple[str, ...]
-    """What was done otherwise than asked."""
+    """Deviations from the settings, for the log."""
 
 
 @torch.no_grad()
@@ -154,17 +153,17 @@ def adaround(
     """Round the weight of a layer so that its output on the data changes least.
 
     Args:
-        layer: weight, geometry and the activation behind it.
-        data: inputs and wanted outputs.
-        settings: how to learn; AMCT's defaults when None.
-        factors: the scale, one or ``[Cout]``; chosen by ``initial_scale`` when None.
-        channel_wise: whether a chosen scale is one per output channel.
-        generator: picks the mini-batches; with the same seed the result is the same.
-        progress: told about a hundred times how far the learning is.
+        layer: weight, geometry and the following activation.
+        data: inputs and target outputs.
+        settings: AMCT's defaults when None.
+        factors: the scale, ``[1]`` or ``[Cout]``; chosen by ``initial_scale`` when None.
+        channel_wise: whether ``initial_scale`` chooses one scale per output channel.
+        generator: random generator of the mini-batches.
+        progress: called about a hundred times during the learning.
 
     Raises:
         CalibrationError: there is no data, or the loss is not finite.
-        ArgumentError: shapes that do not fit together.
+        ArgumentError: the shapes do not fit together.
     """
     settings = settings or AdaRoundSettings()
     if len(data) == 0:
@@ -176,7 +175,7 @@ def adaround(
     rows = layer.rows()
     rounding = SoftRounding(rows, factors_per_row(factors, rows.shape[0]).scale, settings.bits)
     initial_loss = _loss_on(layer, data, rounding, rounding.nearest, settings.batch_size)
-    obstacle = _no_gram_because(layer, data, settings) if settings.fast else "not asked for"
+    obstacle = _reason_against_gram(layer, data, settings) if settings.fast else "fast mode is off"
     if obstacle:
         learned = _learn_by_forwards(layer, data, rounding, settings, generator, progress)
     else:
@@ -212,7 +211,7 @@ def _batches(data: LayerData, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _loss_on(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, steps: Tensor, size: int) -> float:
-    """The loss of a rounding over all data."""
+    """Return the loss of a rounding (in integer steps, ``[Cout, K]``) over all data."""
     weight = layer.restore(steps * rounding.scale)
     total = sum(
         float(layer.loss(layer.forward(x.float(), weight), y.float())) * len(x) for x, y in _batches(data, size)
@@ -237,7 +236,7 @@ def _learn_by_forwards(
     generator: torch.Generator | None,
     progress: Progress | None,
 ) -> Tensor:
-    """Mini-batch by mini-batch, as AMCT does."""
+    """Learn mini-batch by mini-batch with forwards of the layer, as AMCT does; return integer steps ``[Cout, K]``."""
     optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
     report_every = max(1, settings.num_iteration // _REPORTS)
     for iteration in range(settings.num_iteration):
@@ -257,15 +256,15 @@ def _learn_by_forwards(
     return rounding.hard()
 
 
-def _no_gram_because(layer: AdaRoundLayer, data: LayerData, settings: AdaRoundSettings) -> str:
-    """Why the Gram matrix would not pay; empty when it does."""
+def _reason_against_gram(layer: AdaRoundLayer, data: LayerData, settings: AdaRoundSettings) -> str:
+    """Return why the Gram matrix would be slower or too large; empty when it is not."""
     inputs = layer.rows().shape[1]
     entries = layer.groups * inputs * inputs
     if entries > _LARGEST_GRAM:
-        return f"its matrix would have {entries} entries (at most {_LARGEST_GRAM})"
+        return f"its Gram matrix would have {entries} entries (at most {_LARGEST_GRAM})"
     _, wanted = data.batch(torch.zeros(1, dtype=torch.long))
     positions = wanted.numel() // wanted.shape[-1 if layer.geometry is None else 1]
-    # A forward and a backward of the mini-batch cost about two products per output value and input, the matrix one.
+    # Forward and backward of a mini-batch cost about two products per output value and input, the Gram matrix one.
     forward_cost = 2 * min(settings.batch_size, len(data)) * positions
     if inputs > forward_cost:
         return f"with {inputs} inputs per output value, forwards of {settings.batch_size} samples are cheaper"
@@ -279,7 +278,7 @@ def _learn_by_gram(
     settings: AdaRoundSettings,
     progress: Progress | None,
 ) -> Tensor:
-    """All data at once, through its Gram matrix."""
+    """Learn from the Gram matrix of all data; return integer steps ``[Cout, K]``."""
     statistics = _statistics(layer, data, rounding, settings.batch_size)
     unfolding = statistics.unfolding
     gram = (statistics.gram / statistics.positions).float()
@@ -287,15 +286,15 @@ def _learn_by_gram(
     optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
     report_every = max(1, settings.num_iteration // _REPORTS)
     for iteration in range(settings.num_iteration):
-        weight = unfolding.rows(rounding.soft())
+        weight = unfolding.group_rows(rounding.soft())
         slope = torch.bmm(weight, gram).sub_(cross)
         beta = settings.beta_at(iteration)
-        rounding.alpha.grad = rounding.gradient(2 * unfolding.back(slope), beta, settings.reg_param)
+        rounding.alpha.grad = rounding.gradient(2 * unfolding.ungroup_rows(slope), beta, settings.reg_param)
         optimizer.step()
         if progress is not None and (iteration + 1) % report_every == 0:
-            # w·G w - 2 w·C is the loss but for a constant, and all that is known without data.
+            # w·G w - 2 w·C is the loss without its constant part, which does not depend on the weight.
             progress(iteration + 1, settings.num_iteration, float((weight * (slope - cross)).sum()))
-    return _improved(statistics, rounding)
+    return _switch_greedily(statistics, rounding)
 
 
 def _statistics(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, size: int) -> GramStatistics:
@@ -310,15 +309,17 @@ def _statistics(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, s
     return statistics
 
 
-def _improved(statistics: GramStatistics, rounding: SoftRounding) -> Tensor:
-    """The hard rounding, with single weights switched as long as that lowers the error."""
+def _switch_greedily(statistics: GramStatistics, rounding: SoftRounding) -> Tensor:
+    """Return the hard rounding, with single weights switched while that lowers the error."""
     unfolding = statistics.unfolding
     hard = rounding.hard()
     other = (2 * rounding.floor + 1 - hard).clamp(rounding.lowest, rounding.highest)
-    weight, alternative = (unfolding.rows(steps * rounding.scale).double().contiguous() for steps in (hard, other))
+    weight, alternative = (
+        unfolding.group_rows(steps * rounding.scale).double().contiguous() for steps in (hard, other)
+    )
     slope = statistics.half_gradient(weight)
     gram, slopes, used, unused = (t.cpu().numpy() for t in (statistics.gram, slope, weight, alternative))
     for group in range(unfolding.groups):
         improve_rounding(gram[group], slopes[group], used[group], unused[group], _SWEEPS)
     improved = torch.from_numpy(used).to(rounding.scale.device)
-    return (unfolding.back(improved) / rounding.scale).round().float()
+    return (unfolding.ungroup_rows(improved) / rounding.scale).round().float()

@@ -1,8 +1,8 @@
-"""The scale that AdaRound rounds with: chosen once, before the rounding is learned.
+"""The weight scale of AdaRound, chosen before the rounding is learned.
 
-At 8 bits as AMCT does: cut the ends of the weight's histogram as long as the rest, merged to 255 levels, tells the
-distribution best (Kullback-Leibler divergence). At fewer bits that measure is too coarse; there the scale with the
-smallest squared rounding error is taken.
+At 8 bits, as in AMCT, the histogram of the weight is clipped at both ends such that the rest, merged to 255 levels, has
+the least Kullback-Leibler divergence from it. At fewer bits this measure is too coarse; there the scale with the
+smallest squared rounding error is used.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Values = NDArray[np.float64]
 def initial_scale(
     weight: Tensor, *, kind: WeightKind, bits: int = 8, channel_wise: bool = True, groups: int = 1
 ) -> WeightFactors:
-    """One scale for the tensor, or one per output channel.
+    """Return one scale for the tensor, or one per output channel.
 
     Raises:
         CalibrationError: the weight holds NaN or infinity, or its scale would be too large.
-        ArgumentError: bits outside 2..8, or a shape that does not fit ``kind`` and ``groups``.
+        ArgumentError: bits are outside 2..8, or the shape does not fit ``kind`` and ``groups``.
     """
     if not 2 <= bits <= _KL_BITS:
         raise ArgumentError(f"bits: AdaRound expects 2..{_KL_BITS}, got {bits}")
@@ -77,7 +77,7 @@ def _histogram(row: Rows, bound: float) -> Values:
 
 @compiled
 def _divergences(histogram: Values) -> Values:
-    """KL(p‖q) for every number of bins cut at each end; p keeps the mass of cut bins in its outermost ones."""
+    """Return KL(p‖q) for every number of bins clipped at each end; p adds the clipped counts to its end bins."""
     found = np.empty(_CUTS)
     for cut in range(_CUTS):
         p = histogram[cut : _BINS - cut].copy()
@@ -88,7 +88,7 @@ def _divergences(histogram: Values) -> Values:
             level = place * _LEVELS // p.size
             mass[level] += p[place]
             members[level] += p[place] > 0
-        # q spreads the mass of a level over its occupied bins, so it is positive where p is: empty bins add nothing.
+        # q spreads the mass of a level over its non-empty bins, so it is positive where p is; empty bins add nothing.
         total = 0.0
         for place in range(p.size):
             if p[place] > 0:
@@ -110,7 +110,7 @@ def _mse_scales(rows: Rows, largest: Values, bits: int) -> Values:
 
 @compiled_sum
 def _squared_errors(rows: Rows, scales: Values, lowest: int, highest: int) -> Values:
-    """The summed squared rounding error of every row under every one of its candidate scales."""
+    """Return the summed squared rounding error of each row for each candidate scale, ``[rows, candidates]``."""
     errors = np.empty(scales.shape)
     low, high = np.float32(lowest), np.float32(highest)
     for number in range(rows.shape[0]):

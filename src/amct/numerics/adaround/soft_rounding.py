@@ -1,4 +1,4 @@
-"""The learned rounding of AdaRound: every weight between its floor and its ceiling, pushed to one of them over time.
+"""The learned rounding of AdaRound: a value between floor and ceiling per weight, driven to one of them over time.
 
 A weight in steps of its scale is ``floor + h`` with ``h = clamp(1.2 · sigmoid(alpha) - 0.1, 0, 1)``. The regularizer
 ``Σ 1 - |2h - 1|^beta`` is zero when all h are 0 or 1; beta falls from ``beta_range[0]`` to ``beta_range[1]`` along
@@ -22,7 +22,7 @@ _SHIFT = -0.1
 
 @dataclass(frozen=True, kw_only=True)
 class AdaRoundSettings:
-    """Named as in the config files; ``bits`` is ``num_bits`` there."""
+    """Settings of AdaRound, named as in the config files; ``bits`` is ``num_bits`` there."""
 
     bits: int = 8
     num_iteration: int = 10000
@@ -32,7 +32,7 @@ class AdaRoundSettings:
     learning_rate: float = 1e-3
     batch_size: int = 32
     fast: bool = False
-    """Use the Gram matrix of the layer's input where that is cheaper than forwards; drops the fused activation."""
+    """Use the Gram matrix of the layer's input where that is cheaper than forwards; ignores the activation after it."""
 
     def __post_init__(self) -> None:
         start, end = self.beta_range
@@ -52,7 +52,7 @@ class AdaRoundSettings:
             raise ArgumentError(f"learning_rate: expected a positive number, got {self.learning_rate}")
 
     def beta_at(self, iteration: int) -> float | None:
-        """The exponent of the regularizer, or None during the warm start."""
+        """Return the exponent of the regularizer, or None during the warm start."""
         begin = self.num_iteration * self.warm_start
         if iteration < begin:
             return None
@@ -62,7 +62,7 @@ class AdaRoundSettings:
 
 
 class SoftRounding:
-    """The rounding of one weight, as rows ``[Cout, K]``; ``alpha`` is what is learned."""
+    """The rounding of one weight as rows ``[Cout, K]``; ``alpha`` is the learned parameter."""
 
     def __init__(self, rows: Tensor, scale: Tensor, bits: int) -> None:
         self.scale = scale.detach().float().reshape(-1, 1)
@@ -72,30 +72,30 @@ class SoftRounding:
         self.floor = steps.floor()
         rest = steps - self.floor
         self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
-        # A weight beyond the grid stays at its end whatever h is.
+        # A weight beyond the grid is clipped for every h, so its gradient is zero.
         self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
 
     def h(self) -> Tensor:
-        """How far each weight is from its floor, 0..1."""
+        """Return the distance of each weight from its floor, 0..1."""
         return torch.sigmoid(self.alpha).mul_(_STRETCH).add_(_SHIFT).clamp_(0, 1)
 
     def soft(self) -> Tensor:
-        """The weights while learning."""
+        """Return the soft-rounded weights, in real values, used during the learning."""
         return (self.floor + self.h()).clamp_(self.lowest, self.highest).mul_(self.scale)
 
     def hard(self) -> Tensor:
-        """The integers at the end: floor or ceiling, whichever h is nearer to."""
+        """Return the final integers: the ceiling where ``h >= 0.5``, else the floor."""
         return (self.floor + (self.h() >= 0.5)).clamp(self.lowest, self.highest)
 
     def gradient(self, weight_gradient: Tensor, beta: float | None, reg_param: float) -> Tensor:
-        """d(loss + regularizer)/d(alpha) from d(loss)/d(weight): what autograd would find, in fewer passes."""
+        """Return d(loss + regularizer)/d(alpha) from d(loss)/d(weight); same as autograd, in fewer passes."""
         sigmoid = torch.sigmoid(self.alpha)
         stretched = sigmoid.mul(_STRETCH).add_(_SHIFT)
         h = stretched.clamp(0, 1)
         result = weight_gradient * self._step
         if beta is not None:
             centred = h.mul(2).sub_(1)
-            # |centred|^(beta - 1) through log and exp, which torch vectorizes, unlike pow.
+            # |centred|^(beta - 1) by log and exp, which torch vectorizes, unlike pow.
             power = centred.abs().log_().mul_(beta - 1).exp_()
             result.addcmul_(centred.sign_(), power, value=-2 * beta * reg_param)
         result *= h == stretched

@@ -1,25 +1,23 @@
-"""Counts of float32 values in bins that follow the number format itself: constant memory, no range to guess.
+"""Histogram of float32 values with one bin per bit pattern of the top bits: constant memory, no range to choose.
 
-A bin is the top bits of a float: sign, exponent and the first mantissa bits. So bins are fine near zero and coarse far
-from it, always the same fraction of the value (2^-11 of its power of two per tensor), and every float has its bin from
-the start. Why not a linear histogram with a growing range? One outlier of 1e30 would leave all other data in a single
-bin of it, for good; here it costs one more bin, and the percentile may still leave it out. Counts are integers, so
-adding batches in any order, in threads or in merged shards gives the very same table. Indexing is a shift instead of a
-multiplication and a range check: one pass at about a quarter of the cost of ``torch.histc``.
+The index of a bin is sign, exponent and the first mantissa bits of a float, so the width of a bin is a fixed fraction
+of the value (2^-11 of its power of two per tensor), and every float has a bin from the start. In a linear histogram
+with a growing range one outlier of 1e30 would put all other data into a single bin; here it uses one more bin. Counts
+are integers, so the result does not depend on the order of batches, threads or merged shards. Computing an index is a
+shift without a range check, about a quarter of the cost of ``torch.histc``.
 
 At 8 bits, a bin is at most an eighth of a quantization step wide, and values are taken as evenly spread inside their
-bin; at more bits steps get narrower than bins, and the even spread is what the rounding error depends on.
+bin; at more bits steps are narrower than bins, and the rounding error depends on this assumption.
 
-Per tensor, the outermost ``tail`` values of each sign are kept as they are besides. They are the ones that a range may
-cut off: at more than 8 bits they make nearly all of the loss, and of a percentile they are all that counts. Which
-values the tails are depends on the values alone, so this, too, is the same in any order.
+Per tensor, the outermost ``tail`` values of each sign are also stored exactly: these are the values that a range may
+clip, and percentiles lie among them. Which values these are does not depend on the order either.
 
-Unless ``counts_all``, of a batch with more values than a search can make use of one run in 2, 4 or 8 is counted, as so
-many (``one_in``). Which ones depends on the batch alone: the order of batches still does not matter, but how the data
-is cut into batches does. The tails and the total stay exact.
+Unless ``counts_all``, only one run of values in 2, 4 or 8 of a large batch is counted, with that weight
+(``sampling_interval``). The choice depends on the batch alone: the order of batches does not matter, but how the data
+is split into batches does. The tails and the total stay exact.
 
 The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
-need some 50 blocks of 8 KB, no data can ever need more than 512.
+need about 50 blocks of 8 KB; the maximum is 512.
 """
 
 from __future__ import annotations
@@ -42,44 +40,44 @@ from amct.numerics.counts.loops import (
     Counts,
     Floats,
     Limits,
-    Look,
+    Scan,
     Tallies,
     Values,
+    add_table,
     allocate,
-    count_few,
+    count_by_lookup,
     limits_of,
-    look_and_count,
-    move,
     occupied,
-    one_in,
     outside,
+    sampling_interval,
+    scan_and_count,
     tail_begin,
 )
 
 MANTISSA_BITS = TABLE_MANTISSA
-"""Per tensor."""
+"""Mantissa bits of a bin index per tensor."""
 CHANNEL_MANTISSA_BITS = 6
-"""Per channel, where thousands of histograms are kept at once."""
+"""Mantissa bits per channel, where thousands of histograms exist at once."""
 
 TAIL = 4096
-"""At most so many of the largest positive and of the largest negative values are known exactly, where it matters."""
+"""Maximum number of largest positive and of largest negative values stored exactly."""
 SHORT_TAIL = 512
-"""For 8 bits and less, where the bins are fine enough for all but a percentile."""
+"""The same for 8 bits and less, where the bins are fine enough for everything but percentiles."""
 
-ENOUGH = 1 << 17
-"""So many values of a batch that are not (nearly) zero are counted, if there are as many."""
+SAMPLING_TARGET = 1 << 17
+"""Number of values not near zero that are counted of a large batch when sampling."""
 
-_MANY = TABLE_SIZE // 32  # values for which looking through a whole table is cheaper than a look-up for each
+_TABLE_THRESHOLD = TABLE_SIZE // 32  # from so many values on, one pass over a table beats a block look-up per value
 _SPARE_BLOCKS = 8
-_WAITING = 8  # so many times the tail may come together before it is looked through
-_MOST_AT_ONCE = 1 << 31  # a table's counts have 32 bits
-_MOST_NARROW = 1 << 31  # half of what 32 bits hold: where only some values are counted, they stand for a few too many
-_THREADED_SIZE = 1 << 20  # values per thread that outweigh its start
-_NOTHING = limits_of(-np.inf, np.inf)  # no finite value reaches these
-_ANYTHING = (-0.0, 0.0)
+_TAIL_SLACK = 8  # the stored outer values are reduced to the tails when they exceed this many times the tail
+_LARGEST_PIECE = 1 << 31  # a table's counts have 32 bits
+_LARGEST_NARROW_TOTAL = 1 << 31  # half of the uint32 range: sampled counts may exceed the number of values slightly
+_THREADED_SIZE = 1 << 20  # values per thread for which starting it pays off
+_UNREACHABLE = limits_of(-np.inf, np.inf)  # no finite value reaches these limits
+_NO_EDGES = (-0.0, 0.0)
 
 _idle_tables: deque[Bits] = deque()
-"""All zero, one for each thread that ever counted at the same time as others; clearing them anew would cost more."""
+"""Zeroed tables for reuse, as many as ever counted concurrently; allocating new ones would cost more."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Bins:
 
 
 class FloatHistogram:
-    """How often every (rounded) float32 value occurred, for each of ``channels`` rows."""
+    """Counts of float32 values by their top bits, for each of ``channels`` rows."""
 
     def __init__(
         self, channels: int = 1, mantissa_bits: int = MANTISSA_BITS, *, tail: int = TAIL, counts_all: bool = True
@@ -101,14 +99,14 @@ class FloatHistogram:
         self.tail = tail if channels == 1 else 0
         self.counts_all = counts_all or not self.tail
         self.mantissa_bits = mantissa_bits
-        self._total = 0  # of one channel's values
-        self._heaviest = 1  # a counted value stands for at most so many
-        self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # of a block, in _counts; -1: not allocated
+        self._total = 0  # number of values of one channel
+        self._largest_weight = 1  # the largest weight of a counted value
+        self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # start of a block in _counts; -1: not allocated
         self._counts: Tallies = np.empty(0, np.uint32)
         self._used = np.zeros(1, np.int64)
-        self._outer = np.empty(0, np.float32)  # all values from the edges outwards: the tails, and perhaps more
-        self._edges = _ANYTHING
-        self._limits = limits_of(*_ANYTHING)
+        self._outer = np.empty(0, np.float32)  # all values beyond the edges: the tails, and possibly more
+        self._edges = _NO_EDGES
+        self._limits = limits_of(*_NO_EDGES)
 
     def add(self, rows: Tensor) -> None:
         """Count finite float32 values ``[channels, n]``."""
@@ -118,33 +116,33 @@ class FloatHistogram:
             self._add_by_torch(rows)
             return
         values = rows.cpu().contiguous().numpy()
-        if self._are_many(values):
-            self._add_many(values[0], one_pass=False)
+        if self._use_table(values):
+            self._add_by_table(values[0], one_pass=False)
             return
-        self._count_few(values)
+        self._count_by_lookup(values)
         if self.tail:
-            if self._edges == _ANYTHING:
+            if self._edges == _NO_EDGES:
                 self._move_edges()
-            self._keep(outside(values[0], self._limits))
+            self._keep_outer(outside(values[0], self._limits))
 
     def add_in_one_pass(self, rows: Tensor) -> tuple[float, float] | None:
-        """Count float32 values ``[1, n]`` that need not be finite, and tell their minimum and maximum.
+        """Count float32 values ``[1, n]`` that may be non-finite, and return their minimum and maximum.
 
         Returns:
-            None when nothing was done, because some value is not finite, or because this takes more than one pass.
+            None when nothing was counted, because some value is not finite or more than one pass is needed.
         """
         if rows.device.type == "cuda":
             return None
         values = rows.contiguous().numpy()
-        if not self._are_many(values):
+        if not self._use_table(values):
             return None
         self._widen_for(values.size)
-        found = self._add_many(values[0], one_pass=True)
+        found = self._add_by_table(values[0], one_pass=True)
         self._total += values.size if found else 0
         return found
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
-        """The same as ``add`` of the one channel's ``values``, each repeated ``counts`` times."""
+        """Count ``values`` of a single channel, each ``counts`` times."""
         assert self.channels == 1
         total = int(counts.sum())
         self._widen_for(total)
@@ -158,34 +156,34 @@ class FloatHistogram:
         if self.tail:
             self._move_edges()
             beyond = (values <= self._edges[0]) | (values >= self._edges[1])
-            self._keep(np.repeat(values[beyond], counts[beyond]))
+            self._keep_outer(np.repeat(values[beyond], counts[beyond]))
 
     def merge(self, other: FloatHistogram) -> None:
-        """Add the counts of a histogram with as many channels and bins."""
+        """Add the counts of a histogram with the same channels, bins and tail."""
         assert (other.channels, other.mantissa_bits, other.tail) == (self.channels, self.mantissa_bits, self.tail)
         self._widen_for(other._total)
         self._total += other._total
-        self._heaviest = max(self._heaviest, other._heaviest)
+        self._largest_weight = max(self._largest_weight, other._largest_weight)
         tables = other._tables()
         for channel, block in np.argwhere(other._first_bin >= 0):
             self._add_block(channel, block, tables[other._first_bin[channel, block] >> other.mantissa_bits])
         if self.tail:
             self._move_edges(other._edges)
-            self._keep(other._outer)
+            self._keep_outer(other._outer)
 
     def bins(self, channel: int = 0) -> Bins:
-        """The occupied bins of a channel; each value of the tails is a bin of its own, without width."""
+        """Return the non-empty bins of a channel; each value of the tails is a bin of zero width."""
         bins = self._counted_bins(channel)
         if not self.tail:
             return bins
-        self._drop_all_but_tails()
+        self._trim_to_tails()
         lower, upper = self._edges
         tail = self._outer.astype(np.float64)
         below, above = np.split(tail, [np.searchsorted(tail, 0.0)])
         inner = slice(np.searchsorted(bins.high, lower, side="right"), np.searchsorted(bins.low, upper))
         count = bins.count[inner]
-        if self._heaviest > 1 and count.size:
-            count = count * ((self._total - tail.size) / count.sum())  # what is known of the tails corrects the rest
+        if self._largest_weight > 1 and count.size:
+            count = count * ((self._total - tail.size) / count.sum())  # the exact total corrects sampled counts
         return Bins(
             np.concatenate([below, bins.low[inner], above]),
             np.concatenate([below, bins.high[inner], above]),
@@ -194,21 +192,21 @@ class FloatHistogram:
 
     # ------------------------------------------------------------------ the tails
 
-    def _keep(self, *found: Floats) -> None:
-        """Add all values of new data beyond the edges, and perhaps others.
+    def _keep_outer(self, *found: Floats) -> None:
+        """Store the values of new data beyond the edges, and possibly others.
 
-        The edges only ever move outwards. So those of an earlier batch find too much, never too little, and are moved
-        only when too much has come together.
+        Edges are only moved outwards, so earlier edges select too many values, never too few. They are moved only when
+        too many values are stored.
         """
         self._outer = np.concatenate([self._outer, *found])
-        if self._outer.size > _WAITING * self.tail:
-            self._drop_all_but_tails()
+        if self._outer.size > _TAIL_SLACK * self.tail:
+            self._trim_to_tails()
 
-    def _move_edges(self, known: tuple[float, float] = _ANYTHING) -> None:
-        """Move the edges outwards as far as the counts prove that the tails do not begin before.
+    def _move_edges(self, known: tuple[float, float] = _NO_EDGES) -> None:
+        """Move the edges outwards as far as the counts prove that the tails lie beyond them.
 
-        The bin just inside an edge and those beyond it count more than ``tail`` times the heaviest value, so they hold
-        more than ``tail`` values.
+        The bin just inside an edge and all bins beyond it have a count above ``tail`` times the largest weight, so they
+        hold more than ``tail`` values.
         """
         lower, upper = (-self._counted_edge(negative=True), self._counted_edge(negative=False))
         self._set_edges(min(lower, known[0], self._edges[0]), max(upper, known[1], self._edges[1]))
@@ -220,22 +218,22 @@ class FloatHistogram:
     def _counted_edge(self, *, negative: bool) -> float:
         first = BLOCKS // 2 if negative else 0
         first_bin = self._first_bin[0, first : first + BLOCKS // 2]
-        return self._border(tail_begin(first_bin, self._counts, self.mantissa_bits, self.tail * self._heaviest))
+        return self._border(tail_begin(first_bin, self._counts, self.mantissa_bits, self.tail * self._largest_weight))
 
     def _border(self, place: int) -> float:
-        """Where the bin ``place`` begins; always above zero: zero and what shares its bin are never a tail."""
+        """Return the lower end of the bin ``place``; always positive: the bin of zero never belongs to a tail."""
         bits = np.array(max(place, 1) << (FLOAT_MANTISSA - self.mantissa_bits), np.uint32)
-        return float(bits.view(np.float32))  # infinity when the outermost bin alone holds too many
+        return float(bits.view(np.float32))  # infinity when the outermost bin alone exceeds the tail
 
-    def _drop_all_but_tails(self) -> None:
-        """Move each edge to the smallest border of bins beyond which at most ``tail`` values of its sign lie; sort."""
+    def _trim_to_tails(self) -> None:
+        """Move each edge outwards until at most ``tail`` values lie beyond it; store only these, sorted."""
         outer = np.sort(self._outer)
         lower, upper = self._edges
         negative = int(np.searchsorted(outer, np.float32(0)))
         if negative > self.tail:
-            lower = min(lower, -self._border_behind(-outer[self.tail]))
+            lower = min(lower, -self._next_border(-outer[self.tail]))
         if outer.size - negative > self.tail:
-            upper = max(upper, self._border_behind(outer[-self.tail - 1]))
+            upper = max(upper, self._next_border(outer[-self.tail - 1]))
         self._set_edges(lower, upper)
         below, above = (
             np.searchsorted(outer, np.float32(lower), side="right"),
@@ -243,63 +241,63 @@ class FloatHistogram:
         )
         self._outer = np.concatenate([outer[:below], outer[above:]])
 
-    def _border_behind(self, magnitude: np.float32) -> float:
-        """Where the bin behind that of a value begins."""
+    def _next_border(self, magnitude: np.float32) -> float:
+        """Return the lower end of the bin after the one that holds a value."""
         return self._border((int(magnitude.view(np.uint32)) >> (FLOAT_MANTISSA - self.mantissa_bits)) + 1)
 
     # ------------------------------------------------------------------ counting
 
-    def _are_many(self, values: Floats) -> bool:
-        return self.channels == 1 and self.mantissa_bits == TABLE_MANTISSA and values.size >= _MANY
+    def _use_table(self, values: Floats) -> bool:
+        return self.channels == 1 and self.mantissa_bits == TABLE_MANTISSA and values.size >= _TABLE_THRESHOLD
 
-    def _add_many(self, values: Floats, *, one_pass: bool) -> tuple[float, float] | None:
-        """Count in tables of all bins, then add their blocks to the counts: without a look-up for each value."""
-        every = 1 if self.counts_all else one_in(values, ENOUGH)
+    def _add_by_table(self, values: Floats, *, one_pass: bool) -> tuple[float, float] | None:
+        """Count in a table of all bins and add its blocks to the counts, without a block look-up per value."""
+        every = 1 if self.counts_all else sampling_interval(values, SAMPLING_TARGET)
         pieces = _pieces(values)
         tables = [_idle_tables.pop() if _idle_tables else np.zeros(TABLE_SIZE, np.uint32) for _ in pieces]
-        limits = _NOTHING if self._edges == _ANYTHING else self._limits
-        looks = _look_at_all(pieces, tables, limits, _WAITING * self.tail, every)
-        if one_pass and not all(look.is_finite for look in looks):
+        limits = _UNREACHABLE if self._edges == _NO_EDGES else self._limits
+        scans = _scan_all(pieces, tables, limits, _TAIL_SLACK * self.tail, every)
+        if one_pass and not all(scan.is_finite for scan in scans):
             for table in tables:
                 table.fill(0)
             _idle_tables.extend(tables)
             return None
-        self._heaviest = max(self._heaviest, every)
-        for table, look in zip(tables, looks, strict=True):
-            self._move(table, look, every)
+        self._largest_weight = max(self._largest_weight, every)
+        for table, scan in zip(tables, scans, strict=True):
+            self._add_table(table, scan, every)
         _idle_tables.extend(tables)
         if self.tail:
-            found = [look.outside.view(np.float32) for look in looks]
-            if limits == _NOTHING or any(part.size > _WAITING * self.tail for part in found):
+            found = [scan.outside.view(np.float32) for scan in scans]
+            if limits == _UNREACHABLE or any(part.size > _TAIL_SLACK * self.tail for part in found):
                 self._move_edges()
                 found = [outside(piece, self._limits) for piece in pieces]
-            self._keep(*found)
-        ranges = [look.range for look in looks]
+            self._keep_outer(*found)
+        ranges = [scan.range for scan in scans]
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
-    def _move(self, table: Bits, look: Look, weight: int) -> None:
-        """Add a table to the counts, and clear it."""
+    def _add_table(self, table: Bits, scan: Scan, weight: int) -> None:
+        """Add a table to the counts with a weight, and clear it."""
         first_bin = self._first_bin[0]
-        left = look.counted - move(table, first_bin, self._counts, 0, weight)
+        left = scan.counted - add_table(table, first_bin, self._counts, 0, weight)
         if left:
             used = int(self._used[0])
-            end = allocate(left, table, first_bin, used, look.ends)
+            end = allocate(left, table, first_bin, used, scan.ends)
             self._reserve((end - used) >> TABLE_MANTISSA)
             self._used[0] = end
-            move(table, first_bin, self._counts, used, weight)
+            add_table(table, first_bin, self._counts, used, weight)
 
-    def _count_few(self, rows: Floats) -> None:
+    def _count_by_lookup(self, rows: Floats) -> None:
         bits = rows.view(np.uint32)
         for row in range(self.channels):
             values = np.ascontiguousarray(bits[row])
             done = 0
             while done < values.size:
-                done = count_few(values, done, self._first_bin[row], self._counts, self._used, self.mantissa_bits)
+                done = count_by_lookup(values, done, self._first_bin[row], self._counts, self._used, self.mantissa_bits)
                 if done < values.size:
                     self._reserve(max(self.channels, int(self._used[0]) >> self.mantissa_bits))
 
     def _add_by_torch(self, rows: Tensor) -> None:
-        """The same in torch operations, for values that should not leave their GPU: one full table per channel."""
+        """Count on the GPU, without copying the values to the CPU; uses one full table per channel."""
         size = BLOCKS << self.mantissa_bits
         for channel in range(self.channels):
             index = rows[channel].contiguous().view(torch.int32) >> (FLOAT_MANTISSA - self.mantissa_bits)
@@ -309,11 +307,11 @@ class FloatHistogram:
         if self.tail:
             self._move_edges()
             lower, upper = self._edges
-            self._keep(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
+            self._keep_outer(rows[(rows >= upper) | (rows <= lower)].cpu().numpy())
 
     def _widen_for(self, more: int) -> None:
-        """Counts take 4 bytes each, and 8 before so many values come that one of them might not fit."""
-        if self._total + more > _MOST_NARROW and self._counts.dtype != np.int64:
+        """Switch the counts from 32 to 64 bits before ``more`` values might overflow one."""
+        if self._total + more > _LARGEST_NARROW_TOTAL and self._counts.dtype != np.int64:
             self._counts = self._counts.astype(np.int64)
 
     def _add_block(self, channel: int, block: int, counts: Tallies) -> None:
@@ -327,7 +325,7 @@ class FloatHistogram:
         self._counts[first : first + counts.size] += counts.astype(self._counts.dtype)
 
     def _reserve(self, blocks: int) -> None:
-        """Make room for so many more blocks, and some to spare."""
+        """Ensure room for ``blocks`` more blocks; a new allocation has some spare ones."""
         used = int(self._used[0])
         if self._counts.size - used >= blocks << self.mantissa_bits:
             return
@@ -335,35 +333,35 @@ class FloatHistogram:
         room[:used] = self._counts[:used]
         self._counts = room
 
-    # ------------------------------------------------------------------ what was counted
+    # ------------------------------------------------------------------ results
 
     def _counted_bins(self, channel: int) -> Bins:
         return Bins(*occupied(self._first_bin[channel], self._counts, self.mantissa_bits))
 
     def __getstate__(self) -> dict[str, object]:
-        """For sending a shard to another process: without the room that is not used yet."""
+        """Return the state to pickle, e.g. for another process, without unused room."""
         return {**self.__dict__, "_counts": self._counts[: int(self._used[0])].copy()}
 
     def _tables(self) -> Tallies:
-        """The counts as [block, bin]."""
+        """Return the counts as ``[block, bin]``."""
         return self._counts.reshape(-1, 1 << self.mantissa_bits)
 
 
 def _pieces(values: Floats) -> list[Floats]:
-    """One for each thread, none too large for a table."""
+    """Split values into one piece per thread, each small enough for the 32-bit counts of a table."""
     threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE))
     size = -(-values.size // threads // PIECE) * PIECE
-    size = min(size, max(_MOST_AT_ONCE // PIECE, 1) * PIECE)
+    size = min(size, max(_LARGEST_PIECE // PIECE, 1) * PIECE)
     return [values[begin : begin + size] for begin in range(0, values.size, size)]
 
 
-def _look_at_all(pieces: list[Floats], tables: list[Bits], limits: Limits, room: int, every: int) -> list[Look]:
+def _scan_all(pieces: list[Floats], tables: list[Bits], limits: Limits, room: int, every: int) -> list[Scan]:
     if len(pieces) == 1:
-        return [look_and_count(pieces[0], tables[0], limits, room, (every, 0))]
+        return [scan_and_count(pieces[0], tables[0], limits, room, (every, 0))]
     size = pieces[0].size
     with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
-        looks = [
-            pool.submit(look_and_count, piece, table, limits, room, (every, number * size))
+        scans = [
+            pool.submit(scan_and_count, piece, table, limits, room, (every, number * size))
             for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
         ]
-        return [look.result() for look in looks]
+        return [scan.result() for scan in scans]

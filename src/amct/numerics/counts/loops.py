@@ -1,11 +1,10 @@
-"""The loops under the histogram: values looked at and counted by their bits, compiled.
+"""Compiled loops of the histogram: values are scanned and counted by their bit patterns.
 
-Positive floats are ordered like their bits as signed integers, negative ones by size like unsigned integers. So integer
-maxima, which compilers vectorize, tell the range of the values, whether all of them are finite, and whether a stretch
-of them need be looked at closer. Values are taken in chunks that fit into a processor's cache: what was looked at is
-counted while it is still there, and a tensor is read from memory once.
+Positive floats are ordered like their bits as signed integers, negative ones by magnitude like unsigned integers. So
+vectorized integer maxima give the range of the values, whether all are finite, and whether a stretch holds values
+beyond the limits. Values are processed in chunks that fit the processor's cache, so a tensor is read from memory once.
 
-Loops begin at zero and run over slices: an index that might be negative would keep them from being vectorized.
+Loops start at zero and run over slices: an index that might be negative would prevent vectorization.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ FLOAT_MANTISSA = 23
 BLOCKS = 512  # signs and exponents of a float32
 TABLE_MANTISSA = 11
 TABLE_SIZE = BLOCKS << TABLE_MANTISSA
-"""Bins of all values, infinity and NaN among them: loops count first and look whether all were finite afterwards."""
+"""Bins of all bit patterns, infinity and NaN included: loops count first and check for finite values afterwards."""
 RUN = 16
-"""So many values in a row are counted or left out together when not all are counted."""
-MOST_LEFT_OUT = 8
-"""One of so many runs is counted, at least."""
+"""Length of a run: consecutive values that are counted or skipped together when sampling."""
+LARGEST_INTERVAL = 8
+"""The largest sampling interval."""
 PIECE = 1 << 14
-"""Tensors are cut into pieces at multiples of this, or not at all: what is counted of them then stays the same."""
+"""Tensors are split at multiples of this only, so that splitting does not change which values are sampled."""
 
 _CHUNK = PIECE
 _STRETCH = 64
-_ZEROS = (BLOCKS // 2 - 1) << TABLE_MANTISSA  # where no finite value is counted: a block of infinity and NaN
+_ZEROS = (BLOCKS // 2 - 1) << TABLE_MANTISSA  # a block of infinity and NaN, where no finite value is counted
 _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
 _SIGN = 1 << 31
-_SOME_RUNS, _ODD = 64, 37
+_PROBED_RUNS, _ODD = 64, 37
 
 Bits = NDArray[np.uint32]
 SignedBits = NDArray[np.int32]
@@ -45,23 +44,23 @@ Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
 
 
-class Look(NamedTuple):
-    """What ``look_and_count`` saw besides what it counted."""
+class Scan(NamedTuple):
+    """Result of ``scan_and_count`` besides the counts."""
 
     outside: Bits
-    """The values from the limits outwards; one more than there was room for when they are too many."""
+    """The values at or beyond the limits; one more than ``room`` when there are too many."""
     counted: int
-    """How many values."""
+    """Number of counted values."""
     largest: int
-    """Bits of the largest value, signed: negative when all values are."""
+    """Largest bit pattern as a signed integer: the largest value if any is positive."""
     outermost: int
-    """Bits of the largest unsigned integer: the smallest value when any is negative."""
+    """Largest bit pattern as an unsigned integer: the smallest value if any is negative."""
     innermost: int
-    """Bits of the smallest unsigned integer."""
+    """Smallest bit pattern as an unsigned integer."""
 
     @property
     def is_finite(self) -> bool:
-        """There was no NaN and no infinity."""
+        """Whether there is no NaN and no infinity."""
         return self.largest < _INFINITY and self.outermost < _SIGN + _INFINITY
 
     @property
@@ -79,31 +78,31 @@ class Look(NamedTuple):
 
 
 Limits = tuple[int, int]
-"""Bits of two values, below zero and above."""
+"""Bit patterns of a negative and a positive limit."""
 
 
 def limits_of(lower: float, upper: float) -> Limits:
-    """The bits of two values."""
+    """Return the bit patterns of two values."""
     below, above = np.array([lower, upper], np.float32).view(np.uint32).tolist()
     return below, above
 
 
-def look_and_count(values: Floats, table: Bits, limits: Limits, room: int, runs: tuple[int, int]) -> Look:
-    """Count values in a table of all bins, and look at all of them, whether they are counted or not.
+def scan_and_count(values: Floats, table: Bits, limits: Limits, room: int, runs: tuple[int, int]) -> Scan:
+    """Scan all values, and count all or a sample of them in a table of all bins.
 
     Args:
-        values: when not all are counted, those behind the last whole group of runs are not.
-        table: a count for each top bits of a float; when not all values are finite, it is of no use afterwards.
-        limits: values from these outwards are sought.
-        room: for so many of these.
-        runs: of how many runs one is counted (a power of two, at most ``MOST_LEFT_OUT``), and where the values begin
-            in the tensor that they are a piece of (a multiple of ``PIECE``).
+        values: when sampling, values after the last whole group of runs are not counted.
+        table: counts by top bits, updated; invalid afterwards if some value is not finite.
+        limits: values at or beyond these are collected.
+        room: maximum number of collected values.
+        runs: the sampling interval (a power of two, at most ``LARGEST_INTERVAL``), and the index of the first value in
+            the tensor (a multiple of ``PIECE``).
     """
-    return Look(*_look_and_count(values, table, limits, room, runs))
+    return Scan(*_scan_and_count(values, table, limits, room, runs))
 
 
 @compiled
-def _look_and_count(
+def _scan_and_count(
     values: Floats, table: Bits, limits: Limits, room: int, runs: tuple[int, int]
 ) -> tuple[Bits, int, int, int, int]:
     every, offset = runs
@@ -113,7 +112,7 @@ def _look_and_count(
     number = 0
     for begin in range(0, bits.size, _CHUNK):
         chunk = bits[begin : begin + _CHUNK]
-        number = _look(chunk, signed[begin : begin + _CHUNK], limits, found, number, extremes)
+        number = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number, extremes)
         if every == 1:
             _count_all(chunk, table)
         else:
@@ -126,22 +125,22 @@ def _look_and_count(
 
 
 def range_of(values: Floats) -> tuple[float, float] | None:
-    """The smallest and the largest value; None when one is NaN or infinite."""
-    look = Look(np.empty(0, np.uint32), 0, *_extremes(values))
-    return look.range if look.is_finite else None
+    """Return the smallest and the largest value; None when one is NaN or infinite."""
+    scan = Scan(np.empty(0, np.uint32), 0, *_extremes(values))
+    return scan.range if scan.is_finite else None
 
 
 @compiled
 def _extremes(values: Floats) -> tuple[int, int, int]:
     extremes = np.array([-_SIGN, 0, 2 * _SIGN - 1], np.int64)
     no_limits = (2 * _SIGN - 1, _SIGN - 1)
-    _look(values.view(np.uint32), values.view(np.int32), no_limits, np.empty(0, np.uint32), 0, extremes)
+    _scan(values.view(np.uint32), values.view(np.int32), no_limits, np.empty(0, np.uint32), 0, extremes)
     return extremes[0], extremes[1], extremes[2]
 
 
 @compiled
 def outside(values: Floats, limits: Limits) -> Floats:
-    """The values from the limits outwards."""
+    """Return the values at or beyond the limits."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
     found = np.empty(_CHUNK + _STRETCH, np.uint32)
     extremes = np.zeros(3, np.int64)
@@ -149,14 +148,14 @@ def outside(values: Floats, limits: Limits) -> Floats:
     for begin in range(0, bits.size, _CHUNK):
         if found.size < number + _CHUNK + _STRETCH:
             found = np.concatenate((found, found))
-        number = _look(bits[begin : begin + _CHUNK], signed[begin : begin + _CHUNK], limits, found, number, extremes)
+        number = _scan(bits[begin : begin + _CHUNK], signed[begin : begin + _CHUNK], limits, found, number, extremes)
     kept: Floats = found[:number].copy().view(np.float32)
     return kept
 
 
 @compiled
-def _look(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int, extremes: Counts) -> int:
-    """Widen the extremes, and add the values outside to the ``number`` found so far as long as there is room."""
+def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int, extremes: Counts) -> int:
+    """Update the extremes, and append the values at or beyond the limits to the first ``number`` of ``found``."""
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
     largest, outermost, innermost = np.int32(extremes[0]), np.uint32(extremes[1]), np.uint32(extremes[2])
     for begin in range(0, bits.size, _STRETCH):
@@ -176,26 +175,26 @@ def _look(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: i
 
 
 @compiled
-def one_in(values: Floats, enough: int) -> int:
-    """Of how many runs one has to be counted, so that about ``enough`` values that matter are.
+def sampling_interval(values: Floats, enough: int) -> int:
+    """Return n such that counting one run in n counts about ``enough`` values that are not near zero.
 
-    The loss of a range, estimated from n random values, is off by less than one part in the root of n (the squares of
-    rounding errors differ by 0.9 of their mean). Values near zero do not count, as they are rounded to zero; some
-    runs of the tensor tell how many there are.
+    The relative error of a loss estimated from m random values is below 1/sqrt(m) (the standard deviation of squared
+    rounding errors is 0.9 of their mean). Values near zero are excluded, as they are rounded to zero; their number is
+    estimated from some runs of the tensor.
     """
     if values.size < 2 * enough:
         return 1
-    step = values.size // _SOME_RUNS - _ODD  # so that runs begin in all channels
+    step = values.size // _PROBED_RUNS - _ODD  # odd, so that the probed runs start in all channels
     largest, number = np.float32(0), 0
-    for begin in range(0, _SOME_RUNS * step, step):
+    for begin in range(0, _PROBED_RUNS * step, step):
         for place in range(begin, begin + RUN):
             largest = max(largest, abs(values[place]))
-    for begin in range(0, _SOME_RUNS * step, step):
+    for begin in range(0, _PROBED_RUNS * step, step):
         for place in range(begin, begin + RUN):
             number += np.int64(abs(values[place]) > largest / 256)
-    matter = values.size * number // (_SOME_RUNS * RUN)
+    matter = values.size * number // (_PROBED_RUNS * RUN)
     every = 1
-    while every < MOST_LEFT_OUT and matter >= 2 * every * enough:
+    while every < LARGEST_INTERVAL and matter >= 2 * every * enough:
         every *= 2
     return every
 
@@ -204,13 +203,13 @@ def one_in(values: Floats, enough: int) -> int:
 def _count_all(bits: Bits, table: Bits) -> None:
     """Count every value.
 
-    Zeros, every other value behind a ReLU, are counted in several places in turn: an increment has to wait for the one
-    before it in the same place, which doubles the time.
+    Zeros, about half of the values after a ReLU, are counted in several places in turn: repeated increments of one
+    place wait for each other, which doubles the time.
     """
     shift = np.uint32(FLOAT_MANTISSA - TABLE_MANTISSA)
     for position in range(bits.size):
         value = bits[position]
-        # Unsigned: spares the check for negative indices in the hot line.
+        # Unsigned indices avoid the check for negative ones.
         place = np.uint64(value >> shift)
         place = np.uint64(_ZEROS) + np.uint64(position & (_ZERO_PLACES - 1)) if value == 0 else place
         table[place] += np.uint32(1)
@@ -218,11 +217,11 @@ def _count_all(bits: Bits, table: Bits) -> None:
 
 @compiled
 def _count_runs(bits: Bits, table: Bits, every: int, begin: int) -> None:
-    """Count one run of ``every``: which one changes from group to group, so that no channel or column is preferred."""
+    """Count one run of each group of ``every``; its position varies between groups, so no channel is preferred."""
     shift = np.uint32(FLOAT_MANTISSA - TABLE_MANTISSA)
     group = RUN * every
     for position in range(0, bits.size - group + 1, group):
-        # Multiples of the golden ratio, without their whole part, are spread evenly over 0..1, whatever the step.
+        # The fractional parts of multiples of the golden ratio are evenly spread over 0..1.
         fraction = (np.uint64((begin + position) // group) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
         first = np.uint64(position) + (fraction * np.uint64(every) >> np.uint64(32)) * np.uint64(RUN)
         for step in range(RUN):
@@ -233,11 +232,11 @@ def _count_runs(bits: Bits, table: Bits, every: int, begin: int) -> None:
 
 
 @compiled
-def count_few(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: Counts, mantissa_bits: int) -> int:
+def count_by_lookup(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: Counts, mantissa_bits: int) -> int:
     """Count the values from position ``done`` on, and allocate their blocks.
 
     Returns:
-        The end, or the position that needs a block when there is no room.
+        The number of values, or the position of a value whose block needs more room.
     """
     shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
     mask = np.uint32((1 << mantissa_bits) - 1)
@@ -256,11 +255,11 @@ def count_few(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: C
 
 
 @compiled
-def move(table: Bits, first_bin: Counts, counts: Tallies, begin: int, weight: int) -> int:
+def add_table(table: Bits, first_bin: Counts, counts: Tallies, begin: int, weight: int) -> int:
     """Add the blocks of ``table`` that are allocated from ``begin`` on to ``counts``, and clear them.
 
     Returns:
-        Of how many values these were the counts.
+        The number of values in these blocks.
     """
     size = 1 << TABLE_MANTISSA
     moved = 0
@@ -282,14 +281,14 @@ def allocate(left: int, table: Bits, first_bin: Counts, used: int, ends: tuple[i
     """Allocate the blocks that hold the ``left`` values of ``table``, from the outermost values inwards.
 
     Args:
-        left: so many were not moved.
-        table: with these values alone in blocks that are not allocated.
-        first_bin: where each block begins, to be extended.
-        used: where the first new block begins.
+        left: number of values in blocks that are not allocated.
+        table: counts; only blocks that are not allocated are non-zero.
+        first_bin: start of each block, updated.
+        used: start of the first new block.
         ends: the blocks of the outermost values, positive and negative; -1 when there is none.
 
     Returns:
-        Where the next block would begin.
+        The end of the allocated blocks.
     """
     size = 1 << TABLE_MANTISSA
     for step in range(BLOCKS // 2):
@@ -309,7 +308,7 @@ def allocate(left: int, table: Bits, first_bin: Counts, used: int, ends: tuple[i
 
 @compiled
 def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Values, Values, Values]:
-    """Where the bins of all values that occurred begin and end, and how many each holds, ascending."""
+    """Return lower end, upper end and count of all non-empty bins, ascending."""
     size, half = 1 << mantissa_bits, first_bin.size // 2
     room = np.sum(first_bin >= 0) << mantissa_bits
     inner, found = np.empty(room, np.uint32), np.empty(room, np.float64)
@@ -317,7 +316,7 @@ def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Va
     for step in range(first_bin.size):
         if step == half:
             negative = number
-        # Negative floats follow the positive ones, from zero outwards.
+        # The blocks of negative floats follow those of positive ones, from zero outwards.
         block = first_bin.size - 1 - step if step < half else step - half
         first = first_bin[block]
         if first < 0:
@@ -332,14 +331,17 @@ def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Va
     near, far = inner.view(np.float32), outer.view(np.float32)
     low, high = np.empty(number), np.empty(number)
     for place in range(number):
-        begin, end = np.float64(near[place]), min(np.float64(far[place]), 2.0**128)  # behind the largest is infinity
+        begin, end = (
+            np.float64(near[place]),
+            min(np.float64(far[place]), 2.0**128),
+        )  # the bin after the largest is infinity
         low[place], high[place] = (-end, -begin) if place < negative else (begin, end)
     return low, high, found[:number].copy()
 
 
 @compiled
 def tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
-    """The magnitude of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
+    """Return the index of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
     seen = 0
     for block in range(first_bin.size - 1, -1, -1):
         begin = first_bin[block]

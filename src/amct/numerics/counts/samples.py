@@ -1,10 +1,10 @@
-"""What an observer remembers of the values it saw: all of them while they are few, then a histogram.
+"""Storage of observed values: exact values while they are few, counts beyond.
 
-Up to ``EXACT_LIMIT`` values per layer are kept as they are, so that a search over them is exact and equals AMCT's own;
-fewer where memory may not depend on the number of batches (``counts_all=False``: Caffe's calibration layers). One value
-more and all of them are counted instead: each different value (``ValueCounts``) as long as these are few, else, and
-always per channel, in a ``FloatHistogram``. Neither grows with the data. Minimum and maximum are exact in all cases,
-and which case it is does not depend on the order of the data.
+Up to ``EXACT_LIMIT`` values per layer are stored, so that a search over them is exact and equals AMCT's; fewer where
+memory must not depend on the number of batches (``counts_all=False``: Caffe's calibration layers). Beyond the limit all
+values are counted: by distinct value (``ValueCounts``) while these are few, otherwise, and always per channel, in a
+``FloatHistogram``. Neither grows with the data. Minimum and maximum are always exact, and the storage does not depend
+on the order of the data.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_m
 
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
-"""Unless ``counts_all``: so many values take as much memory as their counts would."""
+"""The limit unless ``counts_all``: this many values take as much memory as their counts would."""
 
 Floats = NDArray[np.float32]
 
 
 class Samples:
-    """The values of one layer's activation, per tensor or per channel (then every channel has as many)."""
+    """The observed values of one activation, per tensor or per channel (with equally many values per channel)."""
 
     def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL, counts_all: bool = True) -> None:
         self.range = RunningRange(channel_axis)
         self._tail, self._counts_all = tail, counts_all
         self.merged = False
-        """Two collections were joined, so the batches have no order any more."""
+        """Whether two collections were merged, so that the batches have no order."""
         self._pieces: list[Floats] = []
         self._counts: ValueCounts | FloatHistogram | None = None
 
     @property
     def exact(self) -> bool:
-        """All values are still at hand."""
+        """Whether all values are stored."""
         return self._counts is None
 
     @property
@@ -52,12 +52,12 @@ class Samples:
         return EXACT_LIMIT if self._counts_all else min(EXACT_LIMIT, SMALL_EXACT_LIMIT)
 
     def expect(self, values: int) -> None:
-        """So many values will come, of one channel: more than can be kept are counted from the first one on."""
+        """Announce the total number of values: if it exceeds the limit, values are counted from the first one on."""
         if values > self._exact_limit and self._counts is None and not self._pieces:
-            self._counts = ValueCounts.none()
+            self._counts = ValueCounts.empty()
 
     def add(self, x: Tensor) -> None:
-        """Take in one batch; a refused batch leaves everything as it was."""
+        """Add one batch; a batch that raises changes nothing."""
         if self._add_to_histogram(x):
             return
         rows = self.range.add(x)
@@ -66,11 +66,11 @@ class Samples:
         if self.exact and self.range.count <= self._exact_limit:
             self._pieces.append(rows.cpu().numpy().copy())
         else:
-            self._leave_exact()
+            self._switch_to_counts()
             self._count(rows)
 
     def _add_to_histogram(self, x: Tensor) -> bool:
-        """Whether one pass was enough to check and to count a batch; else nothing was done."""
+        """Check and count a batch in one pass; return False, with nothing changed, where that is not possible."""
         if self.range.channel_axis is not None or not isinstance(self._counts, FloatHistogram):
             return False
         rows = as_rows(x, None)
@@ -80,14 +80,14 @@ class Samples:
         return found is not None
 
     def merge(self, other: Samples) -> None:
-        """Take in all that ``other`` has; ``other`` stays as it is."""
+        """Add the values of ``other``, which is not changed."""
         joined = self.range.count > 0 and other.range.count > 0
         self.range.merge(other.range)
         self.merged = self.merged or other.merged or joined
         if self.exact and other.exact and self.range.count <= self._exact_limit:
             self._pieces.extend(other._pieces)
             return
-        self._leave_exact()
+        self._switch_to_counts()
         if other._counts is None:
             for piece in other._pieces:
                 self._count(torch.from_numpy(piece))
@@ -97,33 +97,33 @@ class Samples:
             self._histogram().merge(other._counts)
 
     def batches_of(self, channel: int) -> list[Floats]:
-        """The values of a channel, a batch each, as long as ``exact``."""
+        """Return the values of a channel batch by batch; requires ``exact``."""
         assert self.exact
         return [piece[channel] for piece in self._pieces]
 
     def sorted_values(self, channel: int) -> Floats:
-        """All values of a channel in ascending order, as long as ``exact``: the same whatever order they came in."""
+        """Return all values of a channel in ascending order; requires ``exact``."""
         return np.sort(np.concatenate(self.batches_of(channel)))
 
     def sorted_nonzero(self, channel: int) -> tuple[Floats, int]:
-        """As ``sorted_values``, but of zeros only their number; sorting takes half the time behind a ReLU."""
+        """Return the sorted non-zero values and the number of zeros; half the time of sorting all after a ReLU."""
         nonzero, zeros = _nonzero(np.concatenate(self.batches_of(channel)))
         nonzero.sort()
         return nonzero, zeros
 
     def bins(self, channel: int) -> Bins:
-        """The counts of a channel, when no longer ``exact``; they end at the exact minimum and maximum."""
+        """Return the bins of a channel, limited to the exact minimum and maximum; requires not ``exact``."""
         assert self._counts is not None
         bins = self._counts.bins() if isinstance(self._counts, ValueCounts) else self._counts.bins(channel)
         minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
         return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
 
-    def _leave_exact(self) -> None:
-        """From the first call on, values are counted instead of kept."""
+    def _switch_to_counts(self) -> None:
+        """Switch from stored values to counts."""
         if self._counts is not None:
             return
         channels = self.range.channels
-        self._counts = ValueCounts.none() if channels == 1 else FloatHistogram(channels, CHANNEL_MANTISSA_BITS)
+        self._counts = ValueCounts.empty() if channels == 1 else FloatHistogram(channels, CHANNEL_MANTISSA_BITS)
         pieces, self._pieces = self._pieces, []
         for piece in pieces:
             self._count(torch.from_numpy(piece))
@@ -143,7 +143,7 @@ class Samples:
             self._counts = joined
 
     def _histogram(self) -> FloatHistogram:
-        """The histogram; from the first call on, everything is counted in it."""
+        """Return the histogram, after switching to it if values were counted by distinct value."""
         if not isinstance(self._counts, FloatHistogram):
             histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail, counts_all=self._counts_all)
             if self._counts is not None:
@@ -154,7 +154,7 @@ class Samples:
 
 @compiled
 def _nonzero(values: Floats) -> tuple[Floats, int]:
-    """The values that are not zero, in the memory of all, and how many are."""
+    """Move the non-zero values to the front of ``values``; return them and the number of zeros."""
     number = 0
     for value in values:
         values[number] = value
@@ -164,15 +164,15 @@ def _nonzero(values: Floats) -> tuple[Floats, int]:
 
 @dataclass(kw_only=True, eq=False)
 class SamplingObserver(ABC):
-    """An observer that chooses a range from the values themselves; what the searches have in common."""
+    """Base of observers that search a range over the observed values."""
 
     bits: int = 8
     asymmetric: bool = True
     channel_axis: int | None = None
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
     counts_all: bool = True
-    """Of all values of all batches. If not, of batches far larger than a search needs a part is counted, so that how
-    the data is cut into batches matters, and fewer values are kept as they are."""
+    """Count all values. If False, only a part of very large batches is counted, so the result depends on how the data
+    is split into batches, and fewer values are stored exactly."""
     _samples: Samples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -187,26 +187,26 @@ class SamplingObserver(ABC):
 
     @property
     def exact(self) -> bool:
-        """The search runs on the values themselves, not on their histogram."""
+        """Whether the search runs on the values themselves, not on their counts."""
         return self._samples.exact
 
     def expect(self, values: int) -> None:
-        """Say beforehand how many values will come: nothing else is chosen, but memory does not peak on the way."""
+        """Announce the total number of values, to avoid a peak of memory; the result does not change."""
         if self.channel_axis is None:
             self._samples.expect(values)
 
     def observe(self, x: Tensor) -> None:
-        """Take in one tensor; it is not kept alive and not changed."""
+        """Add one tensor; no reference to it is kept, and it is not changed."""
         self._samples.add(x)
 
     def merge(self, other: Observer) -> None:
-        """Take in everything that ``other``, an observer with the same settings, has seen."""
+        """Add all data observed by ``other``, an observer with the same settings."""
         check_mergeable(self, other)
         assert isinstance(other, SamplingObserver)
         self._samples.merge(other._samples)
 
     def result(self) -> ActivationFactors:
-        """Scale and offset for all data seen so far."""
+        """Return scale and offset for all data observed so far."""
         self._samples.range.require_values()
         ranges = [self.search(channel) for channel in range(self._samples.range.channels)]
         minimum, maximum = torch.tensor(ranges, dtype=torch.float64).unbind(1)
@@ -221,4 +221,4 @@ class SamplingObserver(ABC):
 
     @abstractmethod
     def search(self, channel: int) -> tuple[float, float]:
-        """The range (minimum, maximum) that quantizes a channel best."""
+        """Return the range (minimum, maximum) with the least quantization error of a channel."""

@@ -1,4 +1,4 @@
-"""The activation that alone reads a layer's output, as a function: AdaRound learns what counts behind it."""
+"""The activation that is the only reader of a layer's output: AdaRound minimizes the error after it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _WITH_SETTINGS = frozenset({"clamp", "gelu", "hardtanh", "leaky_relu", "prelu", 
 
 
 def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
-    """The activation behind a layer (behind the batch norm folded into it); None when there is no such activation.
+    """The activation after a layer (after the batch norm folded into it); None when there is no such activation.
 
-    Known are ReLU, ReLU6, LeakyReLU, PReLU, RReLU, GELU, Sigmoid and Tanh.
+    Supported are ReLU, ReLU6, LeakyReLU, PReLU, RReLU, GELU, Sigmoid and Tanh.
     """
     if traced.graph is None or layer not in traced.graph:
         return None
@@ -52,7 +52,7 @@ def _with_settings(node: Node, traced: Traced, fused: Fused) -> Callable[[Tensor
     if node.op == "leaky_relu":
         return functools.partial(functional.leaky_relu, negative_slope=float(settings["negative_slope"]))
     if node.op == "rrelu":
-        slope = (float(settings["lower"]) + float(settings["upper"])) / 2  # what it is when not training
+        slope = (float(settings["lower"]) + float(settings["upper"])) / 2  # its slope in eval mode
         return functools.partial(functional.leaky_relu, negative_slope=slope)
     if node.op == "gelu":
         return functools.partial(functional.gelu, approximate=str(settings["approximate"]))
@@ -65,7 +65,7 @@ def _prelu(node: Node, fused: Fused) -> Callable[[Tensor], Tensor] | None:
     names = node.attributes["parameters"]
     assert isinstance(names, tuple)
     if len(names) != 1:
-        return None  # a slope that is computed
+        return None  # the slope is computed
     slope = fused.model.get_parameter(names[0]).detach()
     return functools.partial(_apply_prelu, slope)
 
@@ -75,7 +75,7 @@ def _apply_prelu(slope: Tensor, x: Tensor) -> Tensor:
 
 
 def _settings(node: Node, traced: Traced) -> dict[str, Any] | None:
-    """Every argument of an operation by its name, those left out by their default; None for one inside a region."""
+    """Every argument of an operation by its name, or its default; None inside an autocast region."""
     assert traced.program is not None
     operation: fx.Node | None = next((found for found in traced.program.graph.nodes if found.name == node.name), None)
     if operation is None:

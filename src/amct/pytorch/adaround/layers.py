@@ -1,15 +1,15 @@
-"""AdaRound over a whole model: layer after layer, each learning from what the layers before it have become.
+"""AdaRound over a whole model, layer after layer.
 
-A layer's inputs come from the model whose layers before it are quantized already, its wanted outputs from the float
-model. The inputs and outputs of one layer are held at a time, with the outputs of a few layers ahead as long as they
-are small; forwards stop at the layer they are made for, and begin behind what is finished (``finished_modules``).
+The inputs of a layer come from the model whose earlier layers are quantized, its target outputs from the float model.
+Inputs and outputs of one layer are held at a time, and the outputs of the next few layers as long as they are small. A
+forward stops at the layer that is learned; outputs of finished modules are cached (``output_cache``).
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +22,18 @@ from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.numerics.integer import ConvolutionGeometry
+from amct.ptq.weights import layer_error
 from amct.pytorch.adaround.activation_after import activation_after
-from amct.pytorch.adaround.finished_modules import FinishedModules
-from amct.pytorch.layer_weights import balanced_weight, channel_axis, named, weight_parts
-from amct.pytorch.quantized_weights import LayerWeights
+from amct.pytorch.adaround.output_cache import OutputCache
+from amct.pytorch.layer_weights import put_weights
 from amct.pytorch.watch.layer_hooks import Balance, given_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from amct.config.plan import LayerPlan
-    from amct.pytorch.preparation import Preparation
+    from amct.ptq.weights import LayerWeights
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
@@ -42,54 +43,53 @@ _SEED = 0
 
 
 def learn_rounding(
-    preparation: Preparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
+    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
 ) -> dict[str, LayerWeights]:
     """Learn the rounding of every layer that the plan gives to AdaRound.
 
     Args:
         preparation: the model with ARQ's weights everywhere.
-        data: makes the inputs to learn from.
+        data: returns the batches to learn from.
         fast: learn from the Gram matrix of the layer's input.
 
     Raises:
-        CalibrationError: the data reaches a layer not at all or makes its loss not finite; names the layer.
+        CalibrationError: no data reaches a layer, or its loss is not finite; the message names the layer.
     """
-    layers = [layer for layer in preparation.layers if isinstance(layer.weight, AdaRoundSettings)]
-    batches = list(data())  # a loader may shuffle: inputs and wanted outputs must belong to the same data
+    layers = [layer for layer in preparation.layer_plans if isinstance(layer.weight, AdaRoundSettings)]
+    batches = list(data())  # read once: a loader may shuffle, and inputs and target outputs must match
     quantized = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
         module = quantized.get_submodule(name)
         if weights.balance is not None:
-            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
-    finished = FinishedModules(quantized, [layer.name for layer in layers])
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
+    cache = OutputCache(quantized, [layer.name for layer in layers])
     outputs = _FloatOutputs(preparation.fused.model, [layer.name for layer in layers], batches)
     learned: dict[str, LayerWeights] = {}
     with progress.bar("AdaRound", len(layers)) as advance:
         for layer in layers:
             advance(0, description=f"AdaRound {layer.name}")
-            wanted = outputs.of(layer.name)
-            inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=finished.begin)[layer.name]
-            found = _learn_layer(layer, preparation, inputs, wanted, fast=fast)
-            found.put_into(quantized.get_submodule(layer.name))
-            finished.finish(layer.name)
+            target = outputs.of(layer.name)
+            inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
+            found = _learn_layer(layer, preparation, inputs, target, fast=fast)
+            put_weights(quantized.get_submodule(layer.name), found.rounded)
+            cache.finish(layer.name)
             learned[layer.name] = found
             advance()
     return learned
 
 
 def _learn_layer(
-    layer: LayerPlan, preparation: Preparation, inputs: list[Tensor], wanted: list[Tensor], *, fast: bool
+    layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], *, fast: bool
 ) -> LayerWeights:
     before = preparation.weights[layer.name]
     module = preparation.fused.model.get_submodule(layer.name)
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
-    pairs, notes = _alike(module, inputs, wanted)
-    part = weight_parts(module)[0]
-    weight = balanced_weight(module, part, before.balance)
+    pairs, notes = _merged(module, inputs, target)
+    part = before.parts[0]
     bias = getattr(module, "bias", None)
     described = AdaRoundLayer(
-        weight=weight,
+        weight=part.with_balance(before.balance),
         bias=bias.detach().float() if isinstance(bias, Tensor) else None,
         geometry=_geometry(module),
         activation=activation_after(layer.name, preparation.traced, preparation.fused),
@@ -98,15 +98,7 @@ def _learn_layer(
     for note in (*notes, *result.notes):
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
-    return LayerWeights(
-        rounded={part.attribute: result.weight},
-        factors={part.attribute: result.factors},
-        bits=before.bits,
-        balance=before.balance,
-        learned=True,
-        can_pack=before.can_pack,
-        notes=(*notes, *result.notes),
-    )
+    return replace(before, rounded={part.name: result.weight}, factors={part.name: result.factors}, learned=True)
 
 
 def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool) -> AdaRoundResult:
@@ -123,7 +115,7 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
     with progress.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
         done = 0
 
-        def tell(iteration: int, _: int, __: float) -> None:
+        def report(iteration: int, _: int, __: float) -> None:
             nonlocal done
             advance(iteration - done)
             done = iteration
@@ -135,14 +127,14 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
                 learning,
                 channel_wise=settings.channel_wise,
                 generator=torch.Generator().manual_seed(_SEED),
-                progress=tell,
+                progress=report,
             )
         except AmctError as error:
-            raise named(layer.name, error) from error
+            raise layer_error(layer.name, error) from error
 
 
 def _geometry(module: nn.Module) -> ConvolutionGeometry | None:
-    """How a convolution walks; padding given as a word is done to the data beforehand (``_padded``)."""
+    """Stride, padding and so on of a convolution; padding given as a word is applied to the data (``_padded``)."""
     if isinstance(module, nn.Linear):
         return None
     assert isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
@@ -163,8 +155,8 @@ def _padded(module: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def _alike(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[CachedData, list[str]]:
-    """All batches as one; where their shapes differ, values of a linear layer are taken one by one."""
+def _merged(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[CachedData, list[str]]:
+    """All batches in one; if shapes differ, a linear layer gets rows, others the batches of the first shape."""
     inputs = [_padded(module, x) for x in inputs]
     if len({x.shape[1:] for x in inputs}) > 1 or any(x.ndim < 2 for x in inputs):
         if isinstance(module, nn.Linear):
@@ -181,8 +173,8 @@ def _alike(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor
 # -- forwards up to a layer --------------------------------------------------------------------------------------------
 
 
-class _Enough(BaseException):
-    """Ends a forward when everything wanted was seen; no ``except Exception`` of the user's code holds it up."""
+class _StopForward(BaseException):
+    """Ends a forward after the last layer of interest; a BaseException, so that user code does not catch it."""
 
 
 def _collect(
@@ -195,7 +187,7 @@ def _collect(
 ) -> dict[str, list[Tensor]]:
     """The inputs, or the outputs, of some layers over all data; each forward ends after the last of them.
 
-    ``begin`` is told the number of each batch before it runs.
+    ``begin`` is called with the number of each batch before it runs.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     handles = []
@@ -204,7 +196,7 @@ def _collect(
         if isinstance(value, Tensor):
             found[name].append(value.detach().clone())
         if name == names[-1]:
-            raise _Enough
+            raise _StopForward
 
     for name in names:
         module = model.get_submodule(name)
@@ -217,7 +209,7 @@ def _collect(
             for number, (args, kwargs) in enumerate(batches):
                 if begin is not None:
                     begin(number)
-                with suppress(_Enough):
+                with suppress(_StopForward):
                     model(*args, **kwargs)
     finally:
         for handle in handles:
@@ -241,7 +233,7 @@ def _after(note: Callable[[str, object], None], name: str) -> Callable[..., None
 
 @dataclass
 class _FloatOutputs:
-    """Outputs of the float model's layers, fetched for several layers at once as long as they are small."""
+    """Outputs of the float model's layers, computed for several layers at once as long as they are small."""
 
     model: nn.Module
     names: Sequence[str]
@@ -250,11 +242,11 @@ class _FloatOutputs:
     ahead: int = 1
 
     def of(self, name: str) -> list[Tensor]:
-        """The outputs of one layer, a batch each; they are handed over, not kept."""
+        """The outputs of one layer, one tensor for each batch; they are removed from here."""
         if name not in self.ready:
             place = self.names.index(name)
             self.ready = _collect(self.model, self.names[place : place + self.ahead], self.batches, inputs=False)
             fetched = sum(tensor.nbytes for tensors in self.ready.values() for tensor in tensors)
-            # Layers deeper in a network are seldom larger: as many as would have fit this time.
+            # Later layers are seldom larger: next time as many as would have fit this time.
             self.ahead = max(1, self.ahead * _LOOKAHEAD_BYTES // max(fetched, 1))
         return self.ready.pop(name)

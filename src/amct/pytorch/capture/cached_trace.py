@@ -1,12 +1,12 @@
-"""Looks at a model once, although several functions of a flow ask for it.
+"""Traces a model once, although several functions of a flow need its trace.
 
-What was learned is remembered as long as the model object lives, and used again as long as the model looks the same:
-the same modules with the same settings and tensors, and an example input of the same form. The memory holds the model
-only weakly.
+A trace is cached as long as the model object lives, and used again while the model has the same fingerprint and the
+example input has the same form. The cache holds the model only weakly.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,24 +17,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.capture.fingerprint import NotComparableError, fingerprint, tensor_fingerprint
 from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.capture.trace import Traced, trace
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.onnx.io_names import IoNames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from amct.pytorch.capture.example_inputs import ExampleInputs
 
-_seen: WeakKeyDictionary[nn.Module, tuple[object, Traced]] = WeakKeyDictionary()
-"""The last look at each living model, without the model itself. A cache: forgetting it costs time only."""
+logger = logging.getLogger(__name__)
+
+_cache: WeakKeyDictionary[nn.Module, tuple[object, Traced]] = WeakKeyDictionary()
+"""Fingerprint and last trace of each living model; the trace is stored without the model and its inputs."""
 _lock = threading.Lock()
+_PLACEHOLDER = nn.Identity()
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
 
-
-def look(
+def cached_trace(
     model: nn.Module,
     input_data: object,
     *,
@@ -42,7 +44,7 @@ def look(
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
 ) -> Traced:
-    """``trace``, or what it told of this model before; arguments and errors are its own."""
+    """``trace`` with the same arguments and errors, or its cached result."""
     names = {"input_names": input_names, "output_names": output_names, "dynamic_axes": dynamic_axes}
     if not isinstance(model, nn.Module):
         return trace(model, input_data)  # refuses it
@@ -50,55 +52,33 @@ def look(
     refuse_operators(model)
     inputs = example_inputs(model, input_data)
     io_names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
-    appearance = (tuple(_appearance(model)), _form(inputs), io_names.open_axes(inputs.tensors()))
     with _lock:
-        known = _seen.get(model)
-    if known is not None and known[0] == appearance:
-        return replace(known[1], model=model, inputs=inputs, names=io_names)
+        cached = _cache.get(model)
+    if cached is not None and cached[0] == _key(model, inputs, io_names, with_values=cached[1].program is None):
+        return replace(cached[1], model=model, inputs=inputs, names=io_names)
     traced = trace(model, input_data, **names)  # type: ignore[arg-type]  # one value type for three arguments
+    key = _key(model, inputs, io_names, with_values=traced.program is None)
     with _lock:
-        # The model and the example must not be kept alive by the memory of them.
-        _seen[model] = (appearance, replace(traced, model=_NOBODY, inputs=replace(inputs, args=(), kwargs={})))
+        if key is None:
+            _cache.pop(model, None)
+        else:
+            _cache[model] = key, replace(traced, model=_PLACEHOLDER, inputs=replace(inputs, args=(), kwargs={}))
     return traced
 
 
-_NOBODY = nn.Identity()
+def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, with_values: bool) -> object | None:
+    """What the trace depends on; None when that cannot be compared.
 
-
-def _appearance(model: nn.Module) -> Iterator[object]:
-    """Everything about a model that its trace depends on and that can be compared."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield name, type(module), id(module)
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers"):
-                yield from ((attribute, key, _tensor_form(tensor)) for key, tensor in value.items())
-            elif attribute.startswith("_forward") and attribute.endswith("hooks"):
-                yield attribute, tuple(id(hook) for hook in value.values())
-            elif attribute not in ("_modules", "training"):
-                yield attribute, _comparable(value)
-
-
-def _comparable(value: object) -> object:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(_comparable(item) for item in value)
-    if isinstance(value, dict):
-        return type(value), tuple((_comparable(key), _comparable(item)) for key, item in value.items())
-    return _tensor_form(value) if isinstance(value, torch.Tensor) else id(value)
-
-
-def _tensor_form(tensor: object) -> object:
-    if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
-        return id(tensor)
-    return id(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _form(inputs: ExampleInputs) -> object:
-    """Structure, shapes and types of the example; values only of what is no tensor."""
+    ``with_values``: also the values of tensors, for a model whose control flow depends on them.
+    """
     leaves, structure = pytree.tree_flatten((inputs.args, inputs.kwargs))
-    forms = [
-        (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _comparable(leaf)
-        for leaf in leaves
-    ]
-    return str(structure), forms
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    forms = [(tuple(leaf.shape), leaf.dtype, leaf.device) for leaf in tensors]
+    try:
+        values = [tensor_fingerprint(leaf) for leaf in tensors] if with_values else None
+        compared = fingerprint(model, others, tensor_values=with_values)
+    except NotComparableError as error:
+        logger.debug("%s is traced at every call, because it cannot be compared: %s", type(model).__name__, error)
+        return None
+    return compared, str(structure), forms, values, names.open_axes(inputs.tensors())

@@ -1,4 +1,4 @@
-"""Watches by forward hooks which layers a model calls, and with what; for models that cannot be captured."""
+"""Finds by forward hooks which layers a model calls and with which shapes, for models that cannot be captured."""
 
 from __future__ import annotations
 

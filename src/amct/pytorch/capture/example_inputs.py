@@ -39,7 +39,7 @@ class ExampleInputs:
 
 
 def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
-    """Bring ``input_data`` into the form of a call of ``model``.
+    """Convert ``input_data`` to the arguments of a call of ``model``.
 
     A tensor is the only argument. A dict holds keyword arguments, unless the forward takes one dict as its argument. A
     dict at the end of a tuple holds keyword arguments (an empty one ends a tuple whose last argument is a dict).

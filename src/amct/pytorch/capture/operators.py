@@ -1,4 +1,4 @@
-"""Recognizes a model that compression has already been at work in."""
+"""Recognizes a model that is already compressed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AMCT_OPERATORS = frozenset(
         "SelectiveMaskGen",
     }
 )
-"""Class names of the original's operators."""
+"""Class names of AMCT's own operators."""
 
 MARK = "amct_operator"
 """A module that must not be compressed again has an attribute of this name, of its class or its own, set to True."""

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from amct.pytorch.capture.example_inputs import ExampleInputs
 
-_NOT_THE_USERS = (
+_LIBRARY_FOLDERS = (
     str(Path(torch.__file__).parent),
     sysconfig.get_paths()["stdlib"],
     str(Path(__file__).parents[1]),
 )
 
-_SELF_TALK = (
+_EXPORTER_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
     r"The tensor attributes? .*_flat_weights",  # nn.RNNBase keeps its weights in a second list
 )
@@ -62,7 +62,7 @@ def capture(
 ) -> ExportedProgram | CaptureFailure:
     """Capture ``model`` as it runs in eval mode on inputs like these.
 
-    A copy is captured that shares the model's tensors: they are looked at, never written. ``open_axes`` has, for each
+    A copy is captured that shares the model's tensors: they are read, never written. ``open_axes`` has, for each
     tensor of the inputs, the axes whose size may vary and a label for each; None fixes every size.
     """
     duplicate = copy_model(model, share_tensors=True)
@@ -115,12 +115,12 @@ def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, 
 
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
-    """Silence what torch's exporters say about themselves; it is nothing the user could act on."""
+    """Silence warnings of torch's exporters that the user cannot act on."""
     names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        for message in _SELF_TALK:
+        for message in _EXPORTER_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         for logger in loggers:
             logger.setLevel(logging.ERROR)
@@ -152,7 +152,7 @@ def _users_frame(error: BaseException) -> tuple[str, int] | None:
         traceback: TracebackType | None = link.__traceback__
         while traceback is not None:
             file = traceback.tb_frame.f_code.co_filename
-            if not file.startswith(("<", *_NOT_THE_USERS)):
+            if not file.startswith(("<", *_LIBRARY_FOLDERS)):
                 found = (file, traceback.tb_lineno)
             traceback = traceback.tb_next
         if found:

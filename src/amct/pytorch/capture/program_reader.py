@@ -25,7 +25,7 @@ class Value:
     """A tensor of the program. ``parameter`` is the qualified name of a parameter or buffer that is used as it is."""
 
     name: str
-    constant: bool = False  # made of parameters alone, whatever the inputs
+    constant: bool = False  # computed from parameters only
     parameter: str | None = None
     shape: Shape | None = None  # None for what is no tensor; a size that may vary is None
 
@@ -85,7 +85,7 @@ def read_program(program: ExportedProgram) -> Program:
 
 @dataclass(eq=False)
 class _Several:
-    """What an operation with several results makes, before they are taken apart."""
+    """The results of an operation with several, before single ones are selected."""
 
     operation: Operation | None = None
     items: Sequence[Value] = ()
@@ -99,7 +99,7 @@ class _Reader:
     known: dict[fx.Node, Value | _Several] = field(default_factory=dict)
 
     def read(self, graph: fx.Graph, prefix: str) -> list[Value]:
-        """Read one graph; returns what it gives back."""
+        """Read one graph; returns its outputs."""
         for node in graph.nodes:
             if node.op == "placeholder" and node not in self.known:
                 self._placeholder(node)
@@ -170,7 +170,7 @@ class _Reader:
         self.known[node] = value
 
     def _region(self, node: fx.Node, prefix: str) -> None:
-        """A region under autocast is a graph of its own: read it as if it stood here."""
+        """Read the graph of a region under autocast as part of this one."""
         body = next((source for source in node.all_input_nodes if source.op == "get_attr"), None)
         owner = node.graph.owning_module
         if body is None or owner is None:
@@ -217,3 +217,35 @@ def _where(node: fx.Node) -> str:
     found = list(_USERS_LINE.finditer(node.meta.get("stack_trace") or ""))
     users = [match for match in found if not match["file"].startswith(library)]
     return f"{users[-1]['file']}:{users[-1]['line']}" if users else ""
+
+
+# -- modules without effect --------------------------------------------------------------------------------------------
+
+
+def unused_modules(program: ExportedProgram) -> frozenset[str]:
+    """The modules that are called although no output of the model depends on them.
+
+    An exported file does not contain them, so they are not quantized; an example is the pooler of a BERT of which only
+    the hidden state is used. In-place operations and operations with a program of their own count as used.
+    """
+    live: set[fx.Node] = set()
+    used: set[str] = set()
+    called: set[str] = set()
+    for node in reversed(program.graph.nodes):
+        if _has_effect(node) or any(user in live for user in node.users):
+            live.add(node)
+        if node.op == "call_function":
+            stack = node.meta.get("nn_module_stack") or {}
+            paths = {str(path).partition("@")[0] for path, _ in stack.values()}
+            called |= paths
+            if node in live:
+                used |= paths
+    return frozenset(called - used)
+
+
+def _has_effect(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "output"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return getattr(node.target, "__name__", "") != "getitem"

@@ -1,7 +1,7 @@
-"""Looks at a model once: which layers can be quantized, which cannot and why, and what feeds what.
+"""Traces a model: its quantizable layers, the layers that stay float with reasons, and its graph.
 
 ``trace`` captures the model with torch.export. A model that cannot be captured (its control flow depends on data) is
-watched by forward hooks instead: its layers are still found and can be calibrated; only ONNX export is impossible then.
+observed by forward hooks instead: its layers are still found and can be calibrated, but not exported to ONNX.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from amct.pytorch.capture.layer_types import (
 from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.capture.program import CaptureFailure, capture
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
-from amct.pytorch.capture.program_reader import read_program
-from amct.pytorch.capture.unused import unused_modules
+from amct.pytorch.capture.program_reader import read_program, unused_modules
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.onnx.io_names import IoNames
 
@@ -43,12 +42,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIXED_AXIS = re.compile(r"marked L\['(\w+)'\].*?size\(\)\[(\d+)\] as dynamic but .*? constant \((\d+)\)")
-"""How torch.export says that a size is not free after all."""
+"""torch.export's message for a dynamic axis whose size the model fixes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """What one look at a model told. It is passed along so that the model is not looked at twice.
+    """The result of tracing a model.
 
     Attributes:
         model: The user's own model, unwrapped; never changed.
@@ -57,8 +56,8 @@ class Traced:
         layers: The quantizable layers by name, in execution order.
         skips: Layers of quantizable types, functional calls and other weighted modules that stay float, with reasons.
         module_types: The type name of every module, in the order of ``named_modules``.
-        graph: The topology; None when the model could only be watched.
-        program: The captured program; None when the model could only be watched.
+        graph: The topology; None when the model could not be captured.
+        program: The captured program; None when the model could not be captured.
         failure: Why there is no program.
     """
 
@@ -73,7 +72,7 @@ class Traced:
     failure: CaptureFailure | None = None
 
     def config_layers(self) -> LayerList:
-        """The modules as the config package wants to know them."""
+        """The modules in the form that the config package reads."""
         reasons = {skip.layer: skip.reason for skip in self.skips}
         return LayerList(_config_layer(name, kind, self, reasons) for name, kind in self.module_types.items() if name)
 
@@ -109,12 +108,16 @@ def trace(
     names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
     program = _captured(model, inputs, names)
     if isinstance(program, CaptureFailure):
-        logger.warning("%s cannot be captured as a program, only watched: %s", type(model).__name__, program)
+        logger.warning(
+            "%s cannot be captured as a program; its layers are found by forward hooks: %s",
+            type(model).__name__,
+            program,
+        )
         return _from_calls(model, inputs, names, program)
     found = program_graph(read_program(program), model)
     unused = unused_modules(program)
     calls = {path: [_as_call(call, path in unused) for call in calls] for path, calls in found.calls.items()}
-    layers, skips = _sorted_out(model, calls)
+    layers, skips = _quantizable_layers(model, calls)
     skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
     return Traced(
         model=model,
@@ -145,7 +148,7 @@ def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> Export
 
 def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure) -> Traced:
     calls = watch_calls(model, inputs)
-    layers, skips = _sorted_out(model, calls)
+    layers, skips = _quantizable_layers(model, calls)
     return Traced(
         model=model,
         inputs=inputs,
@@ -165,7 +168,7 @@ def _as_call(call: LayerCall, unused: bool) -> Call:
 # -- which layers can be quantized -------------------------------------------------------------------------------------
 
 
-def _sorted_out(
+def _quantizable_layers(
     model: nn.Module, calls: Mapping[str, Sequence[Call]]
 ) -> tuple[dict[str, LayerFacts], tuple[Skip, ...]]:
     """Quantizable layers in the order of ``calls``, then the refusals in the order of the model."""
@@ -220,10 +223,10 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
-    """Weighted operations in the user's own forward; those inside a torch.nn module are told by its name."""
+    """Weighted operations in the user's own forward; those inside a torch.nn module are reported as that module."""
     for operation in found.functional:
         owner = operation.callers[-1].path if operation.callers else ""
-        if _is_torchs(model.get_submodule(owner)):
+        if _is_torch_module(model.get_submodule(owner)):
             continue
         place = f" at {operation.where}" if operation.where else ""
         weights = ", ".join(value.parameter for value in operation.operands if value.parameter) or "a computed weight"
@@ -235,15 +238,15 @@ def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
 
 
 def _other_skips(model: nn.Module) -> Iterator[Skip]:
-    """Modules of torch.nn with parameters that have no quantized form; batch norms are told by folding."""
+    """Modules of torch.nn with parameters that have no quantized form; folding reports batch norms."""
     for name, module in model.named_modules():
         has_parameters = next(module.parameters(recurse=False), None) is not None
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if _is_torchs(module) and has_parameters and not is_norm and not quantizable_type(module):
+        if _is_torch_module(module) and has_parameters and not is_norm and not quantizable_type(module):
             yield Skip(name, f"{type_name(module)} is not quantizable")
 
 
-def _is_torchs(module: nn.Module) -> bool:
+def _is_torch_module(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules")
 
 

@@ -17,14 +17,14 @@ from onnx import ModelProto
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
-from amct.atomic import read_bytes
+from amct.atomic import check_whole, read_bytes
 from amct.config.plan_text import config_text
 from amct.errors import ArgumentError, ExportError, FileError, ParseError
 from amct.export.binding import LayerKind
 from amct.export.onnx.messages import tensor_array
 from amct.export.writer import save_model
+from amct.ptq.weights import GATES
 from amct.pytorch.capture.layer_types import own_weight
-from amct.pytorch.layer_weights import GATES
 from amct.record import RecordLayer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.model import LayerFacts
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
 
 KEY = "amct"
 
@@ -76,7 +76,7 @@ class FileNotes(BaseModel):
         ]
 
 
-def file_notes(preparation: Preparation, failure: str = "") -> FileNotes:
+def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
     """What the file of a prepared model says."""
     modules = preparation.fused.model
     return FileNotes(
@@ -146,6 +146,8 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
 
 
 def _load_external(model: ModelProto, file: Path) -> None:
+    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
+    check_whole(*{file.parent / entry.value for entry in entries if entry.key == "location"})
     try:
         onnx.load_external_data_for_model(model, str(file.parent))
     except (OSError, onnx.checker.ValidationError) as error:

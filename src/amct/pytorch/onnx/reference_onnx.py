@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.pytorch.capture.cached_trace import look
+from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.fuse import fuse
 from amct.pytorch.onnx.float_onnx import float_onnx
 
@@ -28,5 +28,5 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
         ModelError: it cannot be looked at.
     """
-    traced = look(model, torch.from_numpy(example))
+    traced = cached_trace(model, torch.from_numpy(example))
     return float_onnx(traced, fuse(traced)).model

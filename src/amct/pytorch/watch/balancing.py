@@ -1,4 +1,4 @@
-"""DMQ: watch the inputs of the layers to balance, and compute their factors."""
+"""DMQ: observe the inputs of the layers to balance, and compute their factors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from amct.calibration import BalanceSession
 from amct.errors import AmctError
 from amct.numerics.dmq import dmq
+from amct.ptq.weights import layer_error
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.fuse import fuse
-from amct.pytorch.layer_weights import named, weight_parts
-from amct.pytorch.watch.layer_hooks import observe_balance, run_inside
+from amct.pytorch.layer_weights import weight_parts
+from amct.pytorch.watch.layer_hooks import observe_balance, run_in_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,31 +25,31 @@ if TYPE_CHECKING:
 
 
 def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[str, Tensor]], None]) -> nn.Module:
-    """A folded copy whose balanced layers are watched; after each forward ``on_factors`` gets the factors so far.
+    """A folded copy whose balanced layers are observed; after each forward ``on_factors`` gets the factors so far.
 
-    Of several forwards the largest activation of each channel counts.
+    They are computed from the largest activation of each channel over all forwards.
     """
     model = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers).model
     strengths = {layer.name: layer.migration_strength or 0.0 for layer in plan.balanced}
     order = [name for name in traced.layers if name in strengths]
 
-    def tell(maxima: Mapping[str, Tensor]) -> None:
+    def update(maxima: Mapping[str, Tensor]) -> None:
         on_factors(
             {name: _factors(model, name, maxima[name], strengths[name] or 0.0) for name in order if name in maxima}
         )
 
-    session = BalanceSession(order, tell)
+    session = BalanceSession(order, update)
     for name in order:
         module = model.get_submodule(name)
         setattr(module, MARK, True)
         observe_balance(session.observe, name, module)
 
     @contextmanager
-    def surroundings(_: Arguments) -> Iterator[None]:
+    def forward_context(_: Arguments) -> Iterator[None]:
         with session.batch():
             yield
 
-    run_inside(model, surroundings)
+    run_in_context(model, forward_context)
     return model
 
 
@@ -56,13 +57,13 @@ def _factors(model: nn.Module, name: str, maximum: Tensor, strength: float) -> T
     module = model.get_submodule(name)
     part = weight_parts(module)[0]
     try:
-        return dmq(maximum, part.of(module).cpu(), part.kind, part.groups, strength)
+        return dmq(maximum, part.tensor.cpu(), part.kind, part.groups, strength)
     except AmctError as error:
-        raise named(name, error) from error
+        raise layer_error(name, error) from error
 
 
 def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments]) -> dict[str, Tensor]:
-    """The factors of all layers that the plan balances, from the data; nothing is run when there are none."""
+    """The factors of all layers that the plan balances, from the data; without such layers nothing is run."""
     found: dict[str, Tensor] = {}
     if plan.balanced:
         model = balancing_model(traced, plan, found.update)

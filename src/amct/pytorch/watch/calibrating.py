@@ -1,4 +1,4 @@
-"""The calibration model: a folded copy with quantized weights whose layers show their inputs to a session."""
+"""The calibration model: a folded copy with quantized weights, whose layer inputs a session observes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.calibration import CalibrationSession, RecordFiles
-from amct.calibration.layer_records import complete_record, plan_streams
+from amct.calibration.layer_records import plan_streams
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.capture.operators import MARK
-from amct.pytorch.layer_weights import channel_axis
-from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_inside
+from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_in_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationResult
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments
 
@@ -31,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Calibration:
-    """A model to be run on calibration data, and the session that watches it."""
+class CalibrationModel:
+    """A model to be run on calibration data, and the session that observes it."""
 
     model: nn.Module
     session: CalibrationSession
 
 
 def start_calibration(
-    preparation: Preparation, *, record_file: Path | None = None, between: TensorWatch | None = None
-) -> Calibration:
+    preparation: TorchPreparation, *, record_file: Path | None = None, intermediate: TensorWatch | None = None
+) -> CalibrationModel:
     """Make the calibration model.
 
     Args:
         preparation: the model with its plan and quantized weights.
         record_file: where the record is written: the weights' factors now, the rest when calibration ends.
-        between: what to observe between the layers.
+        intermediate: the intermediate tensors to observe.
 
     Raises:
         FileError: the record cannot be written.
@@ -59,9 +58,9 @@ def start_calibration(
 
     def end(result: CalibrationResult) -> None:
         if files is not None:
-            text = tensor_factors_text(observed_factors(result.tensors)) if between is not None else None
+            text = tensor_factors_text(observed_factors(result.tensors)) if intermediate is not None else None
             beside = {tensor_factors_path(files.record): text} if text is not None else {}
-            files.complete(complete_record(preparation.record(), result), beside)
+            files.complete(preparation.complete_record(result), beside)
         for undo in cleanup:
             undo()
 
@@ -69,40 +68,40 @@ def start_calibration(
         name for name in preparation.weights if isinstance(preparation.fused.model.get_submodule(name), nn.RNNBase)
     ]
     session = CalibrationSession(
-        plan_streams(preparation.layers, recurrent),
-        tensors=between.observers() if between is not None else None,
+        plan_streams(preparation.layer_plans, recurrent),
+        tensors=intermediate.observers() if intermediate is not None else None,
         on_progress=files.note if files is not None else None,
         on_end=end,
     )
-    cleanup += _attach(model, preparation, session, between)
+    cleanup += _attach(model, preparation, session, intermediate)
     if files is not None:
         files.begin(preparation.record(), session.progress)
-    return Calibration(model=model, session=session)
+    return CalibrationModel(model=model, session=session)
 
 
 def _attach(
-    model: nn.Module, preparation: Preparation, session: CalibrationSession, between: TensorWatch | None
+    model: nn.Module, preparation: TorchPreparation, session: CalibrationSession, intermediate: TensorWatch | None
 ) -> list[Callable[[], None]]:
-    """Hook the session up; returns what unhooks it."""
+    """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
     for name, weights in preparation.weights.items():
         module = model.get_submodule(name)
         setattr(module, MARK, True)
-        if weights.balance is not None:  # stays when calibration is over: the weights are balanced
-            module.register_forward_pre_hook(Balance(weights.balance, channel_axis(module)), with_kwargs=True)
+        if weights.balance is not None:  # not removed after calibration: the weights stay balanced
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         handles += observe_inputs(session, name, module)
-    watching = between.attach(model, session) if between is not None else None
+    attached = intermediate.attach(model, session) if intermediate is not None else None
 
     @contextmanager
-    def surroundings(arguments: Arguments) -> Iterator[None]:
+    def forward_context(arguments: Arguments) -> Iterator[None]:
         with session.batch():
-            if watching is None:
+            if attached is None:
                 yield
             else:
-                with watching.forward(arguments):
+                with attached.forward(arguments):
                     yield
 
     undo = [handle.remove for handle in handles]
-    if watching is not None:
-        undo.append(watching.detach)
-    return [*undo, run_inside(model, surroundings)]
+    if attached is not None:
+        undo.append(attached.detach)
+    return [*undo, run_in_context(model, forward_context)]

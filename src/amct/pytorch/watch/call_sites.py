@@ -1,7 +1,7 @@
-"""Where in a model's forward a tensor is made: in which call of which module, by the how-manieth operation there.
+"""Call sites: which operation of which module call computes a tensor.
 
-A place is found by running a copy of the model and stays valid for other batch sizes and for the folded copy: folding
-replaces whole modules, and operations are counted inside each module call apart from the modules it calls.
+Operations are numbered within each module call, without those of the modules it calls. A call site is found by running
+a copy of the model; it stays valid for other batch sizes and for the folded copy, as folding replaces whole modules.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The ``operation``-th torch function that the ``call``-th call of module ``path`` makes, and which of its results.
+class CallSite:
+    """One result of one operation, all numbered from 0.
 
-    ``function`` is its name, to notice when another batch takes another way through the model.
+    Attributes:
+        path: The module that executes the operation.
+        call: The number of the module's call within the forward.
+        operation: The number of the torch function within that call.
+        result: The number of the tensor among the function's results.
+        function: The function's name; another name at the same numbers means that a batch executed other operations.
     """
 
     path: str
@@ -37,30 +42,30 @@ class Place:
 
 
 class OperationWatch:
-    """Tells of every torch function that a model calls, with its place. Active only inside ``forward()``."""
+    """Reports the result of every torch function that a model calls, with its call site, while inside ``forward()``."""
 
-    def __init__(self, model: nn.Module, seen: Callable[[Place, torch.Tensor], None], wanted: WantedPlaces) -> None:
-        self._tracker = _CallTracker(model)
-        self._mode = _Mode(self._tracker, seen, wanted)
+    def __init__(self, model: nn.Module, seen: Callable[[CallSite, torch.Tensor], None], wanted: WantedSites) -> None:
+        self._tracker = _ModuleCallTracker(model)
+        self._mode = _OperationMode(self._tracker, seen, wanted)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one forward pass of the whole model."""
+        """The context of one forward pass of the whole model."""
         self._tracker.begin()
         with self._mode:
             yield
 
     def detach(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._tracker.detach()
 
 
-WantedPlaces = frozenset[tuple[str, int]] | None
-"""Modules and positions whose results are of interest; None: all."""
+WantedSites = frozenset[tuple[str, int]] | None
+"""Module paths and operation numbers whose results are reported; None for all."""
 
 
-class _CallTracker:
-    """Knows, by hooks on every module, which module call is being executed."""
+class _ModuleCallTracker:
+    """Tracks, by hooks on every module, which module call is being executed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls: Counter[str] = Counter()
@@ -69,7 +74,7 @@ class _CallTracker:
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if module is not model:
-                # First in, last out: what other hooks of a layer compute is counted as the layer's own.
+                # Entered first and left last: operations of a layer's other hooks count as the layer's own.
                 self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
@@ -100,11 +105,11 @@ class _CallTracker:
             self._open.pop()
 
 
-class _Mode(TorchFunctionMode):
-    """Sees every torch function before torch does; those that torch functions call in turn are not seen."""
+class _OperationMode(TorchFunctionMode):
+    """Intercepts the torch functions that the model calls, but not those called inside torch functions."""
 
     def __init__(
-        self, tracker: _CallTracker, seen: Callable[[Place, torch.Tensor], None], wanted: WantedPlaces
+        self, tracker: _ModuleCallTracker, seen: Callable[[CallSite, torch.Tensor], None], wanted: WantedSites
     ) -> None:
         super().__init__()
         self._tracker = tracker
@@ -124,5 +129,5 @@ class _Mode(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             for index, leaf in enumerate(pytree.tree_leaves(result)):
                 if isinstance(leaf, torch.Tensor):
-                    self._seen(Place(path, call, number, index, name), leaf)
+                    self._seen(CallSite(path, call, number, index, name), leaf)
         return result

@@ -1,7 +1,7 @@
-"""Which tensors between the layers calibration should observe, for the fast placement of the QDQ file.
+"""Chooses the intermediate tensors that calibration observes for the fast placement of the QDQ file.
 
-Also the inputs of layers, channel by channel: their means, which tell how rounding the weights shifts the outputs, and
-whether balancing them would serve.
+Layer inputs are also observed channel by channel: their means give the bias correction for rounded weights, and their
+ranges show whether balancing would reduce the error.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from amct.pytorch.watch.intermediate_tensors import LayerInput, find_tensors
 
 if TYPE_CHECKING:
     from amct.pytorch.onnx.float_onnx import FloatOnnx
-    from amct.pytorch.preparation import Preparation
+    from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
 
 logger = logging.getLogger(__name__)
 
 
-def watch_between(preparation: Preparation, onnx: FloatOnnx) -> TensorWatch | None:
-    """What to observe; None when the placement is not possible at all, with the reason in the log."""
-    layers = {layer.name: layer for layer in preparation.layers}
+def intermediate_watch(preparation: TorchPreparation, onnx: FloatOnnx) -> TensorWatch | None:
+    """What to observe; None when the fast placement is impossible, with the reason in the log."""
+    layers = {layer.name: layer for layer in preparation.layer_plans}
     facts = preparation.traced.layers
     if any(facts[name].dtype != "float32" for name in layers):
         logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
@@ -41,19 +41,19 @@ def watch_between(preparation: Preparation, onnx: FloatOnnx) -> TensorWatch | No
     return replace(watch, given=_layer_inputs(preparation, onnx))
 
 
-def _layer_inputs(preparation: Preparation, onnx: FloatOnnx) -> dict[str, LayerInput]:
-    """By the first layer that reads it: each tensor whose channels are watched.
+def _layer_inputs(preparation: TorchPreparation, onnx: FloatOnnx) -> dict[str, LayerInput]:
+    """Each tensor that is observed channel by channel, by the first layer that reads it.
 
-    Those are the inputs of 8-bit convolutions and linear layers that are rounded in the plain way, which the QDQ file
-    may round anew.
+    Those are the inputs of 8-bit convolutions and linear layers that are neither balanced nor learned by AdaRound; the
+    QDQ file may round their weights again.
     """
     inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
     readers: dict[str, list[str]] = {}
-    for layer in preparation.layers:
+    for layer in preparation.layer_plans:
         weights = preparation.weights[layer.name]
         eight_bits = layer.activation.num_bits == weights.bits == 8
         plain = weights.balance is None and not weights.learned
-        if preparation.traced.layers[layer.name].type in _ROUNDED_ANEW and eight_bits and plain:
+        if preparation.traced.layers[layer.name].type in _ROUNDED_AGAIN and eight_bits and plain:
             readers.setdefault(inputs[layer.name], []).append(layer.name)
     found = {}
     for tensor, names in readers.items():
@@ -65,4 +65,4 @@ def _layer_inputs(preparation: Preparation, onnx: FloatOnnx) -> dict[str, LayerI
     return found
 
 
-_ROUNDED_ANEW = frozenset({"Conv1d", "Conv2d", "Conv3d", "Linear"})
+_ROUNDED_AGAIN = frozenset({"Conv1d", "Conv2d", "Conv3d", "Linear"})

@@ -1,7 +1,6 @@
-"""What watches or changes the layers of a copied model while the user's loop runs it.
+"""Hooks that observe or change the inputs of layers of a copied model while the user's loop runs it.
 
-Hooks keep the user's module a plain ``nn.Module`` of its own class: nothing is wrapped, names stay, ``.to()`` and
-``state_dict`` work as ever. All hooks of a copy can be taken away at once.
+With hooks the copy keeps its class and its module names, and ``.to()`` and ``state_dict`` work as in the original.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ if TYPE_CHECKING:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def unwatched() -> AbstractContextManager[None]:
-    """Around computations of our own, which no ``TorchFunctionMode`` (ours or the user's) needs to see."""
+def hidden_from_modes() -> AbstractContextManager[None]:
+    """A context for computations of hooks: no ``TorchFunctionMode`` intercepts them."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
 
 
 def given_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that a layer was called with; None for what is no tensor (a PackedSequence)."""
+    """The input tensor of a layer's call; None if the input is no tensor (a PackedSequence)."""
     value = args[0] if args else kwargs.get("input")
     return value if isinstance(value, Tensor) else None
 
 
 def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with another input."""
+    """The arguments of a call, with the input replaced."""
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "input": x})
 
 
 def given_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  a tensor, a pair or None
-    """The first state that a recurrent layer was called with."""
+    """The initial state of a recurrent layer's call."""
     return args[1] if len(args) > 1 else kwargs.get("hx")
 
 
@@ -59,7 +58,7 @@ class Balance:
         self.axis = axis
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """As torch calls a forward pre-hook with keyword arguments."""
+        """A forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is None:
             return args, kwargs
@@ -67,7 +66,7 @@ class Balance:
 
 
 class FakeQuantize:
-    """Rounds a layer's input, and the first state of a recurrent layer, to their grids."""
+    """Fake-quantizes a layer's input, and the initial state of a recurrent layer."""
 
     def __init__(self, bits: int, factors: tuple[Tensor, Tensor], state: tuple[Tensor, Tensor] | None = None) -> None:
         self.bits = bits
@@ -75,7 +74,7 @@ class FakeQuantize:
         self.state = state
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """As torch calls a forward pre-hook with keyword arguments."""
+        """A forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is not None:
             args, kwargs = with_input(args, kwargs, fake_quantize(x, *self.factors, self.bits))
@@ -90,17 +89,17 @@ class FakeQuantize:
 
 
 def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) -> list[RemovableHandle]:
-    """Let a session see what a layer is given; of a recurrent layer also every state that enters its matrix."""
+    """Let a session observe a layer's input, and of a recurrent layer every hidden state that its weights multiply."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
-            with unwatched():
+            with hidden_from_modes():
                 session.observe(name, x)
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
         assert isinstance(module, nn.RNNBase)
-        with unwatched():
+        with hidden_from_modes():
             session.observe(name, _states(module, given_state(args, kwargs), output[0]), HIDDEN)
 
     handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
@@ -110,7 +109,7 @@ def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) ->
 
 
 def _states(module: nn.RNNBase, state: Any, output: Tensor) -> Tensor:  # noqa: ANN401  a tensor, a pair or None
-    """The state before the first step (zero when none is given) and after every step but the last."""
+    """The initial hidden state (zero when none is given) and the state after every step but the last."""
     h = state[0] if isinstance(state, (tuple, list)) else state
     later = output[:, :-1] if module.batch_first else output[:-1]
     if h is None:
@@ -119,7 +118,7 @@ def _states(module: nn.RNNBase, state: Any, output: Tensor) -> Tensor:  # noqa: 
 
 
 def observe_balance(observe: Callable[[str, Tensor, int], None], name: str, module: nn.Module) -> RemovableHandle:
-    """Call ``observe(name, x, channel_axis)`` with what a layer is given."""
+    """Call ``observe(name, x, channel_axis)`` with every input of a layer."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
@@ -129,36 +128,36 @@ def observe_balance(observe: Callable[[str, Tensor, int], None], name: str, modu
     return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def run_inside(
-    model: nn.Module, surroundings: Callable[[Arguments], AbstractContextManager[object]]
+def run_in_context(
+    model: nn.Module, context: Callable[[Arguments], AbstractContextManager[object]]
 ) -> Callable[[], None]:
-    """Let every forward of a copied model run without gradients and inside ``surroundings(arguments)``.
+    """Run every forward of a copied model without gradients and inside ``context(arguments)``.
 
     Returns:
-        What takes the surroundings away again; the model still runs without gradients then.
+        A function that removes the context; the model still runs without gradients afterwards.
     """
-    forward = _Surrounded(model.forward, surroundings)
-    model.forward = forward  # of this object only
+    forward = _ForwardInContext(model.forward, context)
+    model.forward = forward  # of this instance only
 
     def undo() -> None:
-        forward.surroundings = None
+        forward.context = None
 
     return undo
 
 
-class _Surrounded:
-    """A forward inside something; an object and not a closure, so that a deep copy of the model calls its own."""
+class _ForwardInContext:
+    """A forward inside a context. Not a closure: a deep copy of the model must call its own forward."""
 
     def __init__(
-        self, forward: Callable[..., Any], surroundings: Callable[[Arguments], AbstractContextManager[object]] | None
+        self, forward: Callable[..., Any], context: Callable[[Arguments], AbstractContextManager[object]] | None
     ) -> None:
         functools.update_wrapper(self, forward)  # keeps the signature
         self.forward = forward
-        self.surroundings = surroundings
+        self.context = context
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever the user's forward takes and gives
         with torch.no_grad():
-            if self.surroundings is None:
+            if self.context is None:
                 return self.forward(*args, **kwargs)
-            with self.surroundings((args, kwargs)):
+            with self.context((args, kwargs)):
                 return self.forward(*args, **kwargs)

@@ -196,7 +196,7 @@ class IFMR(Layer):
         for layer in (self, *self.followers):
             entry = layer.entry(factors, layer.shape or self.shape)
             for name in layer.objects:
-                if bool(factors.tiny):
+                if bool(factors.near_zero):
                     logger.warning(
                         'layer "%s", input %d: all values are (as good as) zero, so the scale is 1', name, entry.index
                     )

@@ -51,7 +51,7 @@ def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
     try:
         text = read_text_file(path)
     except FileError as error:
-        raise FileError(f"File not found: {path} (the solver prototxt; looked for in {Path.cwd()})") from error
+        raise FileError(f"File not found: {path} (the solver prototxt; looked for in {Path.cwd()}): {error}") from error
     parameter = parse_message(text, "SolverParameter", str(path))
     upgrade_type(parameter, str(path))
     file = Path(path)

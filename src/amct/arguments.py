@@ -1,0 +1,79 @@
+"""Checks of arguments that all public functions share; messages name the function, the argument and the type."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amct import atomic
+from amct.errors import ArgumentError, ArgumentTypeError, FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FILE = (str, os.PathLike)
+"""Types that can name a file."""
+LONGEST_NAME = 254
+
+
+def check_types(function: str, expected: Mapping[str, tuple[object, tuple[type, ...]]]) -> None:
+    """Check arguments, given as ``{name: (value, accepted types)}``.
+
+    Raises:
+        ArgumentTypeError: one has another type.
+    """
+    for name, (value, types) in expected.items():
+        bool_as_int = isinstance(value, bool) and bool not in types
+        if not isinstance(value, types) or bool_as_int:
+            accepted = " or ".join("None" if kind is type(None) else _type_name(kind) for kind in types)
+            raise ArgumentTypeError(f"{function}: {name} must be {accepted}, got {type(value).__name__}")
+
+
+def _type_name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def input_file(path: str | os.PathLike[str], argument: str) -> Path:
+    """The path of a file that must exist.
+
+    Raises:
+        FileError: it does not exist, or is a folder.
+    """
+    file = Path(path)
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise FileError(f'{argument}: "{file}" {what}; expected the name of an existing file')
+    return file
+
+
+def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
+    """Check the name of a file that is to be written.
+
+    Raises:
+        ArgumentTypeError: it is not text or a path.
+        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
+    text = os.fspath(path)
+    name = text.rpartition("/")[2]
+    if name in ("", ".", "..") or "\0" in text:
+        raise ArgumentError(f'{argument}: expected the name of a file, got "{text}"')
+    if len(name) > LONGEST_NAME:
+        raise ArgumentError(f"{argument}: a file name may have {LONGEST_NAME} characters, got {len(name)}")
+
+
+def output_file(path: str | os.PathLike[str], argument: str) -> Path:
+    """The path of a file that will be written; its folder is checked to be writable before any work is done.
+
+    Raises:
+        ArgumentError: it is no file name.
+        FileError: it is a folder, or its folder cannot be written to.
+    """
+    check_file_name(path, argument)
+    file = Path(path)
+    if file.is_dir():
+        raise FileError(f'{argument}: "{file}" is a folder; expected the name of a file')
+    atomic.check_writable(file.parent)
+    return file

@@ -1,0 +1,204 @@
+"""The notices of groups of files: written before the renames, removed after them, read by everyone, obeyed by nobody.
+
+A notice is the file ``.amct-….journal`` with the names of files beside it::
+
+    {"version": 2, "files": ["net_deploy_model.onnx", "net_quant.json"]}
+
+As long as it is there, these files may be old ones and new ones mixed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from amct.atomic._disk import create, file_error, real_path, sync_folder
+from amct.atomic._names import NOTICE, TEMPORARY, Writer, new_path, notice_names, writer_of
+from amct.errors import FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 2
+_MAX_BYTES = 1 << 20
+_MAX_NAMES = 500  # of 255 bytes each, escaped: below the limit of bytes
+_MAX_NAME_BYTES = 255
+_PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+
+
+class Notice(NamedTuple):
+    """What the notice at a path says: which files beside it are being replaced; and whose it is."""
+
+    path: Path
+    files: frozenset[str]
+    owner: int
+
+
+def check_whole(*paths: str | os.PathLike[str]) -> None:
+    """Make sure before reading files that no interrupted save left them beside files of another save.
+
+    If another process is replacing a file right now, this waits until it is done, at most ten seconds. Nothing is
+    changed on the disk, and files that do not exist are no error here.
+
+    Raises:
+        FileError: The save of a file was interrupted, or does not end.
+    """
+    folders: dict[Path, dict[str, Path]] = {}
+    for path in paths:
+        file = real_path(Path(path))
+        folders.setdefault(file.parent, {})[file.name] = Path(path)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    for folder, files in folders.items():
+        while (notice := next((each for each in notices_in(folder) if each.files & files.keys()), None)) is not None:
+            writer = writer_of(notice.path.name)
+            if writer is Writer.DEAD or time.monotonic() > deadline:
+                raise interrupted(files[min(notice.files & files.keys())], notice, writer)
+            time.sleep(_POLL_SECONDS)
+
+
+def interrupted(path: Path, notice: Notice, writer: Writer = Writer.DEAD) -> FileError:
+    """The error for a file that a notice lists."""
+    others = sorted(notice.files - {path.name})
+    beside = f" together with {_listed(others)}" if others else ""
+    happened = {
+        Writer.DEAD: "was interrupted",
+        Writer.ALIVE: f"has been running for more than {_PATIENCE_SECONDS:.0f} seconds, or failed",
+        Writer.FOREIGN: "was interrupted, or is still running on another machine",
+    }[writer]
+    return FileError(
+        f'"{path}" cannot be used: the save that writes it{beside} {happened}, so the files may be old and new ones '
+        f'mixed. Run that save again; or, if you have checked that the files are complete, remove "{notice.path}"'
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    text = ", ".join(f'"{name}"' for name in names[:3])
+    return f"{text} and {len(names) - 3} more" if len(names) > 3 else text
+
+
+def notices_in(folder: Path) -> list[Notice]:
+    """The notices in a folder; what has the name of one but another form gets a warning and is left out."""
+    found = (_read(folder / name) for name in notice_names(folder))
+    return [notice for notice in found if notice is not None]
+
+
+def write_notices(targets: Iterable[Path], written: list[Path]) -> None:
+    """Write to each folder of a group which of its files are going to be replaced, and sync the folders.
+
+    Args:
+        targets: The files of the group.
+        written: Gets the path of every notice, so that the caller can remove them whatever happens.
+
+    Raises:
+        FileError: A notice cannot be written.
+    """
+    folders: dict[Path, list[str]] = {}
+    for target in targets:
+        folders.setdefault(target.parent, []).append(target.name)
+    for folder, names in folders.items():
+        for start in range(0, len(names), _MAX_NAMES):
+            notice = new_path(folder, NOTICE)
+            written.append(notice)
+            _write(notice, names[start : start + _MAX_NAMES])
+        try:
+            sync_folder(folder)  # with it the temporary names, which were there before
+        except OSError as error:
+            raise file_error("write to folder", folder, error) from error
+
+
+def settle(notices: Iterable[Notice], replaced: Iterable[Path]) -> None:
+    """Take replaced files out of the notices of interrupted saves; a notice without files that exist is removed.
+
+    Args:
+        notices: Those found in the folders of a group, under the lock, before its own were written.
+        replaced: The files of the group, in place and synced.
+    """
+    new = set(replaced)
+    for path, files, owner in notices:
+        if not any(path.parent / name in new for name in files):
+            continue
+        if owner != os.geteuid():
+            _warn(path, "it belongs to another user; remove it to read the files it lists")
+            continue
+        left = [name for name in sorted(files) if path.parent / name not in new and os.path.lexists(path.parent / name)]
+        with suppress(OSError):  # then the old notice stays: too many files are refused, none too few
+            if left:
+                _write(path, left)
+            else:
+                path.unlink()
+
+
+def _write(path: Path, names: Sequence[str]) -> None:
+    waiting = new_path(path.parent, TEMPORARY)
+    try:
+        with create(waiting, path) as stream:
+            stream.write(json.dumps({"version": _VERSION, "files": list(names)}).encode())
+        waiting.replace(path)
+    except OSError as error:
+        raise error if isinstance(error, FileError) else file_error("write", path, error) from error
+    finally:
+        waiting.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Notice | None:
+    """Read a notice; None when its writer has just removed it, or when it is not one."""
+    try:
+        return Notice(path, *_content(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn(path, f"it cannot be read ({(error.strerror or str(error)).lower()})")
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if type(error) is ValueError else "it is not JSON"
+        _warn(path, f"it is not a notice of AMCT, {reason}")
+    return None
+
+
+def _content(path: Path) -> tuple[frozenset[str], int]:
+    """The names that a notice lists, and its owner; links and whatever else is no regular file are refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("it is not a regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as stream:
+            return _files_of(stream.read(_MAX_BYTES + 1)), about.st_uid
+    finally:
+        os.close(descriptor)
+
+
+def _files_of(content: bytes) -> frozenset[str]:
+    if len(content) > _MAX_BYTES:
+        raise ValueError("it is too large")
+    notice = json.loads(content)
+    if not isinstance(notice, dict) or notice.keys() != {"version", "files"} or notice["version"] != _VERSION:
+        raise ValueError(f"it is not of version {_VERSION}")
+    files = notice["files"]
+    if not isinstance(files, list) or not files or not all(_is_plain_name(name) for name in files):
+        raise ValueError("it does not list plain names of files")
+    return frozenset(files)
+
+
+def _is_plain_name(name: object) -> bool:
+    if not isinstance(name, str) or name in ("", ".", "..") or any(odd in name for odd in ("/", os.sep, "\0")):
+        return False
+    try:
+        return len(os.fsencode(name)) <= _MAX_NAME_BYTES
+    except UnicodeEncodeError:  # half a character
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def _warn(path: Path, reason: str) -> None:
+    """Say once that a notice is left alone."""
+    logger.warning('"%s" is left alone: %s', path, reason)

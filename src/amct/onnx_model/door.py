@@ -1,0 +1,219 @@
+"""The front door of float ONNX models: folded as graphs, calibrated and simulated in onnxruntime."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amct.config.ptq.quant_config import plan_of
+from amct.config.settings import AdaRoundSettings
+from amct.errors import ArgumentError, ConfigError
+from amct.export.binding import LayerKind
+from amct.export.fake_quant import fake_quant_model
+from amct.export.onnx.layer_lookup import find_layers
+from amct.export.qdq.exporter import observed_tensors
+from amct.export.saving import layer_factors
+from amct.export.writer import model_opset
+from amct.numerics.layer_inputs import LayerInputObserver
+from amct.numerics.min_max import MinMaxObserver
+from amct.onnx_model.batches import onnx_batches, sample_count
+from amct.onnx_model.calibrating import balance_factors, start_calibration
+from amct.onnx_model.comparing import Pair, WatchedInputs
+from amct.onnx_model.folding import fold
+from amct.onnx_model.layers import find_all_layers, usual_factors
+from amct.onnx_model.opset import with_opset
+from amct.onnx_model.runtime import Runner
+from amct.onnx_model.weights import channel_axis, put_weights, weight_parts
+from amct.ptq.preparation import Preparation, enabled_layers
+from amct.ptq.weights import quantize_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from onnx import ModelProto
+
+    from amct.config.plan import Plan
+    from amct.config.ptq.quant_config import AnyConfig
+    from amct.export.binding import LayerBinding
+    from amct.export.onnx.layer import Layer
+    from amct.numerics.observer import TensorObserver
+    from amct.onnx_model.batches import Feeds
+    from amct.onnx_model.layers import Layers
+    from amct.onnx_model.reading import SourceModel
+    from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.door import Calibration, ComparedModel
+    from amct.record import Record
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnnxPreparation(Preparation):
+    """A prepared ONNX model.
+
+    Attributes:
+        source: The user's model, as it was read.
+        found: The layers of the user's model.
+        folded: The float model with its batch norms folded.
+        onnx_layers: The quantized layers in the folded model.
+    """
+
+    source: SourceModel
+    found: Layers
+    folded: ModelProto
+    onnx_layers: Mapping[str, Layer]
+
+    @property
+    def bindings(self) -> list[LayerBinding]:
+        """The quantized layers, as the exporters want them."""
+        return [self.found.found[name].binding for name in self.weights]
+
+    @cached_property
+    def intermediate_tensors(self) -> tuple[str, ...] | None:
+        """The tensors between layers that the fast QDQ placement wants observed; None where it is not possible."""
+        if not all(layer.is_wide_float for layer in self.onnx_layers.values()):
+            logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
+            return None
+        return observed_tensors(
+            self.folded,
+            self.bindings,
+            balanced=[name for name, weights in self.weights.items() if weights.balance is not None],
+            other_bits=[layer.name for layer in self.layer_plans if layer.activation.num_bits != 8],
+        )
+
+    def tensor_observers(self) -> dict[str, TensorObserver]:
+        """Observers of the tensors that only the QDQ file needs: between layers, and layer inputs by channel."""
+        if self.intermediate_tensors is None:
+            return {}
+        return {**self._input_observers(), **{name: MinMaxObserver() for name in self.intermediate_tensors}}
+
+    def _input_observers(self) -> dict[str, TensorObserver]:
+        """Of the inputs of 8-bit convolutions and linear layers, whose weights the QDQ file may round anew."""
+        readers: dict[str, list[str]] = {}
+        for plan in self.layer_plans:
+            weights, layer = self.weights[plan.name], self.onnx_layers[plan.name]
+            eight_bits = plan.activation.num_bits == weights.bits == 8
+            if layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and eight_bits and weights.balance is None:
+                readers.setdefault(layer.reader.input[0], []).append(plan.name)
+        found: dict[str, TensorObserver] = {}
+        for tensor, names in readers.items():
+            is_linear = all(self.onnx_layers[name].kind is LayerKind.LINEAR for name in names)
+            rows = torch.cat([self.weights[name].parts[0].tensor for name in names]) if is_linear else None
+            found[tensor] = LayerInputObserver(channel_axis=-1 if is_linear else 1, weight=rows)
+        return found
+
+    def rounded_model(self) -> ModelProto:
+        """The folded model with the quantized weights in float."""
+        placeholders = dict.fromkeys(self.weights, usual_factors())
+        graph, layers, _ = find_layers(self.folded, self.bindings, placeholders)
+        for layer in layers:
+            put_weights(self.weights[layer.name], graph, layer)
+        return graph.build()
+
+    # -- as the flow asks for it ---------------------------------------------------------------------------------------
+
+    def start_calibration(self) -> Calibration:
+        """A calibration in onnxruntime with the rounded weights."""
+        return start_calibration(self)
+
+    def simulation(self, record: Record, *, deploy: bool = False) -> ModelProto:
+        """The quantized model by standard operators, as the fake-quant file has it."""
+        if deploy:
+            raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
+        factors = {name: layer_factors(entry) for name, entry in record.items()}
+        return fake_quant_model(self.folded, self.bindings, factors).model
+
+    def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:
+        """A function that returns the outputs by name."""
+        return Runner(simulation).run
+
+    def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+        """The folded float model and the fake-quant one, in onnxruntime."""
+        inputs = {
+            name: WatchedInputs(tensor=layer.reader.input[0], weights=self.weights[name])
+            for name, layer in self.onnx_layers.items()
+        }
+        return Pair.of(self.folded, self.simulation(record, deploy=deploy)).models(inputs)
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as feeds of the model."""
+        return onnx_batches(self.source.model, data, inputs)
+
+    def sample_count(self, batch: object, arguments: Feeds) -> int:
+        """The first dimension of the first input."""
+        del batch
+        return sample_count(arguments)
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded model in the opset asked for, or in its own."""
+        return with_opset(self.folded, opset if opset is not None else model_opset(self.folded))
+
+
+class OnnxDoor:
+    """Reads a float ONNX model for quantization."""
+
+    def __init__(self, source: SourceModel) -> None:
+        self._source = source
+        self._found = find_all_layers(source.model)
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Calibration data as feeds of the model."""
+        return onnx_batches(self._source.model, data, inputs)
+
+    def plan(self, config: AnyConfig, example: Feeds, batches: int | None) -> tuple[Plan, bool]:
+        """The plan of a config in the PyTorch dialect."""
+        del example
+        return plan_of(config, self._found.config_layers(), batches)
+
+    def reads_data_first(self, plan: Plan) -> bool:
+        """DMQ needs the activations of all batches before the weights are quantized."""
+        return bool(plan.balanced)
+
+    def prepare(self, plan: Plan, data: Callable[[], Iterable[Feeds]]) -> OnnxPreparation:
+        """Fold, balance, and quantize the weights.
+
+        Raises:
+            ConfigError: The plan asks for what cannot be done with an ONNX file.
+            CalibrationError: Nothing is to be quantized, or the weights of a layer cannot be; names the layer.
+        """
+        _refuse_adaround(plan)
+        chosen = enabled_layers(plan, self._found.found)
+        folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
+        balance = balance_factors(folded.model, plan, data())
+        after = find_all_layers(folded.model).found
+        weights = {
+            layer.name: quantize_weights(
+                layer,
+                weight_parts(after[layer.name].layer),
+                balance=balance.get(layer.name),
+                channel_axis=channel_axis(after[layer.name].layer),
+                can_pack=after[layer.name].can_pack,
+            )
+            for layer in chosen
+        }
+        return OnnxPreparation(
+            name=self._source.name,
+            plan=plan,
+            weights=weights,
+            quantizable=tuple(self._found.found),
+            unquantizable=self._found.skips,
+            folded_layers={layer: (norm,) for layer, norm in folded.fusions.items()},
+            unfolded=folded.skips,
+            source=self._source,
+            found=self._found,
+            folded=folded.model,
+            onnx_layers={name: after[name].layer for name in weights},
+        )
+
+
+def _refuse_adaround(plan: Plan) -> None:
+    learned = [layer.name for layer in plan.enabled if isinstance(layer.weight, AdaRoundSettings)]
+    if learned:
+        raise ConfigError(
+            f'{plan.source}: layer "{learned[0]}": ada_quantize learns in PyTorch and is not possible for an ONNX '
+            "file; use arq_quantize, or quantize the PyTorch model"
+        )

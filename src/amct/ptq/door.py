@@ -1,0 +1,166 @@
+"""What a front door implements, so that the one flow can quantize its kind of model.
+
+::
+
+    Door                reads a model: its layers for the config, its batches, and the preparation of a plan
+      └ prepare → PreparedModel    the folded model with quantized weights
+                    ├ start_calibration → Calibration      runs batches, its session observes them
+                    ├ compared_models → ComparedModel × 2  the float and the simulated model, layer by layer
+                    ├ report_layers                        what a report shows of each quantized layer
+                    └ save                                 the files
+
+Everything else (config to plan, batch counting, record, comparison, report, summary) is written once, in this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from amct.calibration import CalibrationResult, CalibrationSession
+    from amct.config.plan import Plan
+    from amct.config.ptq.quant_config import AnyConfig
+    from amct.export.binding import TensorFactors
+    from amct.export.saving import SaveRequest
+    from amct.model import Skip
+    from amct.ptq.batches import Batches, BatchInputs
+    from amct.record import AnyRecord
+    from amct.report.filling import ReportLayer
+
+_Record = Any  # each door takes records of its own dialect only
+OnTensor = Callable[[str, Tensor], None]
+"""Called with the name of a layer, or the key of one of its inputs, and the tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelOutput:
+    """What one run of a model returned.
+
+    Attributes:
+        value: As a metric gets it.
+        tensors: The floating-point outputs with their names; a model without output names repeats one name.
+    """
+
+    value: Any
+    tensors: Sequence[tuple[str, Tensor]]
+
+
+class ComparedModel(Protocol):
+    """A model that runs on batches and shows what its layers compute."""
+
+    @property
+    def shapes_vary(self) -> bool:
+        """Whether a tensor may have another shape in the other model, such as a varying number of boxes."""
+
+    def watch(
+        self, *, outputs: OnTensor, inputs: OnTensor | None = None
+    ) -> AbstractContextManager[Callable[[Any], ModelOutput]]:
+        """Within the context, the function runs the model on the arguments of one batch.
+
+        Args:
+            outputs: Called with the output of each quantized layer; several times for a layer that runs several times.
+            inputs: Called with each input of the quantized layers, under the key that ``ReportLayer`` has for it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """A model that is run on calibration data, and the session that observes it.
+
+    Attributes:
+        session: Counts batches and holds the observers.
+        run: Runs the model on the arguments of each batch.
+        observes_tensors: Whether intermediate tensors are observed, as the fast placement of the QDQ file needs.
+    """
+
+    session: CalibrationSession
+    run: Callable[[Iterable[Any]], None]
+    observes_tensors: bool = True
+
+
+class PreparedModel(Protocol):
+    """A model with folded batch norms and quantized weights."""
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+
+    @property
+    def plan(self) -> Plan:
+        """What is done to each layer."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The quantized layers, in execution order."""
+
+    @property
+    def folded_layers(self) -> Mapping[str, Sequence[str]]:
+        """By layer: the layers of the original model that were folded into it."""
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """Every layer that stays float and every batch norm that was not folded, with the reason."""
+
+    def start_calibration(self) -> Calibration:
+        """A new calibration of the model."""
+
+    def complete_record(self, result: CalibrationResult) -> AnyRecord:
+        """The factors of weights and activations."""
+
+    def simulation(self, record: _Record, *, deploy: bool = False) -> Any:  # noqa: ANN401  the door's kind of model
+        """The quantized model simulated in the door's own framework; with ``deploy`` in integers."""
+
+    def runner(self, simulation: Any) -> Callable[[Any], Any]:  # noqa: ANN401  the door's kind of model
+        """A function that runs a simulated model on the arguments of one batch and returns its outputs."""
+
+    def compared_models(self, record: _Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+        """The folded float model and the simulated one."""
+
+    def report_layers(self, record: _Record) -> Sequence[ReportLayer]:
+        """What a report shows of each quantized layer."""
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as batches of the model."""
+
+    def sample_count(self, batch: Any, arguments: Any) -> int:  # noqa: ANN401  the user's and the door's own kinds
+        """The number of samples in one batch."""
+
+    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
+        """Write the files asked for, as one group."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedContent:
+    """What a save writes: the record, and the factors of intermediate tensors (None: none were observed)."""
+
+    record: Any
+    tensors: Mapping[str, TensorFactors] | None
+
+
+class Door(Protocol):
+    """Reads one kind of model."""
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Calibration data as batches of the model."""
+
+    def plan(self, config: AnyConfig, example: Any, batches: int | None) -> tuple[Plan, bool]:  # noqa: ANN401  the door's arguments
+        """What a config asks for, and whether it leaves the number of batches open.
+
+        Args:
+            config: A file, its content, a ``QuantConfig`` or None.
+            example: The first batch.
+            batches: How many there are, where that is known.
+        """
+
+    def reads_data_first(self, plan: Plan) -> bool:
+        """Whether ``prepare`` needs a pass over the data of its own (DMQ, AdaRound, equalization)."""
+
+    def prepare(self, plan: Plan, data: Callable[[], Iterable[Any]]) -> PreparedModel:
+        """Fold, balance or equalize, and quantize the weights; ``data`` starts a pass over the batches."""

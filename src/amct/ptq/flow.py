@@ -1,0 +1,44 @@
+"""Post-training quantization in one call, for every front door: config, preparation, calibration, record."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from amct.export.qdq.tensor_factors import observed_factors
+from amct.ptq.quantized_model import QuantizedModel
+
+if TYPE_CHECKING:
+    from amct.config.ptq.quant_config import AnyConfig
+    from amct.ptq.batches import BatchInputs
+    from amct.ptq.door import Door
+
+
+def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | None = None) -> QuantizedModel:
+    """Quantize the model behind a front door with calibration data.
+
+    Args:
+        door: The model.
+        data: The calibration data, in a form that the door takes.
+        config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), a ``QuantConfig``, or
+            None for the defaults of the door's dialect.
+        inputs: Turns a batch into the model's inputs, where its form does not tell them.
+
+    Raises:
+        AmctError: A subclass says what is wrong: config, model, data or files.
+    """
+    batches = door.batches(data, inputs)
+    example = batches.first()
+    plan, open_ended = door.plan(config, example, batches.length)
+    limit = None if open_ended else plan.batch_num
+    if door.reads_data_first(plan):
+        batches.keep()
+    prepared = door.prepare(plan, lambda: batches.limited(limit))
+    calibration = prepared.start_calibration()
+    with closing(calibration.session):
+        calibration.run(batches.limited(limit))
+        if open_ended:
+            calibration.session.finish()
+        result = calibration.session.result
+    tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
+    return QuantizedModel(prepared, prepared.complete_record(result), tensors, example)

@@ -1,0 +1,157 @@
+"""A model made ready for calibration: what the doors of the PyTorch dialect (PyTorch and ONNX) share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from amct.calibration.layer_records import complete_record
+from amct.config.plan_text import config_text
+from amct.errors import CalibrationError
+from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.saving import save_files
+from amct.model import Skip
+from amct.record import Record, encode_record
+from amct.report.filling import QuantizedInput, ReportLayer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from onnx import ModelProto
+
+    from amct.calibration import CalibrationResult
+    from amct.config.plan import LayerPlan, Plan
+    from amct.export.saving import SaveRequest
+    from amct.ptq.door import SavedContent
+    from amct.ptq.weights import LayerWeights
+    from amct.record import LayerRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Preparation:
+    """A folded model with quantized weights.
+
+    Attributes:
+        name: The model's name.
+        plan: What is done to each layer.
+        weights: The quantized weights by layer, in execution order; exactly the layers that are quantized.
+        quantizable: Every layer that could be quantized, in execution order.
+        unquantizable: The layers that cannot be quantized, with the reason.
+        folded_layers: By layer: the batch norms folded into it.
+        unfolded: The batch norms that were not folded, with the reason.
+    """
+
+    name: str
+    plan: Plan
+    weights: Mapping[str, LayerWeights]
+    quantizable: Sequence[str]
+    unquantizable: tuple[Skip, ...]
+    folded_layers: Mapping[str, Sequence[str]]
+    unfolded: tuple[Skip, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The quantized layers, in execution order."""
+        return tuple(self.weights)
+
+    @property
+    def layer_plans(self) -> list[LayerPlan]:
+        """The plans of the quantized layers, in execution order."""
+        found = (self.plan.find(name) for name in self.weights)
+        return [layer for layer in found if layer is not None]
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """Every layer that stays float, with the reason, and every batch norm that was not folded."""
+        reasons = {skip.layer: skip for skip in self.unquantizable}
+        for name in self.quantizable:
+            if name not in self.weights:
+                reasons[name] = Skip(name, self.plan.not_quantized.get(name, "not in the config"))
+        return (*reasons.values(), *self.unfolded)
+
+    def record(self) -> Record:
+        """The record before calibration: factors of the weights only, layers in the order of the plan."""
+        names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
+        return Record({name: self.weights[name].record() for name in names})
+
+    def complete_record(self, result: CalibrationResult) -> Record:
+        """The factors of weights and activations."""
+        return complete_record(self.record(), result)
+
+    def report_layers(self, record: Record) -> list[ReportLayer]:
+        """What a report shows of each quantized layer."""
+        return [_report_layer(plan, record[plan.name], self.weights[plan.name]) for plan in self.layer_plans]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def fusions(self) -> Mapping[str, Sequence[str]]:
+        """As ``folded_layers``, for ``quant.json``."""
+        return self.folded_layers
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """What stays float, and why, for ``quant.json``."""
+        return {skip.layer: skip.reason for skip in self.skips}
+
+    @property
+    def config(self) -> str:
+        """The plan as text, for ``quant.json``."""
+        return config_text(self.plan)
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded float model as ONNX, its nodes named after their layers.
+
+        Raises:
+            ArgumentError: The opset is outside 16..21.
+            ExportError: The model cannot be exported.
+        """
+        raise NotImplementedError
+
+    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
+        """Write the files asked for, as one group."""
+        extra: dict[Path, bytes] = {}
+        if request.with_record:
+            path = request.where.file("record.txt")
+            extra[path] = encode_record(content.record, "text")
+            if content.tensors is not None:
+                extra[tensor_factors_path(path)] = tensor_factors_text(content.tensors).encode()
+        model = self.float_model(request.opset) if request.options.formats else None
+        return save_files(request.where, model, content.record, self, content.tensors, request.options, extra)
+
+
+def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) -> ReportLayer:
+    assert entry.scale_d is not None
+    assert entry.offset_d is not None
+    grid = QuantizedInput(
+        bits=int(entry.activation_type.removeprefix("INT")), scale=entry.scale_d, offset=entry.offset_d
+    )
+    return ReportLayer(
+        name=plan.name,
+        type=plan.type,
+        inputs=(grid,),
+        weight_bits=weights.bits if weights.factors else None,
+        weight_rows=weights.rows(),
+        weight_bytes=weights.stored_bytes(),
+    )
+
+
+def enabled_layers(plan: Plan, names: Iterable[str]) -> list[LayerPlan]:
+    """The plans of the layers to be quantized, in the order of ``names``; the plan's warnings are logged.
+
+    Raises:
+        CalibrationError: There is none.
+    """
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    by_name = {layer.name: layer for layer in plan.enabled}
+    chosen = [by_name[name] for name in names if name in by_name]
+    if not chosen:
+        raise CalibrationError(
+            f"{plan.source}: no layer is to be quantized; set quant_enable of at least one layer to true"
+        )
+    return chosen

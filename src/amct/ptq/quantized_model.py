@@ -1,0 +1,211 @@
+"""The result of quantization, for every front door: run it, compare it, report on it, save it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amct import atomic
+from amct.config.plan_text import config_text
+from amct.export.qdq.exporter import Placement
+from amct.export.qdq.nodes import Target
+from amct.export.saving import DEFAULT_FORMATS, SaveRequest
+from amct.ptq.compare import measure
+from amct.ptq.door import SavedContent
+from amct.report.filling import ReportSubject, folded_notes, report_content
+from amct.report.measuring import check_metric
+from amct.report.page import write_page
+from amct.report.summary import summary_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping
+
+    from amct.export.binding import TensorFactors
+    from amct.model import Skip
+    from amct.ptq.batches import BatchInputs
+    from amct.ptq.door import PreparedModel
+    from amct.record import AnyRecord
+    from amct.report.compare import LayerComparison
+    from amct.report.content import ReportContent
+    from amct.report.measuring import Metric
+
+
+class QuantizedModel:
+    """A quantized model: its factors, its simulation, and its way into files.
+
+    Attributes:
+        record: The quantization factors of every layer.
+        prepared: The folded model with quantized weights that the record belongs to.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        record: AnyRecord,
+        tensors: Mapping[str, TensorFactors] | None,
+        example: Any,  # noqa: ANN401  the door's arguments
+    ) -> None:
+        self.prepared = prepared
+        self.record = record
+        self._tensors = tensors
+        self._example = example
+
+    @cached_property
+    def model(self) -> Any:  # noqa: ANN401  the door's kind of model
+        """The quantized model simulated in its own framework.
+
+        PyTorch: an ordinary ``nn.Module`` in eval mode. ONNX: a ``ModelProto`` of standard operators. Caffe: a net of
+        our engine.
+        """
+        return self.prepared.simulation(self.record)
+
+    @cached_property
+    def _run(self) -> Callable[[Any], Any]:
+        return self.prepared.runner(self.model)
+
+    @cached_property
+    def _run_deploy(self) -> Callable[[Any], Any]:
+        return self.prepared.runner(self.prepared.simulation(self.record, deploy=True))
+
+    def __call__(self, batch: object, *, inputs: BatchInputs | None = None, deploy: bool = False) -> Any:  # noqa: ANN401  the door's outputs
+        """Run the simulated model on one batch.
+
+        Args:
+            batch: One batch, in any form that ``quantize`` takes.
+            inputs: As for ``quantize``.
+            deploy: Run the deploy model in integers (Caffe).
+
+        Returns:
+            PyTorch: what the module returns. ONNX and Caffe: the outputs by name.
+        """
+        arguments = self.prepared.batches([batch], inputs).first()
+        return self._run_deploy(arguments) if deploy else self._run(arguments)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The quantized layers, in execution order."""
+        return self.prepared.layers
+
+    @property
+    def skipped(self) -> tuple[Skip, ...]:
+        """Every layer that stays float and every batch norm that was not folded, with the reason."""
+        return self.prepared.skips
+
+    def summary(self) -> str:
+        """What was quantized, what was folded, what stays float and why, as text."""
+        folded = sum(len(names) for names in self.prepared.folded_layers.values())
+        return summary_text(self.prepared.name, self.record, folded, self.skipped)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        formats: Iterable[str] = DEFAULT_FORMATS,
+        *,
+        placement: str = Placement.FAST.value,
+        target: str = Target.PORTABLE.value,
+        opset: int | None = None,
+    ) -> list[Path]:
+        """Write the quantized model as ``<path>_qdq_model.onnx``, ``<path>_quant.json`` and so on.
+
+        Args:
+            path: ``folder/prefix``.
+            formats: Of "qdq" (ONNX for onnxruntime's integer kernels), "deploy" (for the chip: Ascend ONNX, or a Caffe
+                pair of a Caffe model), "fake_quant" (simulation by standard operators, or a Caffe pair), "record" (the
+                factors), and the names of registered exporters.
+            placement: Of the QDQ file: "fast" also quantizes tensors between the layers, "exact" only what the record
+                says.
+            target: Of the QDQ file: "portable" (7-bit weights, right on every CPU), "vnni" or "exact8".
+            opset: 16 to 21; None: that of the model, or the door's default.
+
+        Returns:
+            The files written.
+
+        Raises:
+            ArgumentError: An unknown format, placement, target or opset, or an impossible path.
+            ExportError: The model cannot be exported.
+            FileError: A file cannot be written; nothing was.
+        """
+        request = SaveRequest.checked(path, formats, placement=placement, target=target, opset=opset)
+        return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors), request)
+
+    def compare(
+        self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False
+    ) -> list[LayerComparison]:
+        """Run the float and the quantized model on data, and compare the output of every quantized layer.
+
+        Args:
+            data: As ``calibration_data`` of ``quantize``.
+            inputs: As for ``quantize``.
+            deploy: Compare the deploy model in integers instead of the simulation in float (Caffe).
+        """
+        batches = self.prepared.batches(data, inputs).with_originals()
+        models = self.prepared.compared_models(self.record, deploy=deploy)
+        measured = measure(*models, batches)
+        return [measured.layers[name] for name in self.layers if name in measured.layers]
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        data: object = None,
+        metric: Metric | None = None,
+        *,
+        inputs: BatchInputs | None = None,
+        files: Iterable[str | os.PathLike[str]] = (),
+    ) -> Path:
+        """Run the float and the quantized model on data, and write what was found as one HTML file.
+
+        Args:
+            path: Of the HTML file.
+            data: As ``calibration_data``, best with labels; None: the first calibration batch.
+            metric: ``metric(output, batch) -> float``, the mean over one batch, which is as the data gives it. It is
+                called for both models; batches count as much as they have samples. Its name is shown. The output is
+                what the module returns (PyTorch), an array or a dict of arrays (ONNX), a dict of arrays (Caffe).
+            inputs: As for ``quantize``.
+            files: Files whose sizes are shown, such as those that ``save`` returned.
+
+        Returns:
+            The path.
+
+        Raises:
+            ArgumentTypeError: The data has no known form, or the metric returns no number.
+            ArgumentError: A metric without data.
+            CalibrationError: There is no data.
+            FileError: The file cannot be written, or one of ``files`` cannot be read.
+        """
+        where = Path(path)
+        atomic.check_writable(where.parent)
+        write_page(where, self.report_content(data, metric, inputs=inputs, files=files))
+        return where
+
+    def report_content(
+        self,
+        data: object = None,
+        metric: Metric | None = None,
+        *,
+        inputs: BatchInputs | None = None,
+        files: Iterable[str | os.PathLike[str]] = (),
+    ) -> ReportContent:
+        """What ``report`` writes, as plain data; arguments and errors are the same."""
+        check_metric(metric, data)
+        prepared = self.prepared
+        subject = ReportSubject(
+            model=prepared.name,
+            layers=tuple(prepared.report_layers(self.record)),
+            fused=folded_notes(prepared.folded_layers),
+            skipped=prepared.skips,
+            config=config_text(prepared.plan),
+        )
+        batches = (
+            iter([(self._example, self._example)]) if data is None else prepared.batches(data, inputs).with_originals()
+        )
+        measured = measure(
+            *prepared.compared_models(self.record),
+            batches,
+            statistics=subject.statistics(),
+            metric=metric,
+            sample_count=prepared.sample_count,
+        )
+        on = "the first calibration batch" if data is None else None
+        return report_content(subject, measured, files=files, measured_on=on)

@@ -1,0 +1,193 @@
+"""The weights of one layer quantized as its plan says, and their entry in a record of the PyTorch dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.config.settings import AdaRoundSettings, ArqSettings
+from amct.errors import AmctError, ArgumentTypeError, CalibrationError
+from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, fake_quantize_weight, gates_to_onnx
+from amct.numerics.dmq import balance_weight
+from amct.record import LayerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from amct.config.plan import LayerPlan
+
+RECORDED_BITS = (4, 6, 7, 8)
+GATES = {"LSTM": 4, "GRU": 3}
+_FLOATS = (torch.float32, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightPart:
+    """One float weight of a layer; a recurrent layer has two, for the input and for the hidden state.
+
+    Attributes:
+        name: Its name in the layer.
+        tensor: The weight, in the layout of ``kind``.
+        kind: How it lies.
+        groups: Of a convolution.
+        gates: Number of gates of a recurrent layer; 0 for all others.
+        torch_gates: "LSTM" or "GRU" when the gates are in torch's order; the record lists them in ONNX's.
+        balanced: Whether DMQ multiplies its factors in; the weight of a hidden state stays as it is.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: WeightKind
+    groups: int = 1
+    gates: int = 0
+    torch_gates: str | None = None
+    balanced: bool = True
+
+    def with_balance(self, balance: Tensor | None) -> Tensor:
+        """The weight with DMQ's factors multiplied in."""
+        if balance is None or not self.balanced:
+            return self.tensor
+        return balance_weight(self.tensor, balance.to(self.tensor.device), self.kind, self.groups)
+
+    def without_balance(self, weight: Tensor, balance: Tensor | None) -> Tensor:
+        """A weight in which DMQ's factors are multiplied in, divided by them again."""
+        if balance is None or not self.balanced:
+            return weight
+        return balance_weight(weight, balance.double().reciprocal(), self.kind, self.groups)
+
+    def recorded_scales(self, factors: WeightFactors) -> tuple[float, ...]:
+        """The scales in the order of the record."""
+        scale = factors.scale.reshape(-1)
+        if self.torch_gates is not None and scale.numel() > 1:
+            scale = gates_to_onnx(scale, "LSTM" if self.torch_gates == "LSTM" else "GRU")
+        return tuple(float(value) for value in scale)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerWeights:
+    """The quantized weights of one layer.
+
+    Attributes:
+        parts: The float weights; empty for a layer without weights.
+        rounded: By name of the part: the weight on its grid, with DMQ's factors multiplied in.
+        factors: By name of the part: its scales.
+        bits: Bits of the integers.
+        balance: DMQ's factors, one per input channel: the layer's input is divided by them.
+        channel_axis: The axis of the layer's input that holds the channels.
+        learned: Whether AdaRound learned the rounding, so that it does not follow from weight and scale.
+        can_pack: Whether two 4-bit weights can share a byte.
+    """
+
+    parts: tuple[WeightPart, ...]
+    rounded: Mapping[str, Tensor]
+    factors: Mapping[str, WeightFactors]
+    bits: int = 8
+    balance: Tensor | None = None
+    channel_axis: int = 1
+    learned: bool = False
+    can_pack: bool = True
+
+    @property
+    def recorded_bits(self) -> int:
+        """The bit width that the record has for the weights: the next one it knows; 4 only where two share a byte."""
+        return next(known for known in RECORDED_BITS if known >= self.bits and (known > 4 or self.can_pack))
+
+    def record(self) -> LayerRecord:
+        """The layer's entry in the record, without its activations."""
+        if not self.parts:
+            return LayerRecord(scale_w=(1.0,), offset_w=(0,))
+        scales = [part.recorded_scales(self.factors[part.name]) for part in self.parts]
+        state = scales[1] if len(scales) > 1 else ()
+        return LayerRecord(
+            scale_w=scales[0],
+            offset_w=(0,) * len(scales[0]),
+            scale_r=state,
+            offset_r=(0,) * len(state),
+            wts_type=f"INT{self.recorded_bits}",
+            tensor_balance_factor=() if self.balance is None else tuple(float(value) for value in self.balance),
+        )
+
+    def unbalanced(self) -> dict[str, Tensor]:
+        """By name of the part: the weight on its grid, for a model whose input is not divided by DMQ's factors."""
+        return {part.name: part.without_balance(self.rounded[part.name], self.balance) for part in self.parts}
+
+    def rows(self) -> list[Tensor]:
+        """The float weights as matrices with one row per output channel, for reports."""
+        return [channels_first(part.with_balance(self.balance), part.kind, part.groups) for part in self.parts]
+
+    def stored_bytes(self) -> tuple[float, float]:
+        """The size of the float weights, and that of the integers."""
+        before = sum(part.tensor.numel() * part.tensor.element_size() for part in self.parts)
+        after = sum(part.tensor.numel() for part in self.parts) * self.recorded_bits / 8
+        return before, after
+
+
+def quantize_weights(
+    plan: LayerPlan,
+    parts: Sequence[WeightPart],
+    *,
+    balance: Tensor | None = None,
+    channel_axis: int = 1,
+    can_pack: bool = True,
+) -> LayerWeights:
+    """Quantize the weights of one layer with scales from their largest absolute values (ARQ).
+
+    Raises:
+        ArgumentTypeError: The weights are neither float32 nor float16.
+        CalibrationError: The weights cannot be quantized; names the layer.
+    """
+    settings = plan.weight or ArqSettings()
+    assert isinstance(settings, (ArqSettings, AdaRoundSettings))
+    rounded: dict[str, Tensor] = {}
+    factors: dict[str, WeightFactors] = {}
+    for part in parts:
+        check_weight(plan.name, part)
+        weight = part.with_balance(balance)
+        groups = part.gates or part.groups
+        try:
+            found = arq(
+                weight, kind=part.kind, bits=settings.num_bits, channel_wise=settings.channel_wise, groups=groups
+            )
+            rounded[part.name] = fake_quantize_weight(weight, found, part.kind, settings.num_bits, part.groups)
+        except AmctError as error:
+            raise layer_error(plan.name, error) from error
+        factors[part.name] = found
+    return LayerWeights(
+        parts=tuple(parts),
+        rounded=rounded,
+        factors=factors,
+        bits=settings.num_bits,
+        balance=balance,
+        channel_axis=channel_axis,
+        can_pack=can_pack,
+    )
+
+
+def check_weight(layer: str, part: WeightPart) -> None:
+    """Check that a weight can be quantized at all.
+
+    Raises:
+        ArgumentTypeError: It is neither float32 nor float16.
+        CalibrationError: It holds NaN or infinity.
+    """
+    weight = part.tensor
+    if weight.dtype not in _FLOATS:
+        raise ArgumentTypeError(
+            f'layer "{layer}": only weights of float32 and float16 can be quantized, got '
+            f"{str(weight.dtype).removeprefix('torch.')}; convert the model with model.float()"
+        )
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise CalibrationError(
+            f'layer "{layer}": {bad} of {weight.numel()} values of {part.name} are NaN or infinite; '
+            "repair the model, or leave this layer in float"
+        )
+
+
+def layer_error(layer: str, error: AmctError) -> CalibrationError:
+    """An error of the maths with the name of the layer in front."""
+    return CalibrationError(f'layer "{layer}": {error}')

@@ -1,0 +1,106 @@
+"""The front door of torch models, and quantization in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amct.config.ptq.quant_config import plan_of
+from amct.config.settings import AdaRoundSettings
+from amct.errors import ArgumentError, ArgumentTypeError
+from amct.ptq import flow
+from amct.pytorch.batches import torch_batches
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.model_copy import unwrap
+from amct.pytorch.preparation import TorchPreparation, prepare
+from amct.pytorch.watch.balancing import balance_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from amct.config.plan import Plan
+    from amct.config.ptq.quant_config import AnyConfig
+    from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.preparation import AdaRoundMode
+    from amct.pytorch.watch.layer_hooks import Arguments
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IoOptions:
+    """Names and open axes of the exported models, as in ``torch.onnx.export``."""
+
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    dynamic_axes: Mapping[str, Any] | None = None
+
+
+def quantize(
+    model: nn.Module,
+    calibration_data: object,
+    config: AnyConfig = None,
+    *,
+    inputs: BatchInputs | None = None,
+    io: IoOptions | None = None,
+    adaround: AdaRoundMode = "plain",
+) -> QuantizedModel:
+    """Quantize a model with calibration data: fold batch norms, quantize weights, find the ranges of activations.
+
+    Without a config: IFMR with offset for activations, ARQ per output channel for weights, 8 bits, every layer that can
+    be quantized, all the data.
+
+    Args:
+        model: any nn.Module; it stays as it is.
+        calibration_data: a tensor, an iterable of batches or a DataLoader; see ``torch_batches``.
+        config: a simple config (``.cfg``) or full config (``.json``), the latter as a dict, or a ``QuantConfig``.
+        inputs: makes of a batch what the model is called with, where its form does not tell: ``lambda b: b["image"]``.
+        io: names and open axes of the exported models.
+        adaround: "plain" learns by forwards as AMCT does, "fast" from the Gram matrix of each layer's input.
+
+    Raises:
+        AmctError: a subclass says what is wrong: config, model, data or files.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if adaround not in ("plain", "fast"):
+        raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
+    return flow.quantize(TorchDoor(model, io or IoOptions(), adaround), calibration_data, config, inputs)
+
+
+class TorchDoor:
+    """Reads a torch model for quantization."""
+
+    def __init__(self, model: nn.Module, io: IoOptions, adaround: AdaRoundMode) -> None:
+        self._model = model
+        self._io = io
+        self._adaround = adaround
+        self._traced: Traced | None = None
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Calibration data as arguments of the model."""
+        return torch_batches(unwrap(self._model), data, inputs)
+
+    def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
+        """Capture the model on the first batch; the plan of a config in the PyTorch dialect."""
+        args, kwargs = example
+        self._traced = cached_trace(
+            self._model,
+            (*args, kwargs),
+            input_names=self._io.input_names,
+            output_names=self._io.output_names,
+            dynamic_axes=self._io.dynamic_axes,
+        )
+        return plan_of(config, self._traced.config_layers(), batches)
+
+    def reads_data_first(self, plan: Plan) -> bool:
+        """DMQ and AdaRound need the activations of all batches before the weights are quantized."""
+        return bool(plan.balanced) or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled)
+
+    def prepare(self, plan: Plan, data: Callable[[], Iterable[Arguments]]) -> TorchPreparation:
+        """Fold, balance, and quantize the weights."""
+        assert self._traced is not None, "plan comes first"
+        balance = balance_of(self._traced, plan, data())
+        return prepare(self._traced, plan, balance=balance, data=data, adaround=self._adaround)
