@@ -108,8 +108,9 @@ def test_inputs_are_those_of_the_float_net(resnet):
     (factors,) = resnet.quantized.record["conv1"].record_d
     integers = np.rint(x / np.float32(factors.scale)) + factors.offset
     assert first.clipped == pytest.approx(np.mean((integers < -128) | (integers > 127)), abs=1 / x.size)
-    assert (first.activation.minimum, first.activation.maximum) == (x.min(), x.max())
-    assert (first.scale, first.offset, first.activation_bits, first.weight_bits) == (
+    given = first.inputs[0]
+    assert (given.activation.minimum, given.activation.maximum) == (x.min(), x.max())
+    assert (given.scale, given.offset, given.bits, first.weight_bits) == (
         factors.scale,
         factors.offset,
         8,

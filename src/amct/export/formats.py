@@ -104,11 +104,6 @@ def register_exporter(*, name: str, exporter: Exporter, file_name: str | None = 
     _FORMATS[name] = Format(exporter=exporter, file_name=file_name or f"{name}_model.onnx")
 
 
-def format_names() -> tuple[str, ...]:
-    """The names of all formats, in the order of registration."""
-    return tuple(_FORMATS)
-
-
 def file_name(name: str) -> str:
     """What the file of a format is called behind the prefix."""
     return _FORMATS[name].file_name

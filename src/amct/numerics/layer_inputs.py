@@ -19,6 +19,7 @@ from torch import Tensor
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.dmq import balance_factors
+from amct.numerics.equalization import ChannelRanges, ConsumerNoise
 from amct.numerics.observer import ActivationFactors, finite_range
 
 SAMPLES_PER_BATCH, POSITIONS_PER_SAMPLE = 16, 64
@@ -105,19 +106,13 @@ class LayerInputObserver:
         largest = torch.maximum(-self._minimum, self._maximum)
         columns = weight.abs().amax(0)
         choices = [balance_factors(largest, columns, strength) for strength in STRENGTHS]
-        noises = [self._noise(weight, factors) for factors in choices]
+        power = self._squares / self._count  # not the variance: the bias may stay uncorrected
+        ranges = ChannelRanges(low=self._minimum, high=self._maximum, typical=largest, variance=power)
+        steps = 2**self.bits - 1, 2 ** (WEIGHT_BITS - 1) - 1
+        layer = ConsumerNoise(weight[None, :, :, None], ranges, steps=steps)
+        noises = [layer.noise(factors) for factors in choices]
         best = int(np.argmin(noises))
-        plain = self._noise(weight, torch.ones_like(largest))
-        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= plain else None
-
-    def _noise(self, weight: Tensor, factors: Tensor) -> float:
-        """Return the expected squared error of the outputs, for independent rounding errors uniform over a step."""
-        balanced = weight * factors
-        width = float((self._maximum / factors).max() - (self._minimum / factors).min())
-        of_input = (width / (2**self.bits - 1)) ** 2 * balanced.square().sum()
-        steps = balanced.abs().amax(1) / (2 ** (WEIGHT_BITS - 1) - 1)
-        power = self._squares / self._count / factors.double() ** 2
-        return float(of_input + steps.square().sum() * power.sum()) / 12
+        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= layer.noise(torch.ones_like(largest)) else None
 
 
 def _subsample(x: Tensor) -> Tensor:
