@@ -322,7 +322,7 @@ def test_mistakes_write_nothing(resnet, tmp_path):
         quantized.compare({"x": resnet.data[0][0]})
     with pytest.raises(ArgumentError, match="arrays of numbers, got str"):
         quantized.compare(["pictures"])
-    with pytest.raises(FileError, match="cannot look at"):
+    with pytest.raises(FileError, match="cannot be read"):
         quantized.report(target, resnet.data, files=[tmp_path / "missing.onnx"])
     with pytest.raises(FileError, match="is a folder"):
         quantized.report(tmp_path, resnet.data)

@@ -194,7 +194,7 @@ def test_mistakes_write_nothing(quantized, batches, tmp_path):
         quantized.report(target, [])
     with pytest.raises(ArgumentTypeError, match="expected a tensor, an iterable"):
         quantized.report(target, 5)
-    with pytest.raises(FileError, match="cannot look at"):
+    with pytest.raises(FileError, match="cannot be read"):
         quantized.report(target, batches, files=[tmp_path / "missing.onnx"])
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError):

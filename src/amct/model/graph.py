@@ -1,14 +1,38 @@
-"""The graph: nodes in execution order, joined by named tensors."""
+"""Graphs: nodes joined by named tensors. ``TensorLinks`` answers which node makes a tensor and which nodes read it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from amct.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+_Node = TypeVar("_Node")
+
+
+class TensorLinks(Generic[_Node]):
+    """Which node makes each tensor of a graph and which nodes read it; base of ``Graph`` and of ``OnnxGraph``."""
+
+    def __init__(self) -> None:
+        self._producers: dict[str, _Node] = {}
+        self._consumers: dict[str, list[_Node]] = {}
+
+    def _link(self, node: _Node, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        for tensor in dict.fromkeys(inputs):
+            self._consumers.setdefault(tensor, []).append(node)
+        for tensor in outputs:
+            self._producers[tensor] = node
+
+    def producer(self, tensor: str) -> _Node | None:
+        """The node that makes ``tensor``; None for graph inputs and stored values."""
+        return self._producers.get(tensor)
+
+    def consumers(self, tensor: str) -> tuple[_Node, ...]:
+        """The nodes that read ``tensor``, each once."""
+        return tuple(self._consumers.get(tensor, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +50,14 @@ class Node:
     attributes: Mapping[str, object] = field(default_factory=dict)
 
 
-class Graph:
-    """Nodes in execution order; answers who makes a tensor and who reads it. Never changes once built."""
+class Graph(TensorLinks[Node]):
+    """Nodes in execution order; never changes once built."""
 
     def __init__(self, nodes: Iterable[Node], *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
+        super().__init__()
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self._nodes: dict[str, Node] = {}
-        self._producers: dict[str, Node] = {}
-        self._consumers: dict[str, list[Node]] = {}
         known = set(self.inputs)
         for node in nodes:
             self._add(node, known)
@@ -45,15 +68,14 @@ class Graph:
     def _add(self, node: Node, known: set[str]) -> None:
         if node.name in self._nodes:
             raise ModelError(f'two nodes are named "{node.name}"; node names must be unique')
-        for tensor in dict.fromkeys(node.inputs):
+        for tensor in node.inputs:
             if tensor not in known:
                 raise ModelError(f'node "{node.name}" reads "{tensor}", which nothing before it makes')
-            self._consumers.setdefault(tensor, []).append(node)
         for tensor in node.outputs:
             if tensor in known:
                 raise ModelError(f'node "{node.name}" makes "{tensor}", which exists already')
             known.add(tensor)
-            self._producers[tensor] = node
+        self._link(node, node.inputs, node.outputs)
         self._nodes[node.name] = node
 
     def __iter__(self) -> Iterator[Node]:
@@ -69,14 +91,6 @@ class Graph:
         if name not in self._nodes:
             raise ModelError(f'no node is named "{name}".{did_you_mean(name, self._nodes)}')
         return self._nodes[name]
-
-    def producer(self, tensor: str) -> Node | None:
-        """The node that makes ``tensor``; None for a graph input."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> tuple[Node, ...]:
-        """The nodes that read ``tensor``, in execution order, each once."""
-        return tuple(self._consumers.get(tensor, ()))
 
     def predecessors(self, node: Node) -> tuple[Node, ...]:
         """The nodes whose outputs ``node`` reads, in the order of its inputs, each once."""

@@ -11,8 +11,8 @@ from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.messages import model_opset
 from amct.export.saving import layer_factors
-from amct.export.writer import model_opset
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration

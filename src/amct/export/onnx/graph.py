@@ -6,11 +6,10 @@ The model given is never changed. Initializers are kept apart from the rest, one
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from amct.errors import ExportError, did_you_mean
@@ -22,9 +21,11 @@ from amct.export.onnx.messages import (
     copied_node,
     copy_fields,
     make_attribute,
+    model_opset,
     reads,
     tensor_array,
 )
+from amct.model.graph import TensorLinks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,10 +56,11 @@ _LARGEST_FOLD = 2**26
 _NEVER = 2**31
 
 
-class OnnxGraph:
+class OnnxGraph(TensorLinks[NodeProto]):
     """The main graph of a model, open for editing."""
 
     def __init__(self, model: ModelProto) -> None:
+        super().__init__()
         self._source = model
         self.nodes: list[NodeProto] = [copied_node(node) for node in model.graph.node]
         self._initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -67,8 +69,6 @@ class OnnxGraph:
         ]
         self._outputs = {value.name for value in model.graph.output}
         self._value_info = {value.name: value for value in model.graph.value_info}
-        self._producers: dict[str, NodeProto] = {}
-        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
         self._captured: set[str] = set()
         self._by_name: dict[str, NodeProto] = {}
         self._folded: dict[str, NDArray[Any]] = {}
@@ -81,7 +81,7 @@ class OnnxGraph:
     @property
     def opset(self) -> int:
         """The version of the standard operators."""
-        return next((entry.version for entry in self._source.opset_import if entry.domain in ("", "ai.onnx")), 1)
+        return model_opset(self._source)
 
     def node(self, name: str) -> NodeProto:
         """The node of that name.
@@ -95,18 +95,6 @@ class OnnxGraph:
                 f'the ONNX graph has no node "{name}".{did_you_mean(name, self._by_name)} '
                 "Bind the layer to a node of the model that is exported"
             )
-        return found
-
-    def producer(self, tensor: str) -> NodeProto | None:
-        """The node that computes a tensor; None for graph inputs, initializers and absent inputs."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> list[NodeProto]:
-        """Nodes that take a tensor as an explicit input, each once."""
-        found: list[NodeProto] = []
-        for node in self._consumers.get(tensor, ()):
-            if not any(node is other for other in found):
-                found.append(node)
         return found
 
     def is_output(self, tensor: str) -> bool:
@@ -128,20 +116,18 @@ class OnnxGraph:
         """ONNX's element type of a tensor as the model declares it; FLOAT where it does not say."""
         if tensor in self._initializers:
             return self._initializers[tensor].data_type
-        declared = self._value_info.get(tensor)
-        for value in (declared, *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.elem_type:
-                return value.type.tensor_type.elem_type
-        return TensorProto.FLOAT
+        return next((each.elem_type for each in self._declared(tensor) if each.elem_type), TensorProto.FLOAT)
 
     def rank(self, tensor: str) -> int | None:
         """How many dimensions a tensor has, where the model says it."""
         if tensor in self._initializers:
             return len(self._initializers[tensor].dims)
-        for value in (self._value_info.get(tensor), *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.HasField("shape"):
-                return len(value.type.tensor_type.shape.dim)
-        return None
+        return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
+
+    def _declared(self, tensor: str) -> Iterator[TypeProto.Tensor]:
+        for value in (*self._value_info.values(), *self.inputs, *self._source.graph.output):
+            if value.name == tensor:
+                yield value.type.tensor_type
 
     def constant(self, tensor: str) -> NDArray[Any] | None:
         """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
@@ -291,14 +277,14 @@ class OnnxGraph:
         old = node.input[index]
         node.input[index] = tensor
         if old and old not in node.input:
-            self._consumers[old] = [user for user in self._consumers[old] if user is not node]
-        if tensor and not any(user is node for user in self._consumers[tensor]):
-            self._consumers[tensor].append(node)
+            self._forget_consumer(old, node)
+        if tensor and not any(user is node for user in self.consumers(tensor)):
+            self._link(node, [tensor], ())
 
     def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
         """Replace all inputs of a node."""
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self._forget_consumer(name, node)
         del node.input[:]
         for index, tensor in enumerate(tensors):
             self.set_input(node, index, tensor)
@@ -345,7 +331,7 @@ class OnnxGraph:
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self._forget_consumer(name, node)
         for name in node.output:
             if self._producers.get(name) is node:
                 del self._producers[name]
@@ -363,7 +349,7 @@ class OnnxGraph:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
+        """A new model of the edited graph: nodes sorted, unused constants and declarations left out."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})
@@ -409,10 +395,8 @@ class OnnxGraph:
         if not node.name:
             node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
         self._by_name.setdefault(node.name, node)
-        for name in node.output:
-            if name:
-                self._producers[name] = node
-        for name in dict.fromkeys(node.input):
-            if name:
-                self._consumers[name].append(node)
+        self._link(node, filter(None, node.input), filter(None, node.output))
         self._captured.update(captures(node))
+
+    def _forget_consumer(self, tensor: str, node: NodeProto) -> None:
+        self._consumers[tensor] = [user for user in self.consumers(tensor) if user is not node]

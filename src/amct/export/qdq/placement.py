@@ -52,29 +52,29 @@ _LOWEST = -128
 class FastPlacement:
     """What ``fast`` quantizes."""
 
-    everyone: dict[str, TensorFactors] = field(default_factory=dict)
-    """Tensors that exist as integers only: every user reads them dequantized."""
-    some: dict[str, TensorFactors] = field(default_factory=dict)
-    """Tensors computed in float; those in ``readers`` read them quantized."""
+    integer_tensors: dict[str, TensorFactors] = field(default_factory=dict)
+    """Tensors that exist as integers only: all their readers get them dequantized."""
+    quantized_copies: dict[str, TensorFactors] = field(default_factory=dict)
+    """Tensors computed in float; the nodes in ``readers`` read a quantized copy."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
     """Constant operands to be quantized: node and input."""
     pads: dict[str, NodeProto] = field(default_factory=dict)
     """Pads with zeros that can work on the integers, by the tensor they make."""
-    served: set[str] = field(default_factory=set)
-    """Layers whose input is quantized by this placement; the others bring their own quantizer."""
+    covered_layers: set[str] = field(default_factory=set)
+    """Layers whose input is quantized by this placement; each other layer gets a quantizer of its own."""
     skipped: list[Skip] = field(default_factory=list)
 
     def factors(self, tensor: str) -> TensorFactors | None:
         """Factors of a tensor that is quantized."""
-        return self.everyone.get(tensor) or self.some.get(tensor)
+        return self.integer_tensors.get(tensor) or self.quantized_copies.get(tensor)
 
-    def give_back(self, tensor: str, layer: Layer) -> None:
-        """Let a layer bring its own quantizer instead of reading ``tensor``, which is computed in float, from here."""
-        self.served.discard(layer.name)
+    def exclude(self, tensor: str, layer: Layer) -> None:
+        """Remove a layer from the placement: it gets a quantizer of its own for ``tensor``, which is float."""
+        self.covered_layers.discard(layer.name)
         self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
         if not self.readers[tensor]:
-            del self.readers[tensor], self.some[tensor]
+            del self.readers[tensor], self.quantized_copies[tensor]
 
 
 class FastPlanner:
@@ -126,15 +126,15 @@ class FastPlanner:
 
     def _place_layer(self, layer: Layer) -> None:
         tensor = layer.reader.input[0]
-        served = layer.factors.act_bits == 8 and layer.factors.balance is None
-        if served and self._required[tensor] == layer_input_factors(layer.factors) and tensor not in self._apart:
+        can_share = layer.factors.act_bits == 8 and layer.factors.balance is None
+        if can_share and self._required[tensor] == layer_input_factors(layer.factors) and tensor not in self._apart:
             self._want(tensor, layer.reader)
-            self.plan.served.add(layer.name)
+            self.plan.covered_layers.add(layer.name)
         if layer.factors.act_bits != 8:
             return
         if layer.kind is LayerKind.CONV:
             self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
-        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.served:
+        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.covered_layers:
             if layer.pad is not None:
                 self._want_moved(layer.pad)
                 self._want(layer.node.input[0], layer.node)
@@ -168,7 +168,7 @@ class FastPlanner:
                 self._want(name, node)
 
     def _place_moved(self, node: NodeProto) -> None:
-        """Values moved inside an integer tensor stay integer when somebody wants them so."""
+        """Values moved inside an integer tensor stay integer when a later node reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
@@ -176,15 +176,15 @@ class FastPlanner:
         if any(self._leads_to_integers(name) for name in _moved(node)):
             self._want_moved(node)
 
-    # -- what is asked of tensors ----------------------------------------------------------------------------------
+    # -- requirements on tensors ------------------------------------------------------------------------------------
 
     def _want(self, tensor: str, reader: NodeProto) -> None:
         """Let a reader see the tensor quantized."""
-        if tensor in self.plan.everyone:
+        if tensor in self.plan.integer_tensors:
             return
         factors = self._factors(tensor)
         assert factors is not None  # asked by the caller
-        self.plan.some[tensor] = factors
+        self.plan.quantized_copies[tensor] = factors
         readers = self.plan.readers.setdefault(tensor, [])
         if not any(other is reader for other in readers):
             readers.append(reader)
@@ -213,12 +213,12 @@ class FastPlanner:
 
     def _only_integer(self, tensor: str, factors: TensorFactors) -> None:
         self._known[tensor] = factors
-        self.plan.everyone[tensor] = factors
-        self.plan.some.pop(tensor, None)
+        self.plan.integer_tensors[tensor] = factors
+        self.plan.quantized_copies.pop(tensor, None)
         self.plan.readers.pop(tensor, None)
 
     def _is_integer(self, tensor: str) -> bool:
-        return tensor in self.plan.everyone
+        return tensor in self.plan.integer_tensors
 
     def _behind_activation(self, node: NodeProto) -> str:
         """The tensor to quantize for a node: its output, or that of the activation which alone reads it."""
@@ -312,7 +312,7 @@ class FastPlanner:
         return replace(factors, scale=scale, zero_point=_LOWEST)
 
     def _leads_to_integers(self, tensor: str) -> bool:
-        """Whether somebody behind a tensor, perhaps behind further moves, will read integers."""
+        """Whether a node behind a tensor, perhaps behind further moves, will read integers."""
         for user in self.graph.consumers(tensor):
             if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
                 return True
@@ -323,9 +323,9 @@ class FastPlanner:
     def _choose_pads(self) -> None:
         plan = self.plan
         for node in self.graph.nodes:
-            if node.op_type != "Pad" or node.output[0] not in plan.everyone:
+            if node.op_type != "Pad" or node.output[0] not in plan.integer_tensors:
                 continue
-            if plan.factors(node.input[0]) == plan.everyone[node.output[0]]:
+            if plan.factors(node.input[0]) == plan.integer_tensors[node.output[0]]:
                 plan.pads[node.output[0]] = node
 
 
