@@ -20,7 +20,7 @@ from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 from amct.atomic import check_whole, read_bytes
 from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
 from amct.export.onnx.messages import subgraphs
-from amct.export.qdq.pool_padding import with_pads_apart
+from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.onnx_model.light import light_copy
 from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
 
@@ -90,7 +90,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     _check(source, proto)
     _name_nodes(proto)
     if not allow_quantized:
-        proto = with_pads_apart(with_opset(proto, usual_opset(proto)))
+        proto = with_explicit_pool_padding(with_opset(proto, usual_opset(proto)))
         _name_nodes(proto)
     _declare_shapes(proto)
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"

@@ -57,10 +57,10 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
     for layer in layers:
         tensor = layer.reader.input[0]
         found = tensors.get(tensor)
-        if found is None or tensor not in placed.some or not _can_be_balanced(layer, found):
+        if found is None or tensor not in placed.float_tensors or not _can_be_balanced(layer, found):
             balanced.append(layer)
             continue
-        placed.give_back(tensor, layer)
+        placed.uncover(tensor, layer)
         assert layer.weight is not None
         divisor = np.asarray(found.balance, dtype=np.float32)
         weight = layer.weight * divisor

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
-from amct.export.qdq.pool_padding import with_pads_apart
+from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.writer import check_opset, model_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.arrays import as_array
@@ -84,7 +84,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     name_dimensions(converted.model, traced.names)
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     placed = place_layers(_simplified(converted.model), fused, kinds)
-    model = with_pads_apart(lower_opset(placed.model, opset))
+    model = with_explicit_pool_padding(lower_opset(placed.model, opset))
     _finish(model, opset)
     _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
     bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
