@@ -9,10 +9,9 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from amct.config.ptq.caffe_rules import ACTIVATION_BITS as CAFFE_ACTIVATION_BITS
-from amct.config.ptq.caffe_rules import WEIGHT_BITS as CAFFE_WEIGHT_BITS
-from amct.config.ptq.pytorch_rules import MIGRATION_RANGE
-from amct.config.ptq.pytorch_types import ARQ_BITS, KV_CACHE_TYPES, PTQ_TYPES
+from amct.config.ptq.caffe_types import ACTIVATION_BITS as CAFFE_ACTIVATION_BITS
+from amct.config.ptq.caffe_types import WEIGHT_BITS as CAFFE_WEIGHT_BITS
+from amct.config.ptq.pytorch_types import ARQ_BITS, KV_CACHE_TYPES, MIGRATION_RANGE, PTQ_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +29,7 @@ _CHANNEL_WISE = (
     "it, with a warning; for that very layer or type it is an error."
 )
 
-#: By field, or by ``Message.field`` or ``kind/field`` where the same name means something else.
+#: By field, or by ``Message.field`` or ``kind/field`` where the same name has another meaning.
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
         # the whole file
@@ -128,7 +127,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Legal values that no annotation tells, by ``Message.field`` or field; with ``kind/`` before it for one config only.
+#: Legal values without an annotation, by ``Message.field`` or field; with the prefix ``kind/`` for one config only.
 LEGAL: Mapping[str, str] = MappingProxyType(
     {
         "batch_num": "≥ 1",

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A place in a text file; line and column count from 1, as editors do."""
+    """A place in a text file; line and column count from 1. Line 0: ``source`` names a part of a Python object."""
 
     source: str
-    line: int
-    column: int
+    line: int = 0
+    column: int = 0
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line}:{self.column}"
+        return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
 
 
 @dataclass(frozen=True)

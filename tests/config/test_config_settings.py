@@ -17,9 +17,17 @@ from amct.errors import ConfigError, ConfigTypeError, Position
 from amct.schema import descriptor
 
 SCHEMAS = {
-    "pytorch": ("AMCTPytorchProto.CalibrationConfig", "pytorch", registry.PYTORCH_ACTIVATION + registry.PYTORCH_WEIGHT),
-    "kv cache": ("AMCTPytorchQuantCaliProto.CalibrationConfig", "pytorch", registry.KV_CACHE),
-    "caffe": ("AMCTCaffeProto.CalibrationConfig", "caffe_config", registry.CAFFE_ACTIVATION + registry.CAFFE_WEIGHT),
+    "pytorch": (
+        "AMCTPytorchProto.CalibrationConfig",
+        "pytorch",
+        registry.activation_algorithms("pytorch") + registry.PYTORCH_WEIGHT,
+    ),
+    "kv cache": ("AMCTPytorchQuantCaliProto.CalibrationConfig", "pytorch", registry.activation_algorithms("kv_cache")),
+    "caffe": (
+        "AMCTCaffeProto.CalibrationConfig",
+        "caffe_config",
+        registry.activation_algorithms("caffe") + registry.CAFFE_WEIGHT,
+    ),
 }
 NOT_IN_THE_SETTINGS = {"quant_granularity"}  # handled by kv_cache itself
 

@@ -132,7 +132,7 @@ def test_every_kind_of_layer_learns_and_the_files_hold_what_was_learned(mode, tm
     net = case("mix")
     model, x = net.model(), net.inputs()
     quantized = amct.quantize(model, [x], config(), adaround=mode)
-    learned = {name for name, weights in quantized.prepared.weights.items() if weights.learned}
+    learned = {name for name, weights in quantized.prepared.weights.items() if weights.custom_rounding}
     assert learned == {"conv", "grp", "dw", "dil", "deconv", "deconvg", "fc", "fcnb"}
     quantized.save(tmp_path / "q", placement="exact", target="exact8")
     expected = run_torch(quantized.model, x)
@@ -190,7 +190,7 @@ def test_batches_of_different_sizes(caplog):
     with caplog.at_level(logging.INFO):
         quantized = amct.quantize(Free().eval(), data, config())
     assert "AdaRound learns from 2 of 3 batches" in caplog.text
-    assert quantized.prepared.weights["fc"].learned
+    assert quantized.prepared.weights["fc"].custom_rounding
 
 
 def test_inputs_come_from_the_quantized_model_and_outputs_from_the_float_model():

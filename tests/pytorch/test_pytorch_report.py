@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import amct.pytorch as amct
-from amct.config.plan_text import config_text
+from amct.config.plan import config_text
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError
 
 

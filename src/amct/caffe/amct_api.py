@@ -190,7 +190,13 @@ def fold(graph: QuantGraph) -> None:
 def quantize_folded(graph: QuantGraph) -> None:
     """Quantize the weights of the graph's model."""
     graph.weights = {
-        name: quantize_weights(graph.model.layer(name), graph.model.weights[name], layer.weight)
+        name: quantize_weights(
+            graph.model.layer(name),
+            graph.model.weights[name],
+            layer.weight,
+            rounding=layer.weight_rounding,
+            scale=layer.weight_scale,
+        )
         for name, layer in graph.plans().items()
         if graph.has_weights(name)
     }

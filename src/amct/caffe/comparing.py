@@ -9,29 +9,35 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from amct import progress
+import torch
+
 from amct.arguments import input_file
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model, read_test_net
-from amct.caffe.running import batches_of, build_net, run_net, samples_of
+from amct.caffe.running import build_net, caffe_batches, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
+from amct.ptq.compare import measure
+from amct.ptq.door import ModelOutput
+from amct.ptq.quantized_model import QuantizedModel
 from amct.record import DataFactors
-from amct.report.activations import InputStatistics
-from amct.report.measuring import Measuring
+from amct.report.filling import QuantizedInput, input_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.caffe.running import BatchInputs
+    from amct.caffe.running import Batch
+    from amct.ptq.batches import BatchInputs
+    from amct.ptq.door import OnTensor
+    from amct.report.activations import InputStatistics
+    from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured, Metric
 
 logger = logging.getLogger(__name__)
@@ -134,10 +140,10 @@ class WatchedInput:
     blob: str
     factors: DataFactors
 
-    def statistics(self) -> InputStatistics:
-        """Of its values against its grid."""
+    def grid(self) -> QuantizedInput:
+        """Its grid."""
         assert self.factors.scale is not None
-        return InputStatistics(self.factors.scale, self.factors.offset or 0, self.factors.bits)
+        return QuantizedInput(bits=self.factors.bits, scale=self.factors.scale, offset=self.factors.offset or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +154,6 @@ class WatchedLayer:
     type: str
     inputs: tuple[WatchedInput, ...]
     outputs: tuple[str, ...]
-
-    def key(self, index: int) -> str:
-        """Under which the statistics of one input are found."""
-        return f"{self.name}:{index}"
 
 
 def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
@@ -194,89 +196,124 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
 # ------------------------------------------------------------------ the runs
 
 
-def measure(
+@runtime_checkable
+class _CaffeResult(Protocol):
+    """The preparation of a Caffe model."""
+
+    def caffe_model(self, record: Any) -> CaffeModel:  # noqa: ANN401  its own record
+        """The fake-quant model."""
+
+
+class ComparedNet:
+    """One of two compared nets: the blobs of its quantized layers are shown after each forward."""
+
+    shapes_vary = True  # behind a layer that chooses boxes their number may differ
+
+    def __init__(self, side: Side, layers: Sequence[WatchedLayer]) -> None:
+        self._side = side
+        self._layers = layers
+
+    @contextmanager
+    def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Batch], ModelOutput]]:
+        """A function that runs the net on one batch."""
+        results = [(layer.name, blob) for layer in self._layers for blob in layer.outputs]
+        given = [
+            (input_key(layer.name, index), each.blob)
+            for layer in self._layers
+            for index, each in enumerate(layer.inputs if inputs is not None else ())
+        ]
+        net = self._side.build([blob for _, blob in (*results, *given)])
+
+        def run(batch: Batch) -> ModelOutput:
+            value = run_net(net, batch)
+            for layer, blob in results:
+                outputs(layer, net.blob(blob).tensor)
+            for key, blob in given:
+                assert inputs is not None
+                inputs(key, net.blob(blob).tensor)
+            return ModelOutput(value=value, tensors=[(name, torch.from_numpy(array)) for name, array in value.items()])
+
+        yield run
+
+
+def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, ComparedNet]:
+    """Both nets, watched at the layers that the second one quantizes.
+
+    Raises:
+        ModelError: They are not the same net, or the second one is not quantized.
+    """
+    layers = watched_layers(quantized.message)
+    blobs = {blob for layer in reference.message.layer for blob in (*layer.bottom, *layer.top)}
+    blobs |= set(reference.message.input)
+    for layer in layers:
+        for blob in (*layer.outputs, *(each.blob for each in layer.inputs)):
+            if blob not in blobs:
+                raise ModelError(
+                    f'float_model and quantized_model are not the same net: layer "{layer.name}" of the quantized one '
+                    f'works on blob "{blob}", which the float one does not have'
+                )
+    return ComparedNet(reference, layers), ComparedNet(quantized, layers)
+
+
+def measure_nets(
     reference: Side,
     quantized: Side,
     data: object,
     *,
+    statistics: Mapping[str, InputStatistics] | None = None,
     metric: Metric | None = None,
     inputs: BatchInputs | None = None,
-    with_inputs: bool = True,
 ) -> Measured:
-    """Run both nets on data; one batch at a time is in memory, and what is kept does not grow with the data.
-
-    Args:
-        reference: The float net.
-        quantized: The fake-quant or deploy net.
-        data: Batches.
-        metric: ``metric(outputs, batch)``, the outputs as a dict of arrays.
-        inputs: Makes of a batch what the net takes, where its form does not tell.
-        with_inputs: Whether the inputs of the layers are summed up, too.
+    """Run both nets on data; arguments are those of ``amct.ptq.compare.measure``.
 
     Raises:
-        ModelError: they are not the same net.
-        ArgumentError: a batch does not have the net's inputs.
-        CalibrationError: there is no data.
+        ModelError: They are not the same net.
+        ArgumentError: A batch does not have the net's inputs.
+        CalibrationError: There is no data.
     """
-    layers = watched_layers(quantized.message)
-    watched = list(_common_blobs(reference.message, layers))
-    nets = reference.build(watched), quantized.build([blob for layer in layers for blob in layer.outputs])
-    statistics = {
-        layer.key(index): each.statistics()
-        for layer in layers
-        for index, each in enumerate(layer.inputs if with_inputs else ())
-    }
-    measuring = Measuring(statistics, metric)
-    told: set[str] = set()
-    for batch in progress.track(batches_of(data), "Comparing"):
-        expected, got = (run_net(net, batch, inputs) for net in nets)
-        for layer in layers:
-            for blob in layer.outputs:
-                for pair in _partners(nets, blob, f'the output of layer "{layer.name}"', told):
-                    measuring.layers.add(layer.name, *pair)
-            for index, each in enumerate(layer.inputs if with_inputs else ()):
-                statistics[layer.key(index)].add(nets[0].blob(each.blob).tensor)
-        measuring.add(_outputs(nets, told))
-        measuring.score(expected, got, batch, samples_of(nets[0]))
-    measured = measuring.result()
+    measured = measure(
+        *compared_nets(reference, quantized),
+        caffe_batches(data, inputs).with_originals(),
+        statistics=statistics,
+        metric=metric,
+        sample_count=lambda _, batch: sample_count(batch),
+    )
     if not measured.layers:
         raise ModelError("float_model and quantized_model are not the same net: no layer makes outputs of one shape")
     return measured
 
 
-def _common_blobs(reference: ProtoMessage, layers: list[WatchedLayer]) -> Iterator[str]:
-    """The blobs that are looked at in the float net."""
-    there = {blob for layer in reference.layer for blob in (*layer.bottom, *layer.top)} | set(reference.input)
-    for layer in layers:
-        for blob in (*layer.outputs, *(each.blob for each in layer.inputs)):
-            if blob not in there:
-                raise ModelError(
-                    f'float_model and quantized_model are not the same net: layer "{layer.name}" of the quantized one '
-                    f'works on blob "{blob}", which the float one does not have'
-                )
-            yield blob
+def compare(
+    float_model: FilePair,
+    quantized_model: QuantizedModel | FilePair,
+    data: object,
+    *,
+    inputs: BatchInputs | None = None,
+) -> list[LayerComparison]:
+    """Run both models on data and compare the outputs of the quantized layers, in model order.
 
+    A layer into which BatchNorm, Scale or Bias were folded is compared with the output of the last of them in the float
+    model.
 
-def _partners(
-    nets: tuple[Net, Net], blob: str, what: str, told: set[str]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A blob in both nets, if it has one shape there.
+    Args:
+        float_model: Prototxt and caffemodel of the original.
+        quantized_model: What ``quantize`` returned, or prototxt and caffemodel of the fake-quant or deploy model.
+        data: An array, or batches as for ``quantize``; one at a time is in memory.
+        inputs: Turns a batch into the net's inputs, where its form does not tell them.
 
-    Behind a layer that chooses boxes their number may differ: then no value has its partner, which is told once.
+    Raises:
+        ArgumentError, ArgumentTypeError: An argument is not what it should be, or the data does not fit the net.
+        FileError, ParseError: A file cannot be read.
+        ModelError: They are not the same net, or the second one is not quantized.
+        CalibrationError: There is no data.
     """
-    expected, got = (net.blob(blob).tensor for net in nets)
-    if expected.shape == got.shape:
-        yield expected, got
-    elif blob not in told:
-        told.add(blob)
-        shapes = list(expected.shape), list(got.shape)
-        logger.warning("%s has different shapes in both nets, %s and %s; such batches are not compared", what, *shapes)
-
-
-def _outputs(nets: tuple[Net, Net], told: set[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    graph, others = nets[0].graph, nets[1].graph
-    both = {others.blob_names[index] for index in others.outputs}
-    for name in (graph.blob_names[index] for index in graph.outputs):
-        if name in both:
-            for expected, got in _partners(nets, name, f'output "{name}"', told):
-                yield name, expected, got
+    reference: Side
+    quantized: Side
+    if isinstance(quantized_model, QuantizedModel):
+        prepared = quantized_model.prepared
+        if not isinstance(prepared, _CaffeResult):
+            raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
+        reference, quantized = float_side(float_model), ModelSide(prepared.caffe_model(quantized_model.record))
+    else:
+        reference, quantized = both_sides(float_model, quantized_model)
+    return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from amct.caffe.engine.net import Net
-from amct.errors import ArgumentError, ArgumentTypeError
+from amct.errors import ArgumentError
+from amct.ptq.batches import Batches
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.model import CaffeModel
+    from amct.ptq.batches import BatchInputs
 
 Batch = Any
 """An array for a net with one input, a dict of arrays by the inputs' names, or a tuple of arrays in the order of the
 inputs; what follows them in the tuple (labels) is left out."""
-BatchInputs = Callable[[Any], Any]
-"""Makes of a batch of any other form one of these."""
 
 
 def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
@@ -33,26 +33,37 @@ def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> 
     return net
 
 
-def batches_of(data: object) -> Iterable[Batch]:
-    """The data as batches; a single array or dict is one batch.
+def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:
+    """The data as batches of a net; a single array or dict is one batch.
 
     Raises:
-        ArgumentTypeError: it is nothing that can be gone through.
+        ArgumentTypeError: It cannot be iterated.
     """
-    if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
-        return [data]
-    if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
-        return data
-    raise ArgumentTypeError(f"data: expected an array or an iterable of batches, got {type(data).__name__}")
+    return Batches(
+        data,
+        inputs or (lambda batch: batch),
+        single=(np.ndarray, torch.Tensor, Mapping),
+        expected="an array or an iterable of batches",
+    )
 
 
-def run_net(net: Net, batch: Batch, inputs: BatchInputs | None = None) -> dict[str, npt.NDArray[np.float32]]:
+def sample_count(batch: Batch) -> int:
+    """The number of samples in one batch."""
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    elif isinstance(batch, (tuple, list)):
+        batch = batch[0] if batch else None
+    shape = np.shape(batch) if batch is not None else ()
+    return shape[0] if shape else 1
+
+
+def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
     """Run a net on one batch and return its outputs by name.
 
     Raises:
         ArgumentError: the batch does not have the net's inputs.
     """
-    feed(net, batch if inputs is None else inputs(batch))
+    feed(net, batch)
     net.forward()
     graph = net.graph
     return {graph.blob_names[index]: _copy_of(graph.blobs[index].tensor) for index in graph.outputs}
@@ -73,12 +84,6 @@ def feed(net: Net, batch: Batch) -> None:
             blob.data[...] = array
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
-
-
-def samples_of(net: Net) -> int:
-    """How many samples the last batch of a net had."""
-    shape = net.graph.blobs[net.graph.inputs[0]].shape if net.graph.inputs else ()
-    return shape[0] if shape else 1
 
 
 def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.config.settings import HfmgSettings
+from amct.config.registry import activation_of
 from amct.numerics.affine import SymmetricScale
-from amct.numerics.hfmg import HfmgObserver
-from amct.numerics.ifmr import IfmrObserver
 
 if TYPE_CHECKING:
     from amct.config.settings import ActivationSettings
@@ -23,25 +21,11 @@ def make_observer(
     """A new observer.
 
     Args:
-        settings: of IFMR or HFMG, as a plan has them.
+        settings: of a registered activation algorithm, as a plan has them.
         channel_axis: one scale per channel of this axis; None: one for the tensor.
         symmetric_scale: what a symmetric range is divided by: the PyTorch dialect's way, or Caffe's ``FULL_RANGE``.
+
+    Raises:
+        ArgumentTypeError: no algorithm with settings of this class is registered.
     """
-    if isinstance(settings, HfmgSettings):
-        return HfmgObserver(
-            bits=settings.num_bits,
-            asymmetric=settings.asymmetric,
-            channel_axis=channel_axis,
-            symmetric_scale=symmetric_scale,
-            num_of_bins=settings.num_of_bins,
-        )
-    return IfmrObserver(
-        bits=settings.num_bits,
-        asymmetric=settings.asymmetric,
-        channel_axis=channel_axis,
-        symmetric_scale=symmetric_scale,
-        max_percentile=settings.max_percentile,
-        min_percentile=settings.min_percentile,
-        search_range=settings.search_range,
-        search_step=settings.search_step,
-    )
+    return activation_of(settings).observer(settings, channel_axis=channel_axis, symmetric_scale=symmetric_scale)

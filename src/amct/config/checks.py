@@ -98,7 +98,8 @@ def _adapter(settings: Callable[..., Any]) -> TypeAdapter[Any]:
 def _report(
     settings: Callable[..., Any], detail: Mapping[str, Any], locate: Locate, problems: ProblemList, name: str
 ) -> None:
-    kind, path, context = str(detail["type"]), tuple(detail["loc"]), detail.get("ctx", {})
+    path, context = tuple(detail["loc"]), detail.get("ctx", {})
+    kind = str(detail["type"]).replace("_parsing", "_type").replace("int_from_float", "int_type")
     given = detail["input"]
     if kind == "value_error" and isinstance(context.get("error"), SettingsError):
         broken: SettingsError = context["error"]

@@ -6,11 +6,11 @@ simple config for a model or by reading the JSON a user edited; ``to_json`` writ
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from amct.config.json.writer import format_json
 from amct.config.precedence import DEFAULT, Origin
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerConfig:
+class LayerBlock:
     """The JSON block of one layer.
 
     Attributes:
@@ -52,7 +52,7 @@ class FullConfig:
 
     source: str
     fields: Mapping[str, Any]
-    layers: tuple[LayerConfig, ...]
+    layers: tuple[LayerBlock, ...]
     origins: Mapping[str, Origin] = field(default_factory=dict)
     warnings: tuple[Problem, ...] = ()
 
@@ -112,3 +112,12 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
                 yield from _leaves(item, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value
+
+
+def format_json(data: Mapping[str, Any]) -> str:
+    r"""The text of a config file in AMCT's layout, without a newline at the end; keys keep the order of ``data``.
+
+    >>> format_json({"batch_num": 2, "skip_fusion_layers": []})
+    '{\n    "batch_num":2,\n    "skip_fusion_layers":[]\n}'
+    """
+    return json.dumps(data, indent=4, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

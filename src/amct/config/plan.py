@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from amct.config.checks import checked_settings
+from amct.config.precedence import Level
+from amct.config.registry import find_algorithm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from amct.config.settings import ActivationSettings, BatchNormUpdate, WeightSettings
+    from amct.config.full_config import LayerBlock
+    from amct.config.layers import LayerList
+    from amct.config.registry import Algorithm
+    from amct.config.settings import ActivationSettings, BatchNormUpdate, WeightRounding, WeightScale, WeightSettings
     from amct.errors import Problem
 
 FORCE_FP16 = "FORCE_FP16_QUANT"
+
+NO_CONFIG = "create_quant_config"
+"""What a plan names as its source when the user gave none."""
 
 OPEN_ENDED = 2**31 - 1
 """As ``batch_num``: calibration takes every batch there is and ends when it is told to."""
@@ -36,6 +46,8 @@ class LayerPlan:
         force_fp16: Whether the activation scale is rounded to float16 (``FORCE_FP16_QUANT``).
         skip_fusion: Whether a BatchNorm that follows stays where it is.
         batch_num: How many batches calibration needs.
+        weight_rounding: How uniform weights are rounded; learned and clustered weights have a way of their own.
+        weight_scale: What the largest absolute weight is divided by.
     """
 
     name: str
@@ -47,6 +59,8 @@ class LayerPlan:
     force_fp16: bool = False
     skip_fusion: bool = False
     batch_num: int = 1
+    weight_rounding: WeightRounding = "nearest"
+    weight_scale: WeightScale = "negative_side"
 
     @property
     def activation(self) -> ActivationSettings:
@@ -90,3 +104,74 @@ class Plan:
     def find(self, name: str) -> LayerPlan | None:
         """The plan of one layer, or None when the layer is not quantizable."""
         return next((layer for layer in self.layers if layer.name == name), None)
+
+
+# -- making a plan -----------------------------------------------------------------------------------------------------
+
+
+def settings_of(data: Mapping[str, Any], algorithms: tuple[Algorithm, ...], name_key: str, **defaults: object) -> Any:  # noqa: ANN401  the settings class is the algorithm's
+    """The settings object of a JSON block that was checked before.
+
+    Args:
+        data: The block.
+        algorithms: The algorithms it may name.
+        name_key: The key that names the algorithm; a block without it is of the first one.
+        defaults: Settings, by their field names, for what the block leaves out.
+    """
+    algorithm = find_algorithm(algorithms, data[name_key]) if name_key in data else algorithms[0]
+    assert algorithm is not None
+    values = {algorithm.field_of(key): value for key, value in data.items() if key != name_key}
+    return checked_settings(algorithm.settings, {**defaults, **values})
+
+
+def reasons_not_quantized(
+    model: LayerList, types: Collection[str], blocks: Mapping[str, LayerBlock], *, switch_key: str = "quant_enable"
+) -> dict[str, str]:
+    """Why each layer that stays float does so."""
+    reasons = {}
+    for layer in model:
+        if layer.type not in types:
+            reasons[layer.name] = f"{layer.type} cannot be quantized"
+        elif layer.refusal is not None:
+            reasons[layer.name] = layer.refusal
+        elif layer.name not in blocks:
+            reasons[layer.name] = "not in the config"
+        elif not blocks[layer.name].data[switch_key]:
+            origin = blocks[layer.name].origin(switch_key)
+            by_type = origin.level is Level.RULE and origin.position is None
+            off = f"{layer.type} is off by default: switch it on with {switch_key}"
+            reasons[layer.name] = off if by_type else f"switched off: {origin}"
+    return reasons
+
+
+# -- showing a plan ----------------------------------------------------------------------------------------------------
+
+
+def config_text(plan: Plan) -> str:
+    """What a plan says, short: layers with the same settings are told together."""
+    lines = [
+        f"source: {'defaults' if plan.source == NO_CONFIG else plan.source}",
+        f"batch_num: {plan.batch_num}",
+        f"activation_offset: {str(plan.activation_offset).lower()}",
+        f"do_fusion: {str(plan.do_fusion).lower()}",
+    ]
+    if plan.skip_fusion_layers:
+        lines.append(f"skip_fusion_layers: {', '.join(plan.skip_fusion_layers)}")
+    if plan.force_fp16:
+        lines.append("fakequant_precision_mode: FORCE_FP16_QUANT")
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer in plan.enabled:
+        groups.setdefault(_settings(layer), []).append(layer.name)
+    for settings, names in groups.items():
+        lines += ["", ", ".join(names), *(f"  {setting}" for setting in settings)]
+    return "\n".join(lines)
+
+
+def _settings(layer: LayerPlan) -> tuple[str, ...]:
+    balance = f"dmq_balancer: migration_strength={layer.migration_strength}"
+    different = dict.fromkeys(str(settings) for settings in layer.activations)
+    return (
+        *(f"activations: {settings}" for settings in different),
+        *([f"weights: {layer.weight}"] if layer.weight is not None else []),
+        *([balance] if layer.migration_strength is not None else []),
+    )

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from amct.config.layers import LayerInfo
     from amct.config.problems import ProblemList
+    from amct.config.settings import LayerConfig
     from amct.errors import Position
     from amct.schema import TextMessage
 
@@ -49,10 +50,11 @@ DEFAULT = Origin(Level.DEFAULT)
 
 @dataclass(frozen=True)
 class Choice:
-    """The block that applies to a layer (None: only defaults) and its origin."""
+    """What applies to a layer, and its origin: a block of a file, an entry of a ``QuantConfig``, or only defaults."""
 
     block: TextMessage | None
     origin: Origin
+    entry: LayerConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,15 @@
-"""Every algorithm a config can name, one line each.
+"""Every algorithm that a config can name.
 
-To add one: write its settings class in ``settings``, its message in the ``.proto`` and its line here. Reading,
-checking, expanding, writing and explaining follow from the line; the front doors ask for the settings class and
-nothing else.
+Weight, retraining and pruning algorithms are constant tables. Activation algorithms are registered: IFMR and HFMG at
+the end of this module, those of extensions by ``amct.extend.register_activation``, all with ``register_activation``.
+Reading, checking, expanding, writing and explaining a config follow from an algorithm's entry.
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from amct.config.checks import checked_settings
 from amct.config.qat.settings import (
@@ -27,12 +28,15 @@ from amct.config.settings import (
     IfmrSettings,
     SnqSettings,
 )
-from amct.errors import ArgumentError
+from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from amct.schema import ExtraField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amct.config.settings import ActivationSettings
+    from amct.numerics.affine import SymmetricScale
+    from amct.numerics.observer import Observer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +90,6 @@ _CLIP_KEYS = frozenset({"clip_max", "clip_min"})
 _CLIP: dict[str, tuple[str, ...]] = {key: (f"clip_max_min.{key}",) for key in ("clip_max", "clip_min")}
 
 # fmt: off  (a line for each algorithm)
-PYTORCH_ACTIVATION = (
-    Algorithm(
-        name="ifmr",
-        message="ifmr_quantize",
-        settings=IfmrSettings,
-        keys=("num_bits", *_IFMR_KEYS, "act_algo", "asymmetric"),
-        cfg_fields=_SEARCH | _BITS_BY_TYPE,
-    ),
-    Algorithm(
-        name="hfmg",
-        message="hfmg_quantize",
-        settings=HfmgSettings,
-        keys=("num_bits", "act_algo", "asymmetric", "num_of_bins"),
-        cfg_fields=_BITS_BY_TYPE,
-    ),
-)
 PYTORCH_WEIGHT = (
     Algorithm(
         name="arq_quantize",
@@ -111,34 +99,6 @@ PYTORCH_WEIGHT = (
         cfg_fields={"num_bits": ("quant_bits",)},
     ),
     Algorithm(name="ada_quantize", message="ada_quantize", settings=AdaRoundSettings, keys=_ADA_KEYS, cfg_fields=_BETA),
-)
-KV_CACHE = (
-    Algorithm(
-        name="ifmr",
-        message="ifmr_quantize",
-        settings=IfmrSettings,
-        keys=("act_algo", *_IFMR_KEYS, "asymmetric"),
-        cfg_fields=_SEARCH,
-        optional=_ASYMMETRIC,
-    ),
-    Algorithm(
-        name="hfmg",
-        message="hfmg_quantize",
-        settings=HfmgSettings,
-        keys=("act_algo", "num_of_bins", "asymmetric"),
-        optional=_ASYMMETRIC,
-    ),
-)
-CAFFE_ACTIVATION = (
-    Algorithm(
-        name="ifmr",
-        message="ifmr_quantize",
-        settings=IfmrSettings,
-        keys=("num_bits", *_IFMR_KEYS, "with_offset"),
-        cfg_fields=_SEARCH,
-        json_fields={"with_offset": "asymmetric"},
-        optional=frozenset({"with_offset"}),
-    ),
 )
 CAFFE_WEIGHT = (
     Algorithm(
@@ -213,11 +173,172 @@ def find_algorithm(algorithms: tuple[Algorithm, ...], name: object) -> Algorithm
     return next((algorithm for algorithm in algorithms if algorithm.name == name), None)
 
 
+# -- activation algorithms ---------------------------------------------------------------------------------------------
+
+Dialect = Literal["pytorch", "caffe", "kv_cache"]
+"""Whose files: the two of post-training quantization, and the config of kv-cache quantization."""
+
+_CONTAINERS = {"pytorch": "AMCTPytorchProto.CalibrationConfig", "caffe": "AMCTCaffeProto.CalibrationConfig"}
+_COMMON_FIELDS = ("num_bits", "asymmetric")
+
+
+class ObserverFactory(Protocol):
+    """Makes a new observer that follows the settings."""
+
+    def __call__(
+        self,
+        settings: Any,  # noqa: ANN401  the class is the algorithm's own
+        *,
+        channel_axis: int | None,
+        symmetric_scale: SymmetricScale,
+    ) -> Observer:
+        """Make an observer: see ``amct.calibration.make_observer`` for the arguments."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """A registered activation algorithm.
+
+    Attributes:
+        name: Its name in the JSON, the value of ``act_algo``.
+        settings: The class of its settings.
+        observer: Makes its observers.
+        spellings: How it is spelled in the files of each dialect that has it.
+        built_in: Whether the ``.proto`` files of the package have its message.
+    """
+
+    name: str
+    settings: type[Any]
+    observer: ObserverFactory
+    spellings: Mapping[Dialect, Algorithm] = field(compare=False)
+    built_in: bool = False
+
+    def remove(self) -> None:
+        """Take the algorithm out of the registry; configs cannot name it any more."""
+        _activations.pop(self.name, None)
+
+
+_activations: dict[str, Activation] = {}
+
+
+def register_activation(
+    name: str,
+    settings: type[Any],
+    observer: ObserverFactory,
+    spellings: Mapping[Dialect, Algorithm] | None = None,
+) -> Activation:
+    """Register an activation algorithm; ``amct.extend.register_activation`` is the public form.
+
+    Args:
+        name: Its name in the JSON.
+        settings: A frozen, keyword-only dataclass; every field has a default, ``num_bits`` and ``asymmetric`` among
+            them.
+        observer: Makes an observer from settings.
+        spellings: By dialect, for an algorithm whose message is in the ``.proto`` files; None: the spelling follows
+            from the fields.
+
+    Raises:
+        ArgumentTypeError: the settings are no such dataclass.
+        ArgumentError: another algorithm has this name or these settings.
+    """
+    _check_settings_class(name, settings)
+    known = Activation(
+        name=name,
+        settings=settings,
+        observer=observer,
+        spellings=MappingProxyType(dict(spellings or _derived_spellings(name, settings))),
+        built_in=spellings is not None,
+    )
+    for other in _activations.values():
+        if (other.name == name or other.settings is settings) and other != known:
+            raise ArgumentError(
+                f'register_activation: "{name}" with {settings.__name__} clashes with the registered algorithm '
+                f'"{other.name}" with {other.settings.__name__}; choose another name, or remove that one first'
+            )
+    return _activations.setdefault(name, known)
+
+
+def _check_settings_class(name: str, settings: object) -> None:
+    if not name.isidentifier():
+        raise ArgumentError(f"register_activation: name: expected letters, digits and underscores, got {name!r}")
+    if not (isinstance(settings, type) and is_dataclass(settings) and _is_frozen(settings)):
+        raise ArgumentTypeError(f"register_activation: settings: expected a frozen dataclass, got {settings!r}")
+    defaults = {item.name: item.default for item in fields(settings)}
+    missing = [key for key in _COMMON_FIELDS if key not in defaults]
+    if missing:
+        raise ArgumentTypeError(f"register_activation: {settings.__name__} needs the fields {' and '.join(missing)}")
+    bare = [key for key, default in defaults.items() if default is MISSING]
+    if bare:
+        raise ArgumentTypeError(
+            f"register_activation: every field of {settings.__name__} needs a default value; without one: "
+            f"{', '.join(bare)}"
+        )
+
+
+def _is_frozen(settings: type[Any]) -> bool:
+    return bool(settings.__dataclass_params__.frozen)
+
+
+def _derived_spellings(name: str, settings: type[Any]) -> dict[Dialect, Algorithm]:
+    own = [item.name for item in fields(settings) if item.name not in _COMMON_FIELDS]
+    message = f"{name}_quantize"
+    return {
+        "pytorch": Algorithm(
+            name=name, message=message, settings=settings, keys=("num_bits", "act_algo", "asymmetric", *own)
+        ),
+        "caffe": Algorithm(
+            name=name,
+            message=message,
+            settings=settings,
+            keys=("act_algo", "num_bits", *own, "with_offset"),
+            cfg_fields={"with_offset": ("asymmetric",)},
+            json_fields={"with_offset": "asymmetric"},
+            optional=frozenset({"with_offset"}),
+        ),
+    }
+
+
+def activation_algorithms(dialect: Dialect) -> tuple[Algorithm, ...]:
+    """The activation algorithms that files of a dialect can name; the first one is the default."""
+    return tuple(each.spellings[dialect] for each in _activations.values() if dialect in each.spellings)
+
+
+def extra_fields(dialect: Dialect) -> tuple[ExtraField, ...]:
+    """The fields that registered extensions add to the simple config of a dialect."""
+    return tuple(
+        ExtraField(
+            container=_CONTAINERS[dialect],
+            name=each.spellings[dialect].message,
+            settings=each.settings,
+            oneof="acts_quant_algo",
+        )
+        for each in _activations.values()
+        if not each.built_in
+    )
+
+
+def activation_of(settings: ActivationSettings) -> Activation:
+    """The registered algorithm whose settings these are.
+
+    Raises:
+        ArgumentTypeError: no algorithm with this class is registered.
+    """
+    found = next((each for each in _activations.values() if each.settings is type(settings)), None)
+    if found is None:
+        known = ", ".join(each.settings.__name__ for each in _activations.values())
+        raise ArgumentTypeError(
+            f"activation settings: expected one of {known}, got {type(settings).__name__}; register the algorithm with "
+            "amct.extend.register_activation"
+        )
+    return found
+
+
 def settings_to_dict(settings: ActivationSettings) -> dict[str, Any]:
     """The settings of an activation algorithm as plain JSON data, with its name under ``act_algo``."""
-    name = next(each.name for each in PYTORCH_ACTIVATION if each.settings is type(settings))
-    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(settings).items()}
-    return {"act_algo": name, **plain}
+    values = asdict(settings)  # type: ignore[call-overload]  # every registered class is a dataclass
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {"act_algo": activation_of(settings).name, **plain}
 
 
 def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
@@ -228,9 +349,66 @@ def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
         ConfigError: a value is not legal; all mistakes are listed.
     """
     name = data.get("act_algo", "ifmr")
-    found = find_algorithm(PYTORCH_ACTIVATION, name)
-    if found is None:
-        raise ArgumentError(f'act_algo: no algorithm "{name}" is registered')
+    if name not in _activations:
+        raise ArgumentError(f'act_algo: no algorithm "{name}" is registered.{did_you_mean(str(name), _activations)}')
     values = {key: value for key, value in data.items() if key != "act_algo"}
-    settings: ActivationSettings = checked_settings(found.settings, values, block=found.name)
+    settings: ActivationSettings = checked_settings(_activations[name].settings, values, block=name)
     return settings
+
+
+def _ifmr_observer(settings: IfmrSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
+    from amct.numerics.ifmr import IfmrObserver  # torch is imported when the first observer is made
+
+    return IfmrObserver(
+        bits=settings.num_bits,
+        asymmetric=settings.asymmetric,
+        channel_axis=channel_axis,
+        symmetric_scale=symmetric_scale,
+        max_percentile=settings.max_percentile,
+        min_percentile=settings.min_percentile,
+        search_range=settings.search_range,
+        search_step=settings.search_step,
+    )
+
+
+def _hfmg_observer(settings: HfmgSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
+    from amct.numerics.hfmg import HfmgObserver  # torch is imported when the first observer is made
+
+    return HfmgObserver(
+        bits=settings.num_bits,
+        asymmetric=settings.asymmetric,
+        channel_axis=channel_axis,
+        symmetric_scale=symmetric_scale,
+        num_of_bins=settings.num_of_bins,
+    )
+
+
+_IFMR = Algorithm(name="ifmr", message="ifmr_quantize", settings=IfmrSettings, keys=(), cfg_fields=_SEARCH)
+_HFMG = Algorithm(name="hfmg", message="hfmg_quantize", settings=HfmgSettings, keys=())
+
+register_activation(
+    "ifmr",
+    IfmrSettings,
+    _ifmr_observer,
+    {
+        "pytorch": replace(
+            _IFMR, keys=("num_bits", *_IFMR_KEYS, "act_algo", "asymmetric"), cfg_fields=_SEARCH | _BITS_BY_TYPE
+        ),
+        "caffe": replace(
+            _IFMR,
+            keys=("num_bits", *_IFMR_KEYS, "with_offset"),
+            json_fields={"with_offset": "asymmetric"},
+            optional=frozenset({"with_offset"}),
+        ),
+        "kv_cache": replace(_IFMR, keys=("act_algo", *_IFMR_KEYS, "asymmetric"), optional=_ASYMMETRIC),
+    },
+)
+register_activation(
+    "hfmg",
+    HfmgSettings,
+    _hfmg_observer,
+    {
+        "pytorch": replace(_HFMG, keys=("num_bits", "act_algo", "asymmetric", "num_of_bins"), cfg_fields=_BITS_BY_TYPE),
+        "kv_cache": replace(_HFMG, keys=("act_algo", "num_of_bins", "asymmetric"), optional=_ASYMMETRIC),
+    },
+)

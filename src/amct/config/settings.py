@@ -8,7 +8,7 @@ by the capability tables, not here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from pydantic_core import PydanticCustomError
@@ -43,7 +43,7 @@ class SettingsError(ConfigError):
 
 
 class CheckedSettings:
-    """Base of all settings: a key nobody knows, NaN and infinity are mistakes (read by pydantic)."""
+    """Base of all settings; pydantic reads from it that unknown keys, NaN and infinity are mistakes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -115,8 +115,40 @@ class SnqSettings(CheckedSettings):
     init_algo: Literal["uniform", "gaussian", "d2sampling"] = "uniform"
 
 
-ActivationSettings = IfmrSettings | HfmgSettings
+class ActivationSettings(Protocol):
+    """What the settings of every activation algorithm have; registered extensions have further fields of their own."""
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of the integers."""
+        ...
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether the range has an offset."""
+        ...
+
+
+WeightRounding = Literal["nearest", "error_cancelling"]
+"""How uniform weights become integers: each to the nearest, or so that the errors of each output cancel."""
+WeightScale = Literal["full_range", "negative_side"]
+"""What the largest absolute weight is divided by: 2^(b-1)-1, or 2^(b-1) where the negative side is the larger one."""
 WeightSettings = ArqSettings | AdaRoundSettings | SnqSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """How layers are quantized: any of it may be left to the defaults.
+
+    Attributes:
+        weights: ``ArqSettings``; ``AdaRoundSettings`` (PyTorch) or ``SnqSettings`` (Caffe).
+        activations: ``IfmrSettings``, ``HfmgSettings`` (PyTorch, ONNX), or the settings of a registered algorithm.
+        migration_strength: 0.2 to 0.8 balances the layer with DMQ before it is quantized (PyTorch, ONNX).
+    """
+
+    weights: WeightSettings | None = None
+    activations: ActivationSettings | None = None
+    migration_strength: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

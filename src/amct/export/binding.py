@@ -59,7 +59,7 @@ class LayerFactors:
 
     Attributes:
         scale_d: step of the layer's input.
-        offset_d: integer that stands for zero, in -2^(b-1)..2^(b-1)-1.
+        offset_d: integer that represents zero, in -2^(b-1)..2^(b-1)-1.
         act_bits: 4, 8 or 16.
         scale_w: float32, one or one per output channel. LSTM and GRU: one, one per gate or one per row of W, in ONNX's
             gate order (the record's). Average pooling: one, usually 1.

@@ -37,7 +37,7 @@ EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
 LONGEST_PREFIX = 241
 OPSETS = range(16, 22)
-"""Opsets that can be asked for."""
+"""Opsets that users can choose."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SavePath:
 
 
 def check_opset(opset: int) -> None:
-    """Check an opset that a user asks for.
+    """Check an opset that a user chose.
 
     Raises:
         ArgumentError: it is not one of 16..21.

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.numerics.affine import integer_range
-from amct.numerics.arq import WeightKind, channels_first, factors_per_row, from_channels_first, quantize_weight
+from amct.numerics.affine import dequantize, integer_range
+from amct.numerics.arq import (
+    WeightKind,
+    channels_first,
+    factors_per_row,
+    fake_quantize_weight,
+    from_channels_first,
+    quantize_weight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +44,23 @@ def quantize_weight_cancelling_errors(
     scale = factors_per_row(factors, rows.shape[0]).scale
     kernels = rows.reshape(rows.shape[0], -1, math.prod(weight.shape[2:]))
     return from_channels_first(round_cancelling_errors(kernels, scale, bits).flatten(1), weight.shape, kind, groups)
+
+
+def round_weight(
+    weight: Tensor, factors: WeightFactors, kind: WeightKind, bits: int = 8, groups: int = 1, *, cancel_errors: bool
+) -> Tensor:
+    """The weight rounded to its grid, in its own shape and dtype: to the nearest, or so that the errors cancel.
+
+    Raises:
+        CalibrationError: the weight holds NaN.
+        ArgumentError: the factors do not fit the weight.
+    """
+    if not cancel_errors:
+        return fake_quantize_weight(weight, factors, kind, bits, groups)
+    integers = channels_first(quantize_weight_cancelling_errors(weight, factors, kind, bits, groups), kind, groups)
+    per_row = factors_per_row(factors, integers.shape[0])
+    rounded = dequantize(integers, per_row.scale, per_row.offset, axis=0).to(weight.dtype)
+    return from_channels_first(rounded, weight.shape, kind, groups)
 
 
 def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -66,6 +90,6 @@ def _cancel_errors(exact: Tensor, rounded: Tensor) -> Tensor:
     # Changing the largest errors of the same sign costs least; an error of the other sign would exceed one step.
     order = (errors * direction).argsort(dim=1, descending=True, stable=True)
     chosen = torch.zeros_like(errors, dtype=torch.bool)
-    chosen.scatter_(1, order, torch.arange(errors.shape[1]).expand_as(order) < surplus.abs())
+    chosen.scatter_(1, order, torch.arange(errors.shape[1], device=errors.device).expand_as(order) < surplus.abs())
     chosen &= errors * direction > 0
     return rounded - chosen * direction

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from amct.config.ptq.quant_config import LayerConfig, QuantConfig
-from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings
+from amct.config.ptq.quant_config import QuantConfig
+from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
 from amct.onnx_model.comparing import compare, measure
 from amct.onnx_model.quantize import quantize
 from amct.ptq.quantized_model import QuantizedModel

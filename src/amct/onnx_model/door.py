@@ -33,7 +33,7 @@ from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from onnx import ModelProto
 
@@ -98,7 +98,8 @@ class OnnxPreparation(Preparation):
         for plan in self.layer_plans:
             weights, layer = self.weights[plan.name], self.onnx_layers[plan.name]
             eight_bits = plan.activation.num_bits == weights.bits == 8
-            if layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and eight_bits and weights.balance is None:
+            plain = weights.balance is None and not weights.custom_rounding
+            if layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and eight_bits and plain:
                 readers.setdefault(layer.reader.input[0], []).append(plan.name)
         found: dict[str, TensorObserver] = {}
         for tensor, names in readers.items():
@@ -109,10 +110,20 @@ class OnnxPreparation(Preparation):
 
     def rounded_model(self) -> ModelProto:
         """The folded model with the quantized weights in float."""
+        return self._with_rounded_weights(self.weights)
+
+    @cached_property
+    def exported_model(self) -> ModelProto:
+        """The folded model; weights are float, except where the rounding does not follow from weight and scale."""
+        rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
+        return self._with_rounded_weights(rounded) if rounded else self.folded
+
+    def _with_rounded_weights(self, names: Collection[str]) -> ModelProto:
         placeholders = dict.fromkeys(self.weights, placeholder_factors())
         graph, layers, _ = find_layers(self.folded, self.bindings, placeholders)
         for layer in layers:
-            put_weights(self.weights[layer.name], graph, layer)
+            if layer.name in names:
+                put_weights(self.weights[layer.name], graph, layer)
         return graph.build()
 
     # -- as the flow asks for it ---------------------------------------------------------------------------------------
@@ -126,7 +137,7 @@ class OnnxPreparation(Preparation):
         if deploy:
             raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
         factors = {name: layer_factors(entry) for name, entry in record.items()}
-        return fake_quant_model(self.folded, self.bindings, factors).model
+        return fake_quant_model(self.exported_model, self.bindings, factors).model
 
     def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:
         """A function that returns the outputs by name."""
@@ -151,7 +162,7 @@ class OnnxPreparation(Preparation):
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded model in the opset asked for, or in its own."""
-        return with_opset(self.folded, opset if opset is not None else model_opset(self.folded))
+        return with_opset(self.exported_model, opset if opset is not None else model_opset(self.folded))
 
 
 class OnnxDoor:

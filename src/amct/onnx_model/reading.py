@@ -145,7 +145,7 @@ def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
 
 
 def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
-    """The file of a tensor. A model may only point into its own folder: it comes from somebody else."""
+    """The file of a tensor. A model may only point into its own folder: it may be untrusted."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     root = folder.resolve()
@@ -173,7 +173,7 @@ def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(source: str, tensor: TensorProto) -> None:
-    """The data is as large as the shape says: nobody looks later."""
+    """Check that the data has the size of the shape; later readers do not check."""
     try:
         if any(size < 0 for size in tensor.dims):
             raise ValueError(f"negative size in shape {list(tensor.dims)}")
@@ -208,7 +208,7 @@ def _drop_default_inputs(proto: ModelProto) -> None:
 def _check(source: str, proto: ModelProto) -> None:
     light = light_copy(proto)
     for value in (*light.graph.input, *light.graph.output):
-        # The checker wants a shape, runtimes do without; it does not look which one it is.
+        # The checker requires a shape, runtimes do not; any shape passes it.
         value.type.tensor_type.shape.SetInParent()
     try:
         onnx.checker.check_model(light)

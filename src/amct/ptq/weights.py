@@ -9,8 +9,10 @@ import torch
 
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
-from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, fake_quantize_weight, reorder_gates
+from amct.numerics.affine import SymmetricScale
+from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, reorder_gates
 from amct.numerics.dmq import balance_weight
+from amct.numerics.error_cancelling import round_weight
 from amct.record import LayerRecord
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class LayerWeights:
         bits: Bits of the integers.
         balance: DMQ's factors, one per input channel: the layer's input is divided by them.
         channel_axis: The axis of the layer's input that holds the channels.
-        learned: Whether AdaRound learned the rounding, so that it does not follow from weight and scale.
+        custom_rounding: Whether the rounding is learned (AdaRound) or error-cancelling, not to the nearest: an exported
+            file then stores the rounded weight, because the integers do not follow from float weight and scale.
         can_pack: Whether two 4-bit weights can share a byte.
     """
 
@@ -88,7 +91,7 @@ class LayerWeights:
     bits: int = 8
     balance: Tensor | None = None
     channel_axis: int = 1
-    learned: bool = False
+    custom_rounding: bool = False
     can_pack: bool = True
 
     @property
@@ -144,15 +147,23 @@ def quantize_weights(
     assert isinstance(settings, (ArqSettings, AdaRoundSettings))
     rounded: dict[str, Tensor] = {}
     factors: dict[str, WeightFactors] = {}
+    cancel_errors = plan.weight_rounding == "error_cancelling"
     for part in parts:
         check_weight(plan.name, part)
         weight = part.with_balance(balance)
         groups = part.gates or part.groups
         try:
             found = arq(
-                weight, kind=part.kind, bits=settings.num_bits, channel_wise=settings.channel_wise, groups=groups
+                weight,
+                kind=part.kind,
+                bits=settings.num_bits,
+                channel_wise=settings.channel_wise,
+                groups=groups,
+                symmetric_scale=SymmetricScale(plan.weight_scale),
             )
-            rounded[part.name] = fake_quantize_weight(weight, found, part.kind, settings.num_bits, part.groups)
+            rounded[part.name] = round_weight(
+                weight, found, part.kind, settings.num_bits, part.groups, cancel_errors=cancel_errors and not part.gates
+            )
         except AmctError as error:
             raise layer_error(plan.name, error) from error
         factors[part.name] = found
@@ -163,6 +174,7 @@ def quantize_weights(
         bits=settings.num_bits,
         balance=balance,
         channel_axis=channel_axis,
+        custom_rounding=cancel_errors,
         can_pack=can_pack,
     )
 

@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from amct.config.ptq.quant_config import LayerConfig, QuantConfig
-from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
+from amct.config.ptq.quant_config import QuantConfig
+from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.comparing import compare
 from amct.pytorch.door import IoOptions, quantize

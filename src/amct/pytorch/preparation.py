@@ -67,17 +67,17 @@ class TorchPreparation(Preparation):
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
-        """The folded model as ONNX: float weights, except where the rounding was learned and cannot be computed again.
+        """The folded model as ONNX: float weights, except where the rounding does not follow from weight and scale.
 
         Raises:
             ArgumentError: the opset is outside 16..21.
             ExportError: the model cannot be exported.
         """
-        learned = {name: weights for name, weights in self.weights.items() if weights.learned}
-        if not learned:
+        rounded = {name: weights for name, weights in self.weights.items() if weights.custom_rounding}
+        if not rounded:
             return float_onnx(self.traced, self.fused, opset=opset)
         model = copy_model(self.fused.model, share_tensors=True)
-        for name, weights in learned.items():
+        for name, weights in rounded.items():
             put_weights(model.get_submodule(name), weights.unbalanced())
         return float_onnx(self.traced, replace(self.fused, model=model), opset=opset)
 

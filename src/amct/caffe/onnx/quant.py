@@ -15,20 +15,20 @@ import numpy as np
 from amct.caffe.onnx.graph import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
-from amct.export.exported import ExportedModel
-from amct.export.formats import ExportOptions, export_formats
+from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.qdq.exporter import Placement, observed_tensors
+from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
 
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
-    from amct.export.formats import Exported
+    from amct.export.exported import ExportedModel
+    from amct.export.formats import Exported, ExportOptions
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16
@@ -60,42 +60,42 @@ def quantized_onnx(
         ArgumentError: There is no such placement, target or opset.
         ExportError: A layer has no ONNX form, or its factors do not fit it.
     """
-    options = ExportOptions(placement=placement, target=target)
-    result = quantized_formats(("qdq",), net, record, tensors, options=options, opset=opset)["qdq"]
-    assert isinstance(result, ExportedModel)
-    return result
-
-
-def quantized_formats(
-    formats: Iterable[str],
-    net: Net,
-    record: CaffeRecord,
-    tensors: Mapping[str, TensorFactors] | None = None,
-    *,
-    options: ExportOptions,
-    opset: int = DEFAULT_OPSET,
-) -> dict[str, Exported]:
-    """Write a quantized net in registered ONNX formats, in memory; arguments and errors as ``quantized_onnx``."""
     exported = float_onnx(net, opset=opset)
     parts = _Parts(exported, net)
     for name, factors in record.items():
         parts.add(name, factors)
     observed = None if tensors is None else {**tensors, **parts.tensors()}
-    results = export_formats(formats, exported.model, parts.bindings, parts.factors, observed, options)
-    qdq = results.get("qdq")
-    if isinstance(qdq, ExportedModel) and (observed is None or options.placement == Placement.EXACT.value):
-        results["qdq"] = _with_data_only(qdq, exported, parts, Target(options.target))
-    return {name: _with_remarks(result, exported, parts) for name, result in results.items()}
-
-
-def _with_remarks(result: Exported, exported: FloatOnnx, parts: _Parts) -> Exported:
-    if isinstance(result, bytes):
-        return result
+    result = qdq_model(
+        exported.model, parts.bindings, parts.factors, tensors=observed, placement=placement, target=target
+    )
+    if observed is None or Placement(placement) is Placement.EXACT:
+        result = _with_data_only(result, exported, parts, Target(target))
     return replace(
         result,
         skipped=(*result.skipped, *parts.skipped),
         notes=(*exported.notes, *result.notes, *parts.notes),
     )
+
+
+def other_format(
+    name: str,
+    net: Net,
+    record: CaffeRecord,
+    tensors: Mapping[str, TensorFactors],
+    *,
+    options: ExportOptions,
+    opset: int = DEFAULT_OPSET,
+) -> Exported:
+    """Export a quantized net in a registered format that works on the float ONNX model.
+
+    Raises:
+        ExportError: A layer has no ONNX form, or the exporter refuses the model.
+    """
+    exported = float_onnx(net, opset=opset)
+    parts = _Parts(exported, net)
+    for layer, factors in record.items():
+        parts.add(layer, factors)
+    return export_formats([name], exported.model, parts.bindings, parts.factors, tensors, options)[name]
 
 
 def tensors_to_observe(

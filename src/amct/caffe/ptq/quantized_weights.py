@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.config.settings import WeightSettings
+    from amct.config.settings import WeightRounding, WeightScale, WeightSettings
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,21 @@ class QuantizedWeights:
 
 
 def quantize_weights(
-    layer: ProtoMessage, blobs: Sequence[torch.Tensor], settings: WeightSettings | None
+    layer: ProtoMessage,
+    blobs: Sequence[torch.Tensor],
+    settings: WeightSettings | None,
+    *,
+    rounding: WeightRounding = "error_cancelling",
+    scale: WeightScale = "full_range",
 ) -> QuantizedWeights:
     """Quantize the weights of a layer as the plan says; without settings uniformly, channel by channel.
+
+    Args:
+        layer: The layer.
+        blobs: Its blobs.
+        settings: How its weights are quantized.
+        rounding: How uniform weights are rounded; those of recurrent layers always to the nearest.
+        scale: What the largest absolute weight is divided by.
 
     Raises:
         CalibrationError: a weight is NaN or infinite, or too large; names the layer.
@@ -139,7 +151,7 @@ def quantize_weights(
     chosen = settings or ArqSettings()
     try:
         if layer.type in RECURRENT_TYPES:
-            return QuantizedWeights(layer=layer.name, matrices=tuple(_recurrent(blobs)))
+            return QuantizedWeights(layer=layer.name, matrices=tuple(_recurrent(blobs, scale)))
         layout = layout_of(layer, blobs[0])
         channel_wise = chosen.channel_wise and layout.kind is not WeightKind.LINEAR
         if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
@@ -147,7 +159,7 @@ def quantize_weights(
         if isinstance(chosen, SnqSettings):
             matrix = _clustered(layout, chosen, channel_wise)
         else:
-            matrix = _uniform(layout, channel_wise)
+            matrix = _rounded(layout, _uniform_factors(layout, channel_wise, scale), rounding)
         return QuantizedWeights(layer=layer.name, matrices=(matrix,))
     except AmctError as error:
         raise CalibrationError(
@@ -155,23 +167,21 @@ def quantize_weights(
         ) from error
 
 
-def _uniform(layout: WeightLayout, channel_wise: bool) -> QuantizedMatrix:
-    return _rounded(layout, _uniform_factors(layout, channel_wise))
-
-
-def _uniform_factors(layout: WeightLayout, channel_wise: bool) -> WeightFactors:
+def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScale) -> WeightFactors:
     return arq(
         layout.rows_first(),
         kind=layout.kind,
         channel_wise=channel_wise,
         groups=layout.groups,
-        symmetric_scale=SymmetricScale.FULL_RANGE,
+        symmetric_scale=SymmetricScale(scale),
     )
 
 
-def _rounded(layout: WeightLayout, factors: WeightFactors) -> QuantizedMatrix:
-    """The weight as integers, rounded so that the errors of each output cancel."""
-    integers = quantize_weight_cancelling_errors(layout.rows_first(), factors, layout.kind, groups=layout.groups)
+def _rounded(
+    layout: WeightLayout, factors: WeightFactors, rounding: WeightRounding = "error_cancelling"
+) -> QuantizedMatrix:
+    round_weight = quantize_weight if rounding == "nearest" else quantize_weight_cancelling_errors
+    integers = round_weight(layout.rows_first(), factors, layout.kind, groups=layout.groups)
     return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
 
 
@@ -193,12 +203,12 @@ def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
     return [index for index, blob in enumerate(blobs) if blob.ndim == 2]
 
 
-def _recurrent(blobs: Sequence[torch.Tensor]) -> list[QuantizedMatrix]:
+def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[QuantizedMatrix]:
     """Each matrix rounded to the nearest: states have both signs, so that errors need not cancel."""
     found = []
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
-        factors = _uniform_factors(layout, channel_wise=False)
+        factors = _uniform_factors(layout, False, scale)
         integers = quantize_weight(layout.weight, factors, layout.kind)
         found.append(QuantizedMatrix(blob=index, layout=layout, factors=factors, integers=integers))
     return found

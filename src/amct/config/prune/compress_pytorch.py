@@ -13,9 +13,9 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan_parts import settings_of
+from amct.config.plan import settings_of
 from amct.config.problems import ProblemList
 from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
 from amct.config.prune.pruners import METHODS, NAME_KEY
@@ -89,7 +89,7 @@ class _Compression:
             warnings=self.problems.warnings,
         )
 
-    def layer(self, layer: LayerInfo) -> LayerConfig:
+    def layer(self, layer: LayerInfo) -> LayerBlock:
         """What is done to one layer; no data when nothing is."""
         data: dict[str, Any] = {}
         origins: dict[str, Origin] = {}
@@ -97,7 +97,7 @@ class _Compression:
             data, origins = self.quantizer.expand(layer)
         if self.prunes and (pruned := self.pruner.expand(layer)) is not None:
             data, origins = {**data, **pruned[0]}, {**pruned[1], **origins}
-        return LayerConfig(name=layer.name, type=layer.type, data=data, origins=origins)
+        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
 
     def check(self) -> None:
         if not self.prunes and not self.quantizes:
@@ -121,7 +121,7 @@ class _Compression:
             check_layer_names(skipped, "quant_skip_layers", self.layers, compressible, self.problems)
             check_type_names(names.get("quant_skip_types", ()), "quant_skip_types", compressible, self.problems)
 
-    def check_something_left(self, expanded: Sequence[LayerConfig]) -> None:
+    def check_something_left(self, expanded: Sequence[LayerBlock]) -> None:
         """Report a config that leaves nothing to do; warn when that is so of pruning or quantization alone."""
         left = {
             "prune": any(config.data.get(PRUNE_SWITCH_KEY) for config in expanded),

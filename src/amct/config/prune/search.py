@@ -14,7 +14,7 @@ from pydantic import Field, StrictBool
 
 from amct.config.checks import check_settings
 from amct.config.layers import LayerList
-from amct.config.plan_parts import settings_of
+from amct.config.plan import settings_of
 from amct.config.problems import ProblemList
 from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
 from amct.config.prune.pruners import FILTER, NAME_KEY, read_pruner

@@ -1,27 +1,28 @@
 """Post-training quantization of Caffe models: the full config of a model, from a ``.cfg`` or from a few arguments.
 
 The JSON has the guide's keys in the guide's order; layers stand in the order of the model. Reading such a JSON back and
-turning it into a plan is in ``ptq_caffe_json``.
+turning it into a plan is in ``caffe_json``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import check_settings
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin
 from amct.config.problems import ProblemList
-from amct.config.ptq.caffe_rules import (
+from amct.config.ptq.caffe_types import (
+    CAFFE_TYPES,
+    FUSIBLE_TYPES,
     illegal_activation_bits,
     illegal_weight_bits,
     is_per_tensor,
     unsupported_weight,
 )
-from amct.config.ptq.caffe_types import CAFFE_TYPES, FUSIBLE_TYPES
-from amct.config.registry import CAFFE_ACTIVATION, CAFFE_WEIGHT
+from amct.config.registry import CAFFE_WEIGHT, activation_algorithms, extra_fields
 from amct.config.settings import BatchNormUpdate
 from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.config.text.simple_config import (
@@ -40,10 +41,9 @@ if TYPE_CHECKING:
     from amct.errors import Position
     from amct.schema import TextMessage
 
-VERSION = 1
 GLOBAL_KEYS = (
     "version", "batch_num", "activation_offset", "joint_quant", "do_fusion", "skip_fusion_layers", "update_bn",
-    "bn_update_config",
+    "bn_update_config", "weight_rounding", "weight_scale",
 )  # fmt: skip
 
 
@@ -60,9 +60,10 @@ def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -
         ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
     """
     problems = ProblemList()
-    message = parse_text(text, descriptor("AMCTCaffeProto.AMCTConfig", schema="caffe_config"), source)
-    simple = read_simple_config(message, source, problems)
-    return _expand(simple, LayerList(layers), problems, _read_update(message, problems))
+    root = descriptor("AMCTCaffeProto.AMCTConfig", schema="caffe_config", extra=extra_fields("caffe"))
+    message = parse_text(text, root, source)
+    simple = _with_update(read_simple_config(message, source, problems), message, problems)
+    return expand(simple, LayerList(layers), problems)
 
 
 def default_config(layers: Iterable[LayerInfo], *, batch_num: int = 1, activation_offset: bool = True) -> FullConfig:
@@ -78,20 +79,13 @@ def default_config(layers: Iterable[LayerInfo], *, batch_num: int = 1, activatio
         activation_offset=activation_offset,
         origins={"batch_num": argument, "activation_offset": argument},
     )
-    return _expand(simple, LayerList(layers), ProblemList(), _Update({}, {}))
+    return expand(simple, LayerList(layers), ProblemList())
 
 
-@dataclass(frozen=True)
-class _Update:
-    """The global fields of refreshing BatchNorm statistics, written only when the file has them."""
-
-    fields: dict[str, Any]
-    origins: dict[str, Origin]
-
-
-def _read_update(message: TextMessage, problems: ProblemList) -> _Update:
+def _with_update(simple: SimpleConfig, message: TextMessage, problems: ProblemList) -> SimpleConfig:
+    """Add the global fields of refreshing BatchNorm statistics, which are written only when the file has them."""
     if not message.has("update_bn") and not message.has("bn_update_config"):
-        return _Update({}, {})
+        return simple
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     if message.has("update_bn"):
@@ -108,7 +102,8 @@ def _read_update(message: TextMessage, problems: ProblemList) -> _Update:
             where = message.where("bn_update_config")
             problems.warn("bn_update_config has no effect while update_bn is not true", where)
     settings = {item.name: values.get(item.name, item.default) for item in fields(BatchNormUpdate)}
-    return _Update({"update_bn": message.get("update_bn", False), "bn_update_config": settings}, origins)
+    extra = {"update_bn": message.get("update_bn", False), "bn_update_config": settings}
+    return replace(simple, extra=extra, origins={**simple.origins, **origins})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +116,7 @@ class _Block:
 
 def _read_block(choice: Choice) -> _Block:
     return _Block(
-        activation=read_algorithm(choice, "acts_quant_algo", CAFFE_ACTIVATION),
+        activation=read_algorithm(choice, "acts_quant_algo", activation_algorithms("caffe")),
         weight=read_algorithm(choice, "wts_quant_algo", CAFFE_WEIGHT),
     )
 
@@ -130,7 +125,7 @@ def _check_blocks(blocks: Blocks, layers: LayerList, problems: ProblemList) -> N
     """Report what is wrong with a block by itself, and with an override for the layer or type it is for."""
     for choice in blocks.all():
         block = _read_block(choice)
-        check_block(block.activation, None, problems)
+        check_block(block.activation, "act_algo", problems)
         check_block(block.weight, "wts_algo", problems)
         for key, message in illegal_activation_bits(block.activation.given):
             problems.add(message, block.activation.positions[key])
@@ -163,7 +158,12 @@ def _check_override(choice: Choice, who: str, layer: LayerInfo, problems: Proble
         problems.warn(message, choice.origin.position)
 
 
-def _expand(simple: SimpleConfig, layers: LayerList, problems: ProblemList, update: _Update) -> FullConfig:
+def expand(simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
+    """The full config of a model from a simple config or what stands for one.
+
+    Raises:
+        ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
+    """
     check_simple_config(simple, layers, tuple(CAFFE_TYPES), FUSIBLE_TYPES, problems)
     _check_blocks(simple.blocks, layers, problems)
     quantizable = quantizable_layers(layers, CAFFE_TYPES)
@@ -178,16 +178,9 @@ def _expand(simple: SimpleConfig, layers: LayerList, problems: ProblemList, upda
     warn_of_refused(simple, layers, problems)
     return FullConfig(
         source=simple.source,
-        fields={
-            "version": VERSION,
-            "batch_num": simple.batch_num,
-            "activation_offset": simple.activation_offset,
-            "do_fusion": simple.do_fusion,
-            "skip_fusion_layers": [named.name for named in simple.skip_fusion_layers],
-            **update.fields,
-        },
+        fields=simple.fields(GLOBAL_KEYS),
         layers=expanded,
-        origins={**simple.origins, **update.origins},
+        origins=simple.origins,
         warnings=problems.warnings,
     )
 
@@ -199,7 +192,7 @@ class _LayerExpander:
         self.simple = simple
         self.adjustments = adjustments
 
-    def expand(self, layer: LayerInfo) -> LayerConfig:
+    def expand(self, layer: LayerInfo) -> LayerBlock:
         choice = self.simple.blocks.choose(layer)
         block = _read_block(choice)
         enabled, why = self.enabled(layer)
@@ -209,7 +202,7 @@ class _LayerExpander:
         weight = self.weight(layer, block.weight, origins)
         if weight is not None:
             data["weight_quant_params"] = weight
-        return LayerConfig(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
 
     def enabled(self, layer: LayerInfo) -> tuple[bool, Origin]:
         skipped = self.simple.skipped(layer)
@@ -220,7 +213,7 @@ class _LayerExpander:
         return True, DEFAULT
 
     def note(self, layer: LayerInfo, what: str, position: Position | None) -> None:
-        """Note an adjustment; of a layer that is switched off nobody needs to hear."""
+        """Note an adjustment, unless the layer is switched off."""
         if self.enabled(layer)[0]:
             self.adjustments.note(layer.name, what, position)
 
@@ -231,10 +224,11 @@ class _LayerExpander:
         implied: dict[str, Any] = {}
         offset = self.simple.origins.get("activation_offset", DEFAULT)
         for prefix in activation_prefixes(layer.inputs):
-            origins.update(block.origins(prefix, None))
-            origins[f"{prefix}.with_offset"] = offset
-            implied[f"{prefix}.with_offset"] = self.simple.activation_offset
-        written = [block.to_json(None) for _ in range(layer.inputs)]
+            origins.update(block.origins(prefix, "act_algo"))
+            if "with_offset" not in block.given:
+                origins[f"{prefix}.with_offset"] = offset
+                implied[f"{prefix}.with_offset"] = self.simple.activation_offset
+        written = [block.to_json("act_algo") for _ in range(layer.inputs)]
         return (written if layer.inputs > 1 else written[0]), implied
 
     def weight(self, layer: LayerInfo, block: AlgorithmBlock, origins: dict[str, Origin]) -> dict[str, Any] | None:

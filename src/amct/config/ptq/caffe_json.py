@@ -8,26 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool, StrictStr
 
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import (
     check_members,
+    check_skip_fusion,
+    find_layer,
     is_object,
     known_members,
     read_algorithm_block,
     read_bool,
     read_json_object,
 )
-from amct.config.json.layers import check_skip_fusion, find_layer
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan import LayerPlan, Plan
-from amct.config.plan_parts import reasons_not_quantized, settings_of
+from amct.config.plan import LayerPlan, Plan, reasons_not_quantized, settings_of
 from amct.config.precedence import Level, Origin
 from amct.config.problems import ProblemList
-from amct.config.ptq.caffe import GLOBAL_KEYS, VERSION, activation_prefixes
-from amct.config.ptq.caffe_rules import illegal_activation_bits, illegal_weight_bits, unsupported_weight
-from amct.config.ptq.caffe_types import CAFFE_TYPES, FUSIBLE_TYPES
-from amct.config.registry import CAFFE_ACTIVATION, CAFFE_WEIGHT
-from amct.config.settings import BatchNormUpdate, CheckedSettings, Version
+from amct.config.ptq.caffe import GLOBAL_KEYS, activation_prefixes
+from amct.config.ptq.caffe_types import (
+    CAFFE_TYPES,
+    FUSIBLE_TYPES,
+    illegal_activation_bits,
+    illegal_weight_bits,
+    unsupported_weight,
+)
+from amct.config.registry import CAFFE_WEIGHT, activation_algorithms
+from amct.config.settings import BatchNormUpdate, CheckedSettings, Version, WeightRounding, WeightScale
 from amct.config.text.simple_config import quantizable_layers
 
 if TYPE_CHECKING:
@@ -49,6 +54,8 @@ class _Globals(CheckedSettings):
     do_fusion: StrictBool = True
     skip_fusion_layers: tuple[StrictStr, ...] = ()
     update_bn: StrictBool = False
+    weight_rounding: WeightRounding = "error_cancelling"
+    weight_scale: WeightScale = "full_range"
 
 
 def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
@@ -102,7 +109,7 @@ def _read_globals(
         update = check_members(BatchNormUpdate, known, problems, block="bn_update_config")
     check_skip_fusion(nodes.get("skip_fusion_layers"), model, FUSIBLE_TYPES, problems)
     written: dict[str, Any] = {
-        "version": VERSION,
+        "version": settings.version,
         "batch_num": settings.batch_num,
         "activation_offset": settings.activation_offset,
         "do_fusion": settings.do_fusion,
@@ -112,6 +119,7 @@ def _read_globals(
         written["update_bn"] = settings.update_bn
         values = update or BatchNormUpdate()
         written["bn_update_config"] = {item.name: getattr(values, item.name) for item in fields(values)}
+    written |= {key: getattr(settings, key) for key in ("weight_rounding", "weight_scale") if key in nodes}
     return written, settings
 
 
@@ -122,7 +130,7 @@ class _LayerReader:
         self.fields = fields
         self.problems = problems
 
-    def read(self, layer: LayerInfo, node: JsonNode) -> LayerConfig:
+    def read(self, layer: LayerInfo, node: JsonNode) -> LayerBlock:
         problems, name = self.problems, layer.name
         origins = {"": Origin(Level.FILE, node.key_position)}
         members: Mapping[str, JsonNode] = {}
@@ -141,7 +149,7 @@ class _LayerReader:
             data["weight_quant_params"] = weight.to_json("wts_algo", channel_wise=channel_wise)
         elif CAFFE_TYPES[layer.type].weights:
             implied |= {f"weight_quant_params.{key}": value for key, value in default_weight(layer.type).items()}
-        return LayerConfig(name=name, type=layer.type, data=data, origins=origins, implied=implied)
+        return LayerBlock(name=name, type=layer.type, data=data, origins=origins, implied=implied)
 
     def activation(
         self,
@@ -155,11 +163,11 @@ class _LayerReader:
         written = []
         for prefix, block in zip(activation_prefixes(layer.inputs), blocks, strict=True):
             if block is None:
-                algorithm = CAFFE_ACTIVATION[0]
+                algorithm = activation_algorithms("caffe")[0]
                 written.append({key: algorithm.default_of(key) for key in algorithm.keys if key != "with_offset"})
             else:
-                written.append(block.to_json(None))
-                origins.update(block.origins(prefix, None))
+                written.append(block.to_json("act_algo"))
+                origins.update(block.origins(prefix, "act_algo"))
             if block is None or "with_offset" not in block.given:
                 implied[f"{prefix}.with_offset"] = self.fields.activation_offset
         return written if layer.inputs > 1 else written[0]
@@ -181,7 +189,7 @@ class _LayerReader:
         return blocks if len(blocks) == layer.inputs else blocks * layer.inputs
 
     def activation_block(self, node: JsonNode, what: str) -> AlgorithmBlock | None:
-        block = read_algorithm_block(node, CAFFE_ACTIVATION, None, what, self.problems)
+        block = read_algorithm_block(node, activation_algorithms("caffe"), "act_algo", what, self.problems)
         for key, message in illegal_activation_bits(block.given) if block else ():
             self.problems.add(f"{what}: {message}", node.value[key].position)
         return block
@@ -226,12 +234,14 @@ def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
                 type=layer.type,
                 enabled=data["quant_enable"],
                 activations=tuple(
-                    settings_of(item, CAFFE_ACTIVATION, None, asymmetric=offset)
+                    settings_of(item, activation_algorithms("caffe"), "act_algo", asymmetric=offset)
                     for item in (activations if isinstance(activations, list) else [activations])
                 ),
                 weight=_weight(layer, data),
                 skip_fusion=layer.name in skip_fusion,
                 batch_num=config.fields["batch_num"],
+                weight_rounding=config.fields.get("weight_rounding", _Globals.weight_rounding),
+                weight_scale=config.fields.get("weight_scale", _Globals.weight_scale),
             )
         )
     update = BatchNormUpdate(**config.fields["bn_update_config"]) if config.fields.get("update_bn") else None

@@ -1,4 +1,4 @@
-"""The Caffe layer types that can be quantized, as a table.
+"""The Caffe layer types that can be quantized, as a table, and the rules for what a config can ask of them.
 
 Types with weights: data and weights are quantized. All others: data only. Types marked ``_OFF`` and
 ``_FOLDED`` get ``quant_enable: false`` in a generated config and are switched on by hand.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from amct.config.layers import LayerInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,3 +140,41 @@ def add_data_type(name: str, *, on_by_default: bool) -> None:
 def remove_data_type(name: str) -> None:
     """Remove a layer type of an extension, if it is quantizable."""
     _TYPES.pop(name, None)
+
+
+# -- rules for blocks of a .cfg, of a JSON config and of a QuantConfig -------------------------------------------------
+
+ACTIVATION_BITS = range(8, 17)
+WEIGHT_BITS = {"arq_quantize": 8, "snq_quantize": 4}
+
+
+def illegal_activation_bits(activation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A bit width no activation can have: the key and what is wrong."""
+    if (bits := activation.get("num_bits", 8)) not in ACTIVATION_BITS:
+        yield "num_bits", f"activations can have 8 to 16 bits, got {bits}"
+
+
+def illegal_weight_bits(weight: Mapping[str, Any], algorithm: str) -> Iterator[tuple[str, str]]:
+    """A bit width the weight algorithm does not have: the key and what is wrong."""
+    only = WEIGHT_BITS[algorithm]
+    if (bits := weight.get("num_bits", only)) != only:
+        yield "num_bits", f"{algorithm} gives weights {only} bits, got {bits}"
+
+
+def unsupported_weight(
+    who: str, layer: LayerInfo, weight: Mapping[str, Any], algorithm: str
+) -> Iterator[tuple[str, str]]:
+    """What was asked for exactly this layer or type and cannot be done: the key (or "") and what is wrong."""
+    capability = CAFFE_TYPES[layer.type]
+    if weight.get("channel_wise") is True and is_per_tensor(layer):
+        what = "AVE pooling" if layer.average_pooling else layer.type
+        yield "channel_wise", f"{who}: channel_wise must be false, {what} has no channels of its own"
+    if algorithm == "snq_quantize" and capability.weights and not capability.snq:
+        allowed = ", ".join(name for name, item in CAFFE_TYPES.items() if item.snq)
+        yield "", f"{who}: snq_quantize is only for {allowed}. Use arq_quantize."
+
+
+def is_per_tensor(layer: LayerInfo) -> bool:
+    """Whether a layer can only be quantized with one scale for all channels."""
+    capability = CAFFE_TYPES[layer.type]
+    return layer.average_pooling or (capability.weights and not capability.channel_wise)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, StrictBool
 
 from amct.config.checks import show
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import (
     check_members,
     is_object,
@@ -21,11 +21,11 @@ from amct.config.json.blocks import (
 )
 from amct.config.json.reader import JsonNode
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan_parts import settings_of
+from amct.config.plan import settings_of
 from amct.config.precedence import DEFAULT, Choice, Level, Origin, read_overrides
 from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch_types import KV_CACHE_TYPES
-from amct.config.registry import KV_CACHE
+from amct.config.registry import activation_algorithms
 from amct.config.settings import ActivationSettings, CheckedSettings
 from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.config.text.names import Named, check_layer_names, read_names, without_repeats
@@ -112,8 +112,12 @@ def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -
     fields = _Globals(batch_num=message.get("batch_num", 1), activation_offset=message.get("activation_offset", True))
     choices = _choices(message, model, problems)
     for choice in choices.values():
-        check_block(read_algorithm(choice, "acts_quant_algo", KV_CACHE), "act_algo", problems)
+        check_block(_read_block(choice), "act_algo", problems)
     return _expand(source, fields, choices, model, origins, problems)
+
+
+def _read_block(choice: Choice) -> AlgorithmBlock:
+    return read_algorithm(choice, "acts_quant_algo", activation_algorithms("kv_cache"))
 
 
 def _choices(message: TextMessage, model: LayerList, problems: ProblemList) -> dict[str, Choice]:
@@ -151,7 +155,13 @@ def _expand(
     problems.raise_all()
     _require_layers(choices, source)
     layers = tuple(
-        _layer_config(name, read_algorithm(choice, "acts_quant_algo", KV_CACHE), _granularity(choice), fields, origins)
+        _layer_config(
+            name,
+            _read_block(choice),
+            _granularity(choice),
+            fields,
+            origins,
+        )
         for name, choice in choices.items()
     )
     return FullConfig(
@@ -186,7 +196,7 @@ def _layer_config(
     granularity: tuple[int, Origin],
     fields: _Globals,
     global_origins: Mapping[str, Origin],
-) -> LayerConfig:
+) -> LayerBlock:
     data = {**block.to_json("act_algo"), "quant_granularity": granularity[0]}
     origins = {"": block.origin, **block.origins(BLOCK_KEY, "act_algo")}
     origins[f"{BLOCK_KEY}.quant_granularity"] = granularity[1]
@@ -194,7 +204,7 @@ def _layer_config(
     if "asymmetric" not in block.given:
         implied[f"{BLOCK_KEY}.asymmetric"] = fields.activation_offset
         origins[f"{BLOCK_KEY}.asymmetric"] = global_origins.get("activation_offset", DEFAULT)
-    return LayerConfig(name=name, type=KV_CACHE_TYPES[0], data={BLOCK_KEY: data}, origins=origins, implied=implied)
+    return LayerBlock(name=name, type=KV_CACHE_TYPES[0], data={BLOCK_KEY: data}, origins=origins, implied=implied)
 
 
 def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
@@ -233,7 +243,7 @@ def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> 
 
 def _read_layer(
     name: str, node: JsonNode, fields: _Globals, origins: Mapping[str, Origin], problems: ProblemList
-) -> LayerConfig | None:
+) -> LayerBlock | None:
     if not is_object(node, name, problems):
         return None
     members = known_members(node, (BLOCK_KEY,), name, problems)
@@ -247,7 +257,7 @@ def _read_layer(
     inner = dict(block_node.value)
     granularity = _read_granularity(inner.pop("quant_granularity", None), what, problems)
     rest = JsonNode(inner, block_node.lines, block_node.offset, block_node.key_offset)
-    block = read_algorithm_block(rest, KV_CACHE, "act_algo", what, problems)
+    block = read_algorithm_block(rest, activation_algorithms("kv_cache"), "act_algo", what, problems)
     return _layer_config(name, block, granularity, fields, origins) if block is not None else None
 
 
@@ -272,7 +282,7 @@ def make_plan(config: FullConfig) -> KvCachePlan:
         plans.append(
             KvCacheLayerPlan(
                 name=layer.name,
-                activation=settings_of(block, KV_CACHE, "act_algo", asymmetric=offset),
+                activation=settings_of(block, activation_algorithms("kv_cache"), "act_algo", asymmetric=offset),
                 per_channel=GRANULARITIES[granularity] == "per_channel",
                 batch_num=config.fields["batch_num"],
             )

@@ -1,21 +1,28 @@
 """Post-training quantization of PyTorch models: the full config of a model, from a ``.cfg`` or from a few arguments.
 
 The JSON has AMCT's keys in AMCT's order: global fields, then the layers sorted by name. Reading such a JSON back and
-turning it into a plan is in ``ptq_pytorch_json``.
+turning it into a plan is in ``pytorch_json``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin
 from amct.config.problems import ProblemList
-from amct.config.ptq.pytorch_rules import MIGRATION_RANGE, Asked, can_int16, illegal_bits, unsupported
-from amct.config.ptq.pytorch_types import FUSIBLE_TYPES, PTQ_TYPES
-from amct.config.registry import PYTORCH_ACTIVATION, PYTORCH_WEIGHT
+from amct.config.ptq.pytorch_types import (
+    FUSIBLE_TYPES,
+    MIGRATION_RANGE,
+    PTQ_TYPES,
+    Asked,
+    can_int16,
+    illegal_bits,
+    unsupported,
+)
+from amct.config.registry import PYTORCH_WEIGHT, activation_algorithms, extra_fields
 from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.config.text.names import Named, without_repeats
 from amct.config.text.simple_config import (
@@ -33,9 +40,9 @@ if TYPE_CHECKING:
 
     from amct.errors import Position
 
-VERSION = 1
 GLOBAL_KEYS = (
     "version", "batch_num", "activation_offset", "do_fusion", "fakequant_precision_mode", "skip_fusion_layers",
+    "weight_rounding", "weight_scale",
 )  # fmt: skip
 
 
@@ -52,13 +59,14 @@ def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -
         ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
     """
     problems = ProblemList()
-    message = parse_text(text, descriptor("AMCTPytorchProto.AMCTConfig", schema="pytorch"), source)
+    root = descriptor("AMCTPytorchProto.AMCTConfig", schema="pytorch", extra=extra_fields("pytorch"))
+    message = parse_text(text, root, source)
     simple = read_simple_config(message, source, problems)
-    mode = None
-    if message.has("fakequant_precision_mode"):
-        position = message.where("fakequant_precision_mode")
-        mode = (message.get("fakequant_precision_mode"), Origin(Level.GLOBAL, position))
-    return _expand(simple, LayerList(layers), problems, mode)
+    mode = "fakequant_precision_mode"
+    if message.has(mode):
+        origin = Origin(Level.GLOBAL, message.where(mode))
+        simple = replace(simple, extra={mode: message.get(mode)}, origins={**simple.origins, mode: origin})
+    return expand(simple, LayerList(layers), problems)
 
 
 def default_config(
@@ -84,7 +92,7 @@ def default_config(
         skip_layers=skipped,
         origins={"batch_num": argument, "activation_offset": argument},
     )
-    return _expand(simple, LayerList(layers), problems, None)
+    return expand(simple, LayerList(layers), problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +114,15 @@ class _Block:
 
 
 def _read_block(choice: Choice) -> _Block:
-    strength, position = None, None
-    if choice.block is not None and choice.block.has("dmq_balancer"):
-        balancer = choice.block.get("dmq_balancer")
+    strength, position, block = None, None, choice.block
+    if choice.entry is not None:
+        strength, position = choice.entry.migration_strength, choice.origin.position
+    elif block is not None and block.has("dmq_balancer"):
+        balancer = block.get("dmq_balancer")
         strength = balancer.get("migration_strength", 0.5)
         position = balancer.where("migration_strength")
     return _Block(
-        activation=read_algorithm(choice, "acts_quant_algo", PYTORCH_ACTIVATION),
+        activation=read_algorithm(choice, "acts_quant_algo", activation_algorithms("pytorch")),
         weight=read_algorithm(choice, "wts_quant_algo", PYTORCH_WEIGHT),
         strength=strength,
         strength_position=position,
@@ -162,9 +172,12 @@ def _check_override(choice: Choice, layer: LayerInfo, problems: ProblemList) -> 
         problems.add(message, block.position(key))
 
 
-def _expand(
-    simple: SimpleConfig, layers: LayerList, problems: ProblemList, mode: tuple[str, Origin] | None
-) -> FullConfig:
+def expand(simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
+    """The full config of a model from a simple config or what stands for one.
+
+    Raises:
+        ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
+    """
     check_simple_config(simple, layers, tuple(PTQ_TYPES), FUSIBLE_TYPES, problems)
     _check_blocks(simple.blocks, layers, problems)
     quantizable = quantizable_layers(layers, PTQ_TYPES)
@@ -177,16 +190,13 @@ def _expand(
     expanded = tuple(expander.expand(layer) for layer in sorted(quantizable, key=lambda layer: layer.name))
     adjustments.report(problems)
     warn_of_refused(simple, layers, problems)
-    fields: dict[str, Any] = {
-        "version": VERSION,
-        "batch_num": simple.batch_num,
-        "activation_offset": simple.activation_offset,
-        "do_fusion": simple.do_fusion,
-        **({"fakequant_precision_mode": mode[0]} if mode else {}),
-        "skip_fusion_layers": [named.name for named in simple.skip_fusion_layers],
-    }
-    origins = {**simple.origins, **({"fakequant_precision_mode": mode[1]} if mode else {})}
-    return FullConfig(source=simple.source, fields=fields, layers=expanded, origins=origins, warnings=problems.warnings)
+    return FullConfig(
+        source=simple.source,
+        fields=simple.fields(GLOBAL_KEYS),
+        layers=expanded,
+        origins=simple.origins,
+        warnings=problems.warnings,
+    )
 
 
 class _LayerExpander:
@@ -197,7 +207,7 @@ class _LayerExpander:
         self.adjustments = adjustments
         self.common = _read_block(simple.blocks.common)
 
-    def expand(self, layer: LayerInfo) -> LayerConfig:
+    def expand(self, layer: LayerInfo) -> LayerBlock:
         skipped = self.simple.skipped(layer)
         choice = self.simple.blocks.choose(layer)
         block = _read_block(choice)
@@ -213,10 +223,10 @@ class _LayerExpander:
             data["weight_quant_params"] = weight
         elif PTQ_TYPES[layer.type].weights:
             implied = default_weight(layer.type)
-        return LayerConfig(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
 
     def note(self, layer: LayerInfo, what: str, position: Position | None) -> None:
-        """Note an adjustment; of a layer that is switched off nobody needs to hear."""
+        """Note an adjustment, unless the layer is switched off."""
         if self.simple.skipped(layer) is None:
             self.adjustments.note(layer.name, what, position)
 
@@ -266,7 +276,7 @@ class _LayerExpander:
     def weight_bits(self, layer: LayerInfo, block: AlgorithmBlock) -> int:
         bits: int = block.value("num_bits")
         capability = PTQ_TYPES[layer.type]
-        if bits in (6, 7) and not capability.odd_bits:
+        if bits in (6, 7) and not capability.odd_bits and block.algorithm.name != "ada_quantize":
             return 8  # the documents promise this silently
         if bits == 4 and not (capability.weights and layer.can_pack_int4):
             if capability.weights:

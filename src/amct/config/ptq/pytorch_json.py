@@ -9,30 +9,29 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictStr
 
 from amct.config.checks import show
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import (
     check_members,
+    check_skip_fusion,
+    find_layer,
     is_object,
     known_members,
     read_algorithm_block,
     read_bool,
     read_json_object,
 )
-from amct.config.json.layers import check_skip_fusion, find_layer
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan import FORCE_FP16, LayerPlan, Plan
-from amct.config.plan_parts import reasons_not_quantized, settings_of
+from amct.config.plan import FORCE_FP16, LayerPlan, Plan, reasons_not_quantized, settings_of
 from amct.config.precedence import DEFAULT, Level, Origin
 from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch import GLOBAL_KEYS, UNPACKABLE, default_weight
-from amct.config.ptq.pytorch_rules import MIGRATION_RANGE, Asked, illegal_bits, unsupported
-from amct.config.ptq.pytorch_types import FUSIBLE_TYPES, PTQ_TYPES
-from amct.config.registry import PYTORCH_ACTIVATION, PYTORCH_WEIGHT
-from amct.config.settings import CheckedSettings, Version
+from amct.config.ptq.pytorch_types import FUSIBLE_TYPES, MIGRATION_RANGE, PTQ_TYPES, Asked, illegal_bits, unsupported
+from amct.config.registry import PYTORCH_WEIGHT, activation_algorithms
+from amct.config.settings import CheckedSettings, Version, WeightRounding, WeightScale
 from amct.config.text.simple_config import quantizable_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from amct.config.json.reader import JsonNode
     from amct.config.settings import WeightSettings
@@ -49,6 +48,8 @@ class _Globals(CheckedSettings):
     do_fusion: StrictBool = True
     fakequant_precision_mode: Literal["DEFAULT", "FORCE_FP16_QUANT"] = "DEFAULT"
     skip_fusion_layers: tuple[StrictStr, ...] = ()
+    weight_rounding: WeightRounding = "nearest"
+    weight_scale: WeightScale = "negative_side"
 
 
 def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
@@ -81,16 +82,17 @@ def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> 
     problems.raise_all()
     return FullConfig(
         source=source,
-        fields=_written(fields),
+        fields=_written(fields, global_nodes),
         layers=tuple(sorted(expanded, key=lambda layer: layer.name)),
         origins={key: Origin(Level.FILE, node.key_position) for key, node in global_nodes.items()},
         warnings=problems.warnings,
     )
 
 
-def _written(fields: _Globals) -> dict[str, Any]:
+def _written(fields: _Globals, given: Collection[str]) -> dict[str, Any]:
     """The global fields as they are written: the precision mode only when it is not the default."""
-    values: dict[str, Any] = {key: getattr(fields, key) for key in GLOBAL_KEYS}
+    optional = ("weight_rounding", "weight_scale")
+    values: dict[str, Any] = {key: getattr(fields, key) for key in GLOBAL_KEYS if key in given or key not in optional}
     values["skip_fusion_layers"] = list(fields.skip_fusion_layers)
     if fields.fakequant_precision_mode == "DEFAULT":
         del values["fakequant_precision_mode"]
@@ -104,7 +106,7 @@ class _LayerReader:
         self.fields = fields
         self.problems = problems
 
-    def read(self, layer: LayerInfo, node: JsonNode) -> LayerConfig:
+    def read(self, layer: LayerInfo, node: JsonNode) -> LayerBlock:
         problems, name = self.problems, layer.name
         origins = {"": Origin(Level.FILE, node.key_position)}
         data: dict[str, Any] = {}
@@ -124,7 +126,7 @@ class _LayerReader:
             channel_wise = weight.given.get("channel_wise", PTQ_TYPES[layer.type].channel_wise)
             data["weight_quant_params"] = weight.to_json("wts_algo", channel_wise=channel_wise)
         implied = default_weight(layer.type) if weight is None and PTQ_TYPES[layer.type].weights else {}
-        return LayerConfig(name=name, type=layer.type, data=data, origins=origins, implied=implied)
+        return LayerBlock(name=name, type=layer.type, data=data, origins=origins, implied=implied)
 
     def strength(self, name: str, node: JsonNode) -> float | None:
         value, (low, high) = node.value, MIGRATION_RANGE
@@ -146,7 +148,7 @@ class _LayerReader:
         weights = key == "weight_quant_params"
         return read_algorithm_block(
             members[key],
-            PYTORCH_WEIGHT if weights else PYTORCH_ACTIVATION,
+            PYTORCH_WEIGHT if weights else activation_algorithms("pytorch"),
             "wts_algo" if weights else "act_algo",
             f"{layer.name}.{key}",
             self.problems,
@@ -182,7 +184,7 @@ class _LayerReader:
         possible = PTQ_TYPES[layer.type].asymmetric
         asymmetric = self.fields.activation_offset and possible
         if block is None:
-            algorithm = PYTORCH_ACTIVATION[0]
+            algorithm = activation_algorithms("pytorch")[0]
             defaults = {key: algorithm.default_of(key) for key in algorithm.setting_keys("act_algo")}
             values = {**defaults, "act_algo": algorithm.name, "asymmetric": asymmetric}
             return {key: values[key] for key in algorithm.keys}
@@ -202,7 +204,7 @@ def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
         if layer.name not in blocks:
             continue
         data = blocks[layer.name].data
-        activation = settings_of(data["activation_quant_params"], PYTORCH_ACTIVATION, "act_algo")
+        activation = settings_of(data["activation_quant_params"], activation_algorithms("pytorch"), "act_algo")
         plans.append(
             LayerPlan(
                 name=layer.name,
@@ -214,6 +216,8 @@ def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
                 force_fp16=config.fields.get("fakequant_precision_mode") == FORCE_FP16,
                 skip_fusion=layer.name in skip_fusion,
                 batch_num=config.fields["batch_num"],
+                weight_rounding=config.fields.get("weight_rounding", _Globals.weight_rounding),
+                weight_scale=config.fields.get("weight_scale", _Globals.weight_scale),
             )
         )
     return Plan(
@@ -229,7 +233,7 @@ def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
     )
 
 
-def _weight(layer: LayerInfo, block: LayerConfig, problems: ProblemList) -> WeightSettings | None:
+def _weight(layer: LayerInfo, block: LayerBlock, problems: ProblemList) -> WeightSettings | None:
     if not PTQ_TYPES[layer.type].weights:
         return None
     data = block.data.get("weight_quant_params")

@@ -1,40 +1,49 @@
-"""Our own config of post-training quantization, for those who write Python and not files."""
+"""The config of post-training quantization as a Python object, and the plan from a config of any form."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, StrictBool, StrictStr
 
 from amct.atomic import read_bytes
-from amct.config.plan import OPEN_ENDED
-from amct.config.ptq.pytorch import default_config, expand_config
-from amct.config.ptq.pytorch_json import make_plan, read_config
-from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
-from amct.errors import ArgumentTypeError, ConfigError
+from amct.config import registry
+from amct.config.checks import check_settings
+from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
+from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin
+from amct.config.problems import ProblemList
+from amct.config.ptq import caffe, caffe_json, pytorch, pytorch_json
+from amct.config.settings import CheckedSettings, LayerConfig, WeightRounding, WeightScale
+from amct.config.text.names import Named
+from amct.config.text.simple_config import SimpleConfig
+from amct.errors import ArgumentTypeError, Position
 
 if TYPE_CHECKING:
+    from amct.config.full_config import FullConfig
     from amct.config.layers import LayerList
     from amct.config.plan import Plan
 
 SOURCE = "config"
+_ENTRIES = ("common", "types", "layers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """How layers are quantized: any of it may be left to the defaults.
+class _Globals(CheckedSettings):
+    """The global fields of a ``QuantConfig`` with their types and ranges."""
 
-    Attributes:
-        weights: ``ArqSettings`` or ``AdaRoundSettings``.
-        activations: ``IfmrSettings`` or ``HfmgSettings``.
-        migration_strength: 0.2 to 0.8 balances the layer with DMQ before.
-    """
-
-    weights: ArqSettings | AdaRoundSettings | None = None
-    activations: IfmrSettings | HfmgSettings | None = None
-    migration_strength: float | None = None
+    batch_num: Annotated[int, Field(strict=True, ge=1)] | None = None
+    activation_offset: StrictBool = True
+    do_fusion: StrictBool = True
+    skip_layers: tuple[StrictStr, ...] = ()
+    skip_layer_types: tuple[StrictStr, ...] = ()
+    skip_fusion_layers: tuple[StrictStr, ...] = ()
+    force_fp16: StrictBool = False
+    weight_rounding: WeightRounding | None = None
+    weight_scale: WeightScale | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class QuantConfig:
     Settings that a layer type cannot have (AdaRound of a Conv3d) are left out there when they come from ``common``.
 
     Attributes:
-        batch_num: Batches of calibration; None: all that there are.
+        batch_num: Number of calibration batches; None: all.
         activation_offset: Whether activations have an offset where their settings do not say.
         common: For every layer.
         types: By layer type, such as "Linear".
@@ -54,7 +63,11 @@ class QuantConfig:
         skip_layer_types: Types that stay float.
         do_fusion: Whether batch norms are folded.
         skip_fusion_layers: Layers whose batch norm stays.
-        force_fp16: Whether activation scales are rounded to half precision.
+        force_fp16: Whether activation scales are rounded to half precision (PyTorch, ONNX).
+        weight_rounding: How uniform weights are rounded: "nearest" (the default of PyTorch and ONNX models), or
+            "error_cancelling", so that the errors of each output add up to less than a step (the default of Caffe).
+        weight_scale: What the largest absolute weight is divided by: "negative_side", 128 where the negative side is
+            the larger one and else 127 (the default of PyTorch and ONNX models), or "full_range", always 127 (Caffe).
     """
 
     batch_num: int | None = None
@@ -67,128 +80,159 @@ class QuantConfig:
     do_fusion: bool = True
     skip_fusion_layers: tuple[str, ...] = ()
     force_fp16: bool = False
+    weight_rounding: WeightRounding | None = None
+    weight_scale: WeightScale | None = None
 
 
 AnyConfig = QuantConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-def plan_of(config: AnyConfig, layers: LayerList, batches: int | None) -> tuple[Plan, bool]:
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One of the two kinds of config files, with the functions that read them.
+
+    Attributes:
+        name: As the registry calls it.
+        expand: From a simple config, or what stands for one, to a full config.
+        expand_config: From the text of a ``.cfg`` to a full config.
+        read_config: From the text of a JSON config to a full config.
+        make_plan: From a full config to a plan.
+        weights: The weight algorithms of the dialect.
+        activation_bits: The bits of activations that a ``QuantConfig`` can ask for.
+        balances: Whether the dialect has DMQ and half-precision scales.
+    """
+
+    name: registry.Dialect
+    expand: Callable[[SimpleConfig, LayerList, ProblemList], FullConfig]
+    expand_config: Callable[[str | bytes, str, LayerList], FullConfig]
+    read_config: Callable[[str | bytes, str, LayerList], FullConfig]
+    make_plan: Callable[[FullConfig, LayerList], Plan]
+    weights: tuple[registry.Algorithm, ...]
+    activation_bits: Collection[int]
+    balances: bool
+
+
+PYTORCH = Dialect(
+    name="pytorch",
+    expand=pytorch.expand,
+    expand_config=pytorch.expand_config,
+    read_config=pytorch_json.read_config,
+    make_plan=pytorch_json.make_plan,
+    weights=registry.PYTORCH_WEIGHT,
+    activation_bits=(8, 16),
+    balances=True,
+)
+CAFFE = Dialect(
+    name="caffe",
+    expand=caffe.expand,
+    expand_config=caffe.expand_config,
+    read_config=caffe_json.read_config,
+    make_plan=caffe_json.make_plan,
+    weights=registry.CAFFE_WEIGHT,
+    activation_bits=range(8, 17),
+    balances=False,
+)
+
+
+def plan_of(config: AnyConfig, layers: LayerList, batches: int | None, dialect: Dialect = PYTORCH) -> tuple[Plan, bool]:
     """The plan of a model, and whether the config leaves the number of batches open.
 
     Args:
-        config: a simple config or a JSON file, the content of a JSON config as a dict, a ``QuantConfig``, or nothing.
-        layers: the model's layers.
-        batches: how many batches there are, for a config that leaves it open; None when nobody knows.
+        config: A simple config or a JSON file, the content of a JSON config as a dict, a ``QuantConfig``, or None.
+        layers: The model's layers.
+        batches: The number of batches, for a config that leaves it open; None when it is not known.
+        dialect: How the files are written, and what the defaults are.
 
     Raises:
-        ArgumentTypeError: it is none of these.
-        ParseError, ConfigError: as reading config files.
-        FileError: the file cannot be read.
+        ArgumentTypeError: The config is none of these.
+        ParseError, ConfigError: The config has mistakes; all of them are listed.
+        FileError: The file cannot be read.
     """
     if config is None:
         config = QuantConfig()
     if isinstance(config, QuantConfig):
-        return _plan_of_options(config, layers, batches), config.batch_num is None
+        return _plan_of_object(config, layers, batches, dialect), config.batch_num is None
     if isinstance(config, Mapping):
-        full = read_config(json.dumps(config), SOURCE, layers)
+        full = dialect.read_config(json.dumps(config), SOURCE, layers)
     elif isinstance(config, (str, os.PathLike)):
         content, source = read_bytes(config), os.fspath(config)
-        reader = read_config if content.lstrip()[:1] == b"{" else expand_config
+        reader = dialect.read_config if content.lstrip()[:1] == b"{" else dialect.expand_config
         full = reader(content, source, layers)
     else:
         raise ArgumentTypeError(
             f"config: expected the path of a .cfg or .json, a dict, a QuantConfig or None, got {type(config).__name__}"
         )
-    return make_plan(full, layers), False
+    return dialect.make_plan(full, layers), False
 
 
-def _plan_of_options(options: QuantConfig, layers: LayerList, batches: int | None) -> Plan:
-    batch_num = options.batch_num if options.batch_num is not None else batches or OPEN_ENDED
-    if options == QuantConfig(batch_num=options.batch_num):
-        return make_plan(default_config(layers, batch_num=batch_num), layers)
-    config = expand_config(_as_text(options, batch_num), SOURCE, layers).to_dict()
-    # The simple config has no field for the bits of AdaRound; the full one has.
-    for name, block in config.items():
-        weight = block.get("weight_quant_params") if isinstance(block, dict) else None
-        layer = layers.find(name)
-        if weight is None or layer is None or weight.get("wts_algo") != "ada_quantize":
-            continue
-        chosen = options.layers.get(name) or options.types.get(layer.type) or options.common
-        assert isinstance(chosen.weights, AdaRoundSettings)
-        weight["num_bits"] = chosen.weights.num_bits
-    return make_plan(read_config(json.dumps(config), SOURCE, layers), layers)
+def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: Dialect) -> Plan:
+    problems = ProblemList()
+    values = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _ENTRIES}
+    check_settings(_Globals, values, lambda path: Position(f"{SOURCE}.{path[0]}"), problems)
+    entries = {"common": config.common, **_by_name(config.types, "types"), **_by_name(config.layers, "layers")}
+    for place, entry in entries.items():
+        _check_entry(entry, f"{SOURCE}.{place}", dialect, problems)
+    if config.force_fp16 and not dialect.balances:
+        problems.add("force_fp16 is only for PyTorch and ONNX models", Position(f"{SOURCE}.force_fp16"))
+    problems.raise_all()
+    batch_num = config.batch_num if config.batch_num is not None else batches or OPEN_ENDED
+    return dialect.make_plan(dialect.expand(_as_simple_config(config, batch_num), layers, problems), layers)
 
 
-# -- as a simple config ------------------------------------------------------------------------------------------------
+def _by_name(entries: Mapping[str, LayerConfig], field_name: str) -> dict[str, LayerConfig]:
+    return {f'{field_name}["{name}"]': entry for name, entry in entries.items()}
 
 
-def _as_text(options: QuantConfig, batch_num: int) -> str:
-    lines = [
-        f"batch_num: {batch_num}",
-        f"activation_offset: {_word(options.activation_offset)}",
-        f"do_fusion: {_word(options.do_fusion)}",
-        *(f"skip_layers: {json.dumps(name)}" for name in options.skip_layers),
-        *(f"skip_layer_types: {json.dumps(name)}" for name in options.skip_layer_types),
-        *(f"skip_fusion_layers: {json.dumps(name)}" for name in options.skip_fusion_layers),
-    ]
-    if options.force_fp16:
-        lines.append("fakequant_precision_mode: FORCE_FP16_QUANT")
-    if options.common != LayerConfig():
-        lines.append(f"common_config {{ {_block(options.common)} }}")
-    for kind, key, entries in (
-        ("override_layer_types", "layer_type", options.types),
-        ("override_layer_configs", "layer_name", options.layers),
-    ):
-        for name, entry in entries.items():
-            lines.append(f"{kind} {{ {key}: {json.dumps(name)} calibration_config {{ {_block(entry)} }} }}")
-    return "\n".join(lines) + "\n"
+def _check_entry(entry: LayerConfig, place: str, dialect: Dialect, problems: ProblemList) -> None:
+    """Report settings of a class, or a bit width, that the dialect does not have."""
+    if not isinstance(entry, LayerConfig):
+        problems.add_wrong_type(f"expected a LayerConfig, got {type(entry).__name__}", Position(place))
+        return
+    activations = registry.activation_algorithms(dialect.name)
+    for part, algorithms in (("weights", dialect.weights), ("activations", activations)):
+        given, known = getattr(entry, part), [each.settings for each in algorithms]
+        if given is not None and type(given) not in known:
+            names = " or ".join(each.__name__ for each in known)
+            problems.add_wrong_type(f"expected {names}, got {type(given).__name__}", Position(f"{place}.{part}"))
+    bits = getattr(entry.activations, "num_bits", 8)
+    if bits not in dialect.activation_bits:
+        allowed = " or ".join(map(str, dialect.activation_bits))
+        problems.add(f"activations can have {allowed} bits here, got {bits}", Position(f"{place}.activations.num_bits"))
+    if entry.migration_strength is not None and not dialect.balances:
+        problems.add("DMQ is only for PyTorch and ONNX models", Position(f"{place}.migration_strength"))
 
 
-def _block(entry: LayerConfig) -> str:
-    parts = []
-    if isinstance(entry.weights, ArqSettings):
-        parts.append(f"arq_quantize {{ {_channel_wise(entry.weights)} quant_bits: {entry.weights.num_bits} }}")
-    elif isinstance(entry.weights, AdaRoundSettings):
-        parts.append(f"ada_quantize {{ {_ada(entry.weights)} }}")
-    if isinstance(entry.activations, IfmrSettings):
-        parts.append(f"ifmr_quantize {{ {_ifmr(entry.activations)} }}")
-    elif isinstance(entry.activations, HfmgSettings):
-        hfmg = entry.activations
-        parts.append(f"hfmg_quantize {{ num_of_bins: {hfmg.num_of_bins} {_activation(hfmg)} }}")
-    if entry.migration_strength is not None:
-        parts.append(f"dmq_balancer {{ migration_strength: {entry.migration_strength} }}")
-    return " ".join(parts)
-
-
-def _channel_wise(weights: ArqSettings | AdaRoundSettings) -> str:
-    """Only when it is switched off: that it is on goes without saying, where a layer can have it."""
-    return "" if weights.channel_wise else "channel_wise: false"
-
-
-def _ada(weights: AdaRoundSettings) -> str:
-    start, end = weights.beta_range
-    return (
-        f"num_iteration: {weights.num_iteration} reg_param: {weights.reg_param} warm_start: {weights.warm_start} "
-        f"beta_range_start: {start} beta_range_end: {end} {_channel_wise(weights)}"
+def _as_simple_config(config: QuantConfig, batch_num: int) -> SimpleConfig:
+    extra = {
+        "fakequant_precision_mode": FORCE_FP16 if config.force_fp16 else None,
+        "weight_rounding": config.weight_rounding,
+        "weight_scale": config.weight_scale,
+    }
+    given = {key: value for key, value in extra.items() if value is not None}
+    default = config == QuantConfig(batch_num=config.batch_num)
+    return SimpleConfig(
+        source=NO_CONFIG if default else SOURCE,
+        batch_num=batch_num,
+        activation_offset=config.activation_offset,
+        do_fusion=config.do_fusion,
+        skip_layers=_named(config.skip_layers, "skip_layers"),
+        skip_layer_types=_named(config.skip_layer_types, "skip_layer_types"),
+        skip_fusion_layers=_named(config.skip_fusion_layers, "skip_fusion_layers"),
+        blocks=Blocks(
+            common=_choice(config.common, Level.COMMON, "common"),
+            by_type={name: _choice(entry, Level.TYPE, f'types["{name}"]') for name, entry in config.types.items()},
+            by_layer={name: _choice(entry, Level.LAYER, f'layers["{name}"]') for name, entry in config.layers.items()},
+        ),
+        extra=given,
+        origins={key: Origin(Level.ARGUMENT) for key in ("batch_num", "activation_offset", "do_fusion", *given)},
     )
 
 
-def _ifmr(activations: IfmrSettings) -> str:
-    start, end = activations.search_range
-    return (
-        f"search_range_start: {start} search_range_end: {end} search_step: {activations.search_step} "
-        f"max_percentile: {activations.max_percentile} min_percentile: {activations.min_percentile} "
-        f"{_activation(activations)}"
-    )
+def _named(names: Iterable[str], field_name: str) -> tuple[Named, ...]:
+    return tuple(Named(name, Position(f"{SOURCE}.{field_name}")) for name in names)
 
 
-def _activation(activations: IfmrSettings | HfmgSettings) -> str:
-    if activations.num_bits not in (8, 16):
-        raise ConfigError(f"{SOURCE}: activations can have 8 or 16 bits here, got {activations.num_bits}")
-    # Symmetry is asked for; its default is what the layer type can have.
-    symmetry = "" if activations.asymmetric else "asymmetric: false"
-    return f"dst_type: INT{activations.num_bits} {symmetry}"
-
-
-def _word(value: bool) -> str:
-    return "true" if value else "false"
+def _choice(entry: LayerConfig, level: Level, place: str) -> Choice:
+    if entry == LayerConfig() and level is Level.COMMON:
+        return Choice(None, DEFAULT)
+    return Choice(None, Origin(level, Position(f"{SOURCE}.{place}")), entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from amct.config.full_config import FullConfig, LayerConfig
+from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.precedence import DEFAULT, Level, Origin
 from amct.config.qat.dialect import DATA_KEY, NAME_KEY, SWITCH_KEY, WEIGHT_KEY
@@ -42,7 +42,7 @@ def expand_quantization(
     expanded = []
     for layer in quantizable_layers(layers, dialect.types):
         data, origins = expander.expand(layer)
-        expanded.append(LayerConfig(name=layer.name, type=layer.type, data=data, origins=origins))
+        expanded.append(LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins))
     adjustments.report(problems)
     warn_of_refused(expander, layers, problems)
     return FullConfig(

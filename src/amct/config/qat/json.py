@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from amct.config.full_config import FullConfig, LayerConfig
-from amct.config.json.blocks import is_object, known_members, read_algorithm_block, read_bool
-from amct.config.json.layers import find_layer
+from amct.config.full_config import FullConfig, LayerBlock
+from amct.config.json.blocks import find_layer, is_object, known_members, read_algorithm_block, read_bool
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan import FORCE_FP16
-from amct.config.plan_parts import reasons_not_quantized, settings_of
+from amct.config.plan import FORCE_FP16, reasons_not_quantized, settings_of
 from amct.config.precedence import Level, Origin
 from amct.config.qat.dialect import DATA_KEY, LAYER_KEYS, NAME_KEY, SWITCH_KEY, WEIGHT_KEY, QuantBlock
 from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 def read_layers(
     root: JsonNode, layers: LayerList, dialect: QatDialect, problems: ProblemList
-) -> tuple[LayerConfig, ...]:
+) -> tuple[LayerBlock, ...]:
     """The layers of a JSON config, in model order; a config without a layer to quantize is reported."""
     adjustments = Adjustments()
     reader = _LayerReader(dialect, adjustments, problems)
@@ -54,7 +52,7 @@ class _LayerReader:
         self.problems = problems
         self.first: dict[str, Position | None] = {}
 
-    def read(self, layer: LayerInfo, node: JsonNode) -> LayerConfig:
+    def read(self, layer: LayerInfo, node: JsonNode) -> LayerBlock:
         name, problems = layer.name, self.problems
         origins = {"": Origin(Level.FILE, node.key_position)}
         members: Mapping[str, JsonNode] = {}
@@ -75,7 +73,7 @@ class _LayerReader:
             DATA_KEY: block.activation.to_json(NAME_KEY),
             WEIGHT_KEY: block.weight.to_json(NAME_KEY, channel_wise=channel_wise, **changed),
         }
-        return LayerConfig(name=name, type=layer.type, data=data, origins=origins)
+        return LayerBlock(name=name, type=layer.type, data=data, origins=origins)
 
     def noting(self, layer: LayerInfo, block: QuantBlock, *, enabled: bool) -> Callable[[str, str], None]:
         """A function that notes an adjustment; layers alike share one warning, at the place of the first."""

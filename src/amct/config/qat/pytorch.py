@@ -16,8 +16,7 @@ from amct.config.json.blocks import check_members, read_json_object
 from amct.config.layers import LayerList
 from amct.config.precedence import Level, Origin
 from amct.config.problems import ProblemList
-from amct.config.ptq.pytorch_rules import can_int16
-from amct.config.ptq.pytorch_types import QAT_TYPES
+from amct.config.ptq.pytorch_types import QAT_TYPES, can_int16
 from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect, QuantBlock
 from amct.config.qat.expand import VERSION, expand_quantization
 from amct.config.qat.json import make_retrain_plan, read_layers

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import check_settings
 from amct.config.precedence import DEFAULT, Origin
+from amct.errors import Position
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from amct.config.precedence import Choice
     from amct.config.problems import ProblemList
     from amct.config.registry import Algorithm
-    from amct.errors import Position
     from amct.schema import TextMessage
 
 
@@ -70,8 +70,17 @@ class AlgorithmBlock:
         return block
 
 
+_PARTS = {"acts_quant_algo": "activations", "wts_quant_algo": "weights"}
+"""The fields of a ``LayerConfig`` that correspond to the oneofs of a ``.cfg``."""
+_TRUE_WHERE_POSSIBLE = frozenset({"channel_wise", "asymmetric"})
+"""Settings that are true by default where a layer can have them: only false is a demand."""
+
+
 def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
-    """The algorithm a block chooses in one of its oneofs (the last one in the file wins)."""
+    """The algorithm that a block chooses in one of its oneofs (the last one in the file wins), or that an entry has."""
+    if choice.entry is not None:
+        part = _PARTS[oneof]
+        return _typed_block(getattr(choice.entry, part), part, choice.origin, algorithms)
     block = choice.block
     chosen = block.which(oneof) if block is not None else None
     if block is None or chosen is None:
@@ -88,6 +97,27 @@ def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]
             positions[key] = first[0].where(first[1])
     return AlgorithmBlock(
         algorithm=algorithm, given=given, positions=positions, origin=choice.origin, position=block.where(chosen)
+    )
+
+
+def _typed_block(settings: object, part: str, origin: Origin, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
+    """The block of a settings object; its class was checked before."""
+    algorithm = next((each for each in algorithms if type(settings) is each.settings), algorithms[0])
+    if settings is None:
+        return AlgorithmBlock(algorithm=algorithm, given={}, positions={}, origin=origin)
+    values = {key: getattr(settings, algorithm.field_of(key), None) for key in algorithm.keys}
+    given = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in values.items()
+        if value is not None and not (value is True and algorithm.field_of(key) in _TRUE_WHERE_POSSIBLE)
+    }
+    place = f"{origin.position.source if origin.position else ''}.{part}"
+    return AlgorithmBlock(
+        algorithm=algorithm,
+        given=given,
+        positions={key: Position(f"{place}.{algorithm.field_of(key)}") for key in given},
+        origin=origin,
+        position=Position(place),
     )
 
 
@@ -109,6 +139,8 @@ def _value(algorithm: Algorithm, key: str, found: list[tuple[TextMessage, str] |
     if len(found) == 1:
         assert found[0] is not None
         message, name = found[0]
+        if message.table.fields[name].repeated:
+            return message.all(name)
         value = message.get(name)
         if key == "num_bits" and name == "dst_type":
             return int(value.removeprefix("INT"))

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleConfig:
-    """Global fields, lists of names and blocks of a simple config, or of the arguments that stand for one."""
+    """Global fields, lists of names and blocks of a simple config, or of the arguments that stand for one.
+
+    ``extra`` has the global fields that only some configs have, as the JSON writes them.
+    """
 
     source: str
     batch_num: int = 1
@@ -38,6 +41,7 @@ class SimpleConfig:
     skip_layer_types: tuple[Named, ...] = ()
     skip_fusion_layers: tuple[Named, ...] = ()
     blocks: Blocks = field(default_factory=Blocks)
+    extra: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     @cached_property
@@ -47,6 +51,18 @@ class SimpleConfig:
     def skipped(self, layer: LayerInfo) -> Origin | None:
         """Where a layer, or its type, is switched off; None when it is not."""
         return self._skips.find(layer)
+
+    def fields(self, keys: Collection[str]) -> dict[str, Any]:
+        """The global fields of the JSON, in the order of ``keys``."""
+        values = {
+            "version": 1,
+            "batch_num": self.batch_num,
+            "activation_offset": self.activation_offset,
+            "do_fusion": self.do_fusion,
+            "skip_fusion_layers": [named.name for named in self.skip_fusion_layers],
+            **self.extra,
+        }
+        return {key: values[key] for key in keys if key in values}
 
 
 def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:

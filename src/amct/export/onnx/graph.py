@@ -262,7 +262,7 @@ class OnnxGraph:
         return node.output[0]
 
     def rename_node(self, node: NodeProto, name: str) -> None:
-        """Give a node a new name; another node that has it makes room."""
+        """Give a node a new name; another node of that name is renamed."""
         if node.name == name:
             return
         holder = self._by_name.get(name)
@@ -359,7 +359,7 @@ class OnnxGraph:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
+        """A new model of the edited graph: nodes sorted, constants and unused declarations left out."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})

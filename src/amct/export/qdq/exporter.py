@@ -64,7 +64,7 @@ def qdq_model(
         target: which integer types.
 
     Raises:
-        ExportError: the graph does not look as bound, or its opset is too old.
+        ExportError: a node does not match its binding, or its opset is too old.
         ArgumentError: there is no such placement or target.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
@@ -124,7 +124,7 @@ def observed_tensors(
         other_bits: layers whose activation does not have 8 bits.
 
     Raises:
-        ExportError: the graph does not look as bound.
+        ExportError: a node does not match its binding.
     """
     placeholder = placeholder_factors(offset_d=-128)
     graph, found, _ = find_layers(model, bindings, {binding.layer: placeholder for binding in bindings})

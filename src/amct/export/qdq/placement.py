@@ -7,7 +7,7 @@ Concat only when all their inputs and the output are. So a tensor gets factors, 
 2. the factors observed for it during calibration;
 3. the tensor it is a moved part of (Slice, Gather, pooling, …).
 
-An activation (Relu, Clip) is absorbed: the quantizer stands behind it, and its lower limit does the activation's work.
+An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
 Elementwise operators are quantized only where their data already is integer. The rest stays float, with a reason.
 """
 

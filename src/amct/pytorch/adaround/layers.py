@@ -98,7 +98,9 @@ def _learn_layer(
     for note in (*notes, *result.notes):
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
-    return replace(before, rounded={part.name: result.weight}, factors={part.name: result.factors}, learned=True)
+    return replace(
+        before, rounded={part.name: result.weight}, factors={part.name: result.factors}, custom_rounding=True
+    )
 
 
 def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool) -> AdaRoundResult:

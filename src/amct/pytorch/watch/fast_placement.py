@@ -52,7 +52,7 @@ def _layer_inputs(preparation: TorchPreparation, onnx: FloatOnnx) -> dict[str, L
     for layer in preparation.layer_plans:
         weights = preparation.weights[layer.name]
         eight_bits = layer.activation.num_bits == weights.bits == 8
-        plain = weights.balance is None and not weights.learned
+        plain = weights.balance is None and not weights.custom_rounding
         if preparation.traced.layers[layer.name].type in _ROUNDED_AGAIN and eight_bits and plain:
             readers.setdefault(inputs[layer.name], []).append(layer.name)
     found = {}

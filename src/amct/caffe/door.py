@@ -1,0 +1,227 @@
+"""The front door of Caffe models, and quantization in one call."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from amct import log
+from amct.arguments import input_file
+from amct.caffe.amct_api import fold, quantize_folded
+from amct.caffe.comparing import ModelSide, compared_nets
+from amct.caffe.layer_list import layer_infos
+from amct.caffe.model import read_model
+from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
+from amct.caffe.ptq.calibration import start_calibration
+from amct.caffe.ptq.equalization import divide_channels, find_factors
+from amct.caffe.ptq.graph import QuantGraph
+from amct.caffe.ptq.qdq import qdq_observers
+from amct.caffe.ptq.save import SaveNotes, results_with, save_results
+from amct.caffe.reporting import fused_notes, report_layers
+from amct.caffe.running import build_net, caffe_batches, feed, run_net, sample_count
+from amct.calibration.layer_records import complete_caffe_record
+from amct.config.ptq.quant_config import CAFFE, plan_of
+from amct.errors import ConfigError
+from amct.model import Skip
+from amct.ptq import flow
+from amct.ptq.door import Calibration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from onnx import ModelProto
+
+    from amct.caffe.engine.net import Net
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.deploy import Results
+    from amct.caffe.running import Batch
+    from amct.calibration import CalibrationResult
+    from amct.config.plan import Plan
+    from amct.config.ptq.quant_config import AnyConfig
+    from amct.export.saving import SaveRequest
+    from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.door import ComparedModel, SavedContent
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.record import CaffeRecord
+    from amct.report.content import LayerNote
+    from amct.report.filling import ReportLayer
+
+AnyPath = str | os.PathLike[str]
+
+
+@log.screen_only()
+def quantize(
+    model: AnyPath,
+    weights: AnyPath,
+    calibration_data: object,
+    config: AnyConfig = None,
+    *,
+    inputs: BatchInputs | None = None,
+    equalize: bool = False,
+) -> QuantizedModel:
+    """Quantize a Caffe model: fold BatchNorm, Scale and Bias, quantize weights, find the ranges of activations.
+
+    Without a config: IFMR with offset for activations, ARQ per output channel for weights, 8 bits, every layer that is
+    on by default, all the data.
+
+    Args:
+        model: The prototxt.
+        weights: The caffemodel.
+        calibration_data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays with labels
+            behind them. Every batch is used, unless the config says how many.
+        config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
+        inputs: Turns a batch into the net's inputs, where its form does not tell them.
+        equalize: First scale the channels between layers to more equal ranges, with a pass over the data of its own: 8
+            bits then lose less, most of all in nets with depthwise convolutions. The record belongs to the equalized
+            float model, which ``save`` writes too.
+
+    Raises:
+        FileError, ParseError, ModelError, ConfigError: A file is not what it should be.
+        CalibrationError: The data is not enough or cannot be used.
+    """
+    input_file(model, "model")
+    input_file(weights, "weights")
+    return flow.quantize(CaffeDoor(read_model(model, weights), equalize=equalize), calibration_data, config, inputs)
+
+
+class CaffePreparation:
+    """A folded Caffe model with quantized weights.
+
+    Attributes:
+        graph: The model, its plan and its integer weights.
+    """
+
+    def __init__(self, graph: QuantGraph) -> None:
+        self.graph = graph
+        self.plan = graph.plan
+        self._results: Results | None = None
+
+    @property
+    def name(self) -> str:
+        """The net's name."""
+        return self.graph.model.net.name or "net"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The quantized layers, in model order."""
+        return tuple(self.graph.plans())
+
+    @property
+    def folded_layers(self) -> Mapping[str, list[str]]:
+        """By layer: the layers of the original model that were folded into it."""
+        folded = self.graph.fusion.folded
+        return {head: others for head, names in folded.items() if (others := [name for name in names if name != head])}
+
+    @property
+    def fused_notes(self) -> tuple[LayerNote, ...]:
+        """A note for each folded layer."""
+        return tuple(fused_notes(self.graph.fusion.folded, self.graph.fusion.accelerated))
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """Every layer that stays float and every layer that was not folded, with the reason."""
+        left = [Skip(name, reason) for name, reason in self.graph.not_quantized.items()]
+        return (*left, *(Skip(skip.layer, f"not folded: {skip.reason}") for skip in self.graph.fusion.skipped))
+
+    def start_calibration(self) -> Calibration:
+        """A calibration by the IFMR layers of a copy of the net."""
+        graph = self.graph
+        calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()))
+
+        def run(batches: Iterable[Batch]) -> None:
+            for batch in batches:
+                feed(calibration.net, batch)
+                del batch  # the net has a copy: one batch in memory is enough
+                calibration.forward()
+
+        return Calibration(session=calibration.session, run=run)
+
+    def complete_record(self, result: CalibrationResult) -> CaffeRecord:
+        """The final factors; a weight scale may have been raised so that the bias fits int32."""
+        return self._finished(complete_caffe_record(self.graph.weights_record(), result)).record
+
+    def _finished(self, record: CaffeRecord) -> Results:
+        if self._results is None or self._results.record is not record:
+            self._results = results_with(self.graph, record)
+        return self._results
+
+    def caffe_model(self, record: CaffeRecord, *, deploy: bool = False) -> CaffeModel:
+        """The fake-quant or deploy model."""
+        results = self._finished(record)
+        return (results.deploy() if deploy else results.fake_quant()).model
+
+    def simulation(self, record: CaffeRecord, *, deploy: bool = False) -> Net:
+        """A net of our engine: the fake-quant model, or the deploy model in integers."""
+        return build_net(self.caffe_model(record, deploy=deploy), keep_blobs=())
+
+    def runner(self, simulation: Net) -> Callable[[Batch], dict[str, Any]]:
+        """A function that returns the outputs by name."""
+        return lambda batch: run_net(simulation, batch)
+
+    def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
+        """The folded float net and the quantized one."""
+        return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
+
+    def report_layers(self, record: CaffeRecord) -> list[ReportLayer]:
+        """What a report shows of each quantized layer."""
+        bits = {name: entry.weight_bits for name, entry in record.items() if entry.scale_w}
+        return report_layers(self.caffe_model(record).net, self.graph.model.weights, bits)
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Data as batches of the net."""
+        return caffe_batches(data, inputs)
+
+    def sample_count(self, batch: object, arguments: Batch) -> int:
+        """The first dimension of the first input."""
+        del batch
+        return sample_count(arguments)
+
+    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
+        """Write Caffe pairs, ONNX formats, record and quant.json as one group."""
+        results = self._finished(content.record)
+        return save_results(results, request, notes=SaveNotes.of(self.graph), tensors=content.tensors)
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded net as ONNX."""
+        return float_onnx(build_net(self.graph.model), opset=DEFAULT_OPSET if opset is None else opset).model
+
+
+class CaffeDoor:
+    """Reads a Caffe model for quantization."""
+
+    def __init__(self, original: CaffeModel, *, equalize: bool) -> None:
+        self._original = original
+        self._equalize = equalize
+
+    def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
+        """Calibration data as batches of the net."""
+        return caffe_batches(data, inputs)
+
+    def plan(self, config: AnyConfig, example: Batch, batches: int | None) -> tuple[Plan, bool]:
+        """The plan of a config in the Caffe dialect."""
+        del example
+        plan, open_ended = plan_of(config, layer_infos(self._original.net), batches, CAFFE)
+        if plan.update_bn is not None:
+            raise ConfigError(
+                "quantize: update_bn needs two rounds of data; use init, weights_quantize_model and so on"
+            )
+        return plan, open_ended
+
+    def reads_data_first(self, plan: Plan) -> bool:
+        """Equalization needs the activations of all batches before the weights are quantized."""
+        del plan
+        return self._equalize
+
+    def prepare(self, plan: Plan, data: Callable[[], Iterable[Batch]]) -> CaffePreparation:
+        """Fold, equalize, and quantize the weights."""
+        graph = QuantGraph(original=self._original, plan=plan, model=self._original.copy())
+        fold(graph)
+        if self._equalize:
+            weights = {name: layer.weight for name, layer in graph.plans().items()}
+            one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}
+            factors = find_factors(graph.model, data(), one_scale=one_scale)
+            divide_channels(graph.model, factors)
+            graph.equalized = tuple(factors)
+        quantize_folded(graph)
+        return CaffePreparation(graph)
