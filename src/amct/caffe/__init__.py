@@ -1,24 +1,42 @@
-"""Front door for Caffe models: the engine that runs them, pycaffe's face, quantization."""
+"""Quantize Caffe models: the engine that runs them, pycaffe's interface, calibration and export.
+
+>>> import amct.caffe as amct                                                      # doctest: +SKIP
+>>> quantized = amct.quantize("deploy.prototxt", "net.caffemodel", batches)        # doctest: +SKIP
+>>> quantized.save("out/net")                                                      # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from amct.config.ptq.quant_config import QuantConfig
-from amct.config.settings import ArqSettings, IfmrSettings, LayerConfig, SnqSettings
-
 if TYPE_CHECKING:
+    from amct.caffe.comparing import compare
+    from amct.caffe.door import quantize
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
-    from amct.caffe.quantized_model import QuantizedCaffeModel, compare, quantize, report
+    from amct.caffe.reporting import report
+    from amct.config.ptq.quant_config import QuantConfig
+    from amct.config.settings import LayerConfig
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.record import CaffeRecord
 
+_MODULES = {
+    "CaffeRecord": "amct.record",
+    "LayerConfig": "amct.config.settings",
+    "QuantConfig": "amct.config.ptq.quant_config",
+    "QuantizedModel": "amct.ptq.quantized_model",
+    "compare": "amct.caffe.comparing",
+    "equalize_model": "amct.caffe.ptq.equalization",
+    "export_onnx": "amct.caffe.onnx.graph",
+    "quantize": "amct.caffe.door",
+    "report": "amct.caffe.reporting",
+}
 __all__ = [
-    "ArqSettings",
-    "IfmrSettings",
+    "CaffeRecord",
     "LayerConfig",
     "QuantConfig",
-    "QuantizedCaffeModel",
-    "SnqSettings",
+    "QuantizedModel",
     "compare",
     "equalize_model",
     "export_onnx",
@@ -28,17 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load the quantizer and the exporter (and torch) only when someone asks for them."""
-    if name == "export_onnx":
-        from amct.caffe.onnx import graph as onnx_graph
-
-        return onnx_graph.export_onnx
-    if name == "equalize_model":
-        from amct.caffe.ptq import equalization
-
-        return equalization.equalize_model
-    if name in __all__:
-        from amct.caffe import quantized_model
-
-        return getattr(quantized_model, name)
+    """Import a public name, and torch with it, when it is first used."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -196,6 +196,14 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
 # ------------------------------------------------------------------ the runs
 
 
+@runtime_checkable
+class _CaffeResult(Protocol):
+    """The preparation of a Caffe model."""
+
+    def caffe_model(self, record: Any) -> CaffeModel:  # noqa: ANN401  its own record
+        """The fake-quant model."""
+
+
 class ComparedNet:
     """One of two compared nets: the blobs of its quantized layers are shown after each forward."""
 
@@ -302,7 +310,10 @@ def compare(
     reference: Side
     quantized: Side
     if isinstance(quantized_model, QuantizedModel):
-        reference, quantized = float_side(float_model), quantized_model.prepared.side(quantized_model.record)
+        prepared = quantized_model.prepared
+        if not isinstance(prepared, _CaffeResult):
+            raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
+        reference, quantized = float_side(float_model), ModelSide(prepared.caffe_model(quantized_model.record))
     else:
         reference, quantized = both_sides(float_model, quantized_model)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

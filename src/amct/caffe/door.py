@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from amct import log
@@ -12,22 +11,26 @@ from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets
 from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
+from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.ptq.calibration import start_calibration
 from amct.caffe.ptq.equalization import divide_channels, find_factors
 from amct.caffe.ptq.graph import QuantGraph
 from amct.caffe.ptq.qdq import qdq_observers
-from amct.caffe.ptq.save import results_with, save_results
+from amct.caffe.ptq.save import SaveNotes, results_with, save_results
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.caffe.running import build_net, caffe_batches, feed, run_net, sample_count
 from amct.calibration.layer_records import complete_caffe_record
-from amct.config.ptq.quant_config import plan_of
+from amct.config.ptq.quant_config import CAFFE, plan_of
 from amct.errors import ConfigError
 from amct.model import Skip
 from amct.ptq import flow
 from amct.ptq.door import Calibration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
+
+    from onnx import ModelProto
 
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
@@ -143,17 +146,14 @@ class CaffePreparation:
             self._results = results_with(self.graph, record)
         return self._results
 
-    def side(self, record: CaffeRecord, *, deploy: bool = False) -> ModelSide:
-        """The fake-quant or deploy model, as comparison wants it."""
-        return ModelSide(self._model(record, deploy=deploy))
-
-    def _model(self, record: CaffeRecord, *, deploy: bool) -> CaffeModel:
+    def caffe_model(self, record: CaffeRecord, *, deploy: bool = False) -> CaffeModel:
+        """The fake-quant or deploy model."""
         results = self._finished(record)
         return (results.deploy() if deploy else results.fake_quant()).model
 
     def simulation(self, record: CaffeRecord, *, deploy: bool = False) -> Net:
         """A net of our engine: the fake-quant model, or the deploy model in integers."""
-        return build_net(self._model(record, deploy=deploy), keep_blobs=())
+        return build_net(self.caffe_model(record, deploy=deploy), keep_blobs=())
 
     def runner(self, simulation: Net) -> Callable[[Batch], dict[str, Any]]:
         """A function that returns the outputs by name."""
@@ -161,12 +161,12 @@ class CaffePreparation:
 
     def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float net and the quantized one."""
-        return compared_nets(ModelSide(self.graph.model), self.side(record, deploy=deploy))
+        return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
 
     def report_layers(self, record: CaffeRecord) -> list[ReportLayer]:
         """What a report shows of each quantized layer."""
         bits = {name: entry.weight_bits for name, entry in record.items() if entry.scale_w}
-        return report_layers(self._model(record, deploy=False).net, self.graph.model.weights, bits)
+        return report_layers(self.caffe_model(record).net, self.graph.model.weights, bits)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Data as batches of the net."""
@@ -179,9 +179,12 @@ class CaffePreparation:
 
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write Caffe pairs, ONNX formats, record and quant.json as one group."""
-        graph = self.graph
         results = self._finished(content.record)
-        return save_results(results, request, graph=graph, tensors=content.tensors or {})
+        return save_results(results, request, notes=SaveNotes.of(self.graph), tensors=content.tensors)
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded net as ONNX."""
+        return float_onnx(build_net(self.graph.model), opset=DEFAULT_OPSET if opset is None else opset).model
 
 
 class CaffeDoor:

@@ -121,9 +121,7 @@ def files_report(
         skipped=notes.skipped,
         config=notes.config,
     )
-    measured = measure_nets(
-        reference, quantized, data, statistics=subject.statistics(), metric=metric, inputs=inputs
-    )
+    measured = measure_nets(reference, quantized, data, statistics=subject.statistics(), metric=metric, inputs=inputs)
     return MeasuredReport(content=report_content(subject, measured, files=shown), measured=measured)
 
 

@@ -154,10 +154,10 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
         found = files_report(pair.float_model, pair.quantized_model, data, metric=metric, inputs=_values)
         return found.measured, found.content
-    from amct.caffe.comparing import both_sides, measure
+    from amct.caffe.comparing import both_sides, measure_nets
 
     sides = both_sides(pair.float_model, pair.quantized_model)
-    return measure(*sides, data, metric=metric, inputs=_values, with_inputs=False), None
+    return measure_nets(*sides, data, metric=metric, inputs=_values), None
 
 
 def _run_onnx(pair: ModelPair, request: Request) -> _Found:

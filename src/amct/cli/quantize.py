@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - typer reads it at run time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amct.config.layers import LayerInfo
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.report.compare import LayerComparison
 
 WORST_SHOWN = 3
+QDQ_FILE = "qdq_model.onnx"
 NAMES_SHOWN = 6
 
 
@@ -57,17 +60,19 @@ def quantize(  # noqa: PLR0913  the options of a command
     with few_lines():
         if equalize and weights is None:
             raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
-        if weights is not None:
-            result = _quantize_caffe(model, weights, data, config, files, equalize=equalize)
-        elif model.endswith(ONNX_ENDING):
-            result = _quantize_onnx(model, data, config, files)
-        elif ":" in model:
-            result = _quantize_torch(model, data, config, files)
-        else:
+        if weights is None and not model.endswith(ONNX_ENDING) and ":" not in model:
             raise ArgumentError(
                 'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
                 f'got only "{model}"'
             )
+        files.check()
+        if weights is not None:
+            quantized, batches = _quantize_caffe(model, weights, data, config, equalize=equalize)
+        elif model.endswith(ONNX_ENDING):
+            quantized, batches = _quantize_onnx(model, data, config)
+        else:
+            quantized, batches = _quantize_torch(model, data, config)
+        result = _result(quantized, batches, files)
     typer.echo(printing.as_json(result) if as_json else _as_text(result))
 
 
@@ -90,62 +95,67 @@ class _Files:
     def _names(self) -> tuple[str, ...]:
         return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
 
-    def save(self, quantized: Any, batches: Iterable[Any]) -> list[str]:  # noqa: ANN401  of any front door
+    def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
         """Write the model, and its report if one is wanted."""
         names = self._names()
         files = quantized.save(self.output, formats=names) if names else quantized.save(self.output)
         if self.report:
             page = self.output.with_name(f"{self.output.name}_report.html")
             files = [*files, quantized.report(page, batches, files=files)]
-        return [str(path) for path in files]
+        return files
 
 
 def _quantize_caffe(
-    model: str, weights: Path, options: DataOptions, config: Path | None, files: _Files, *, equalize: bool
-) -> dict[str, Any]:
+    model: str, weights: Path, options: DataOptions, config: Path | None, *, equalize: bool
+) -> tuple[QuantizedModel, Iterable[Any]]:
     import amct.caffe as front_door
 
-    files.check()
     batches = options.open()
-    quantized = front_door.quantize(model, weights, batches, config=config, equalize=equalize)
-    return {
-        "quantized": list(quantized.layers),
-        "left float": dict(quantized.not_quantized),
-        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": files.save(quantized, batches),
-    }
+    return front_door.quantize(model, weights, batches, config=config, equalize=equalize), batches
 
 
-def _quantize_torch(reference: str, options: DataOptions, config: Path | None, files: _Files) -> dict[str, Any]:
+def _quantize_torch(reference: str, options: DataOptions, config: Path | None) -> tuple[QuantizedModel, Iterable[Any]]:
     import torch
 
     import amct.pytorch as front_door
     from amct.cli.model_layers import load_reference
 
-    files.check()
     batches = [torch.from_numpy(batch) for batch in options.open()]
-    quantized = front_door.quantize(load_reference(reference), batches, config=config)
-    return {
-        "quantized": list(quantized.layers),
-        "left float": {skip.layer: skip.reason for skip in quantized.skipped},
-        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": files.save(quantized, batches),
-    }
+    return front_door.quantize(load_reference(reference), batches, config=config), batches
 
 
-def _quantize_onnx(model: str, options: DataOptions, config: Path | None, files: _Files) -> dict[str, Any]:
+def _quantize_onnx(model: str, options: DataOptions, config: Path | None) -> tuple[QuantizedModel, Iterable[Any]]:
     import amct.onnx_model as front_door
     from amct.cli.onnx_data import onnx_data
 
-    files.check()
     batches = onnx_data(model, options)
-    quantized = front_door.quantize(model, batches, config=config)
+    return front_door.quantize(model, batches, config=config), batches
+
+
+def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) -> dict[str, Any]:
+    written = files.save(quantized, batches)
+    measured_on, layers, outputs = _measured(quantized, batches, written)
     return {
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
-        "layers": [comparison_row(layer) for layer in quantized.compare(batches)],
-        "files": files.save(quantized, batches),
+        "measured": measured_on,
+        "outputs": [comparison_row(output, "output") for output in outputs],
+        "layers": [comparison_row(layer) for layer in layers],
+        "files": [str(path) for path in written],
     }
+
+
+def _measured(
+    quantized: QuantizedModel, batches: Iterable[Any], written: list[Path]
+) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
+    """What was measured, and how much layers and outputs differ from float: of the QDQ file, else of the simulation."""
+    from amct.onnx_model import measure
+
+    file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
+    if file is None:
+        return "simulation", quantized.compare(batches), ()
+    measured = measure(quantized.prepared.float_model(None), file, batches)
+    return str(file), measured.layers.values(), measured.outputs
 
 
 def _as_text(result: dict[str, Any]) -> str:
@@ -155,8 +165,13 @@ def _as_text(result: dict[str, Any]) -> str:
     lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left float"])]
     if worst:
         lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
+        lines += [f"              measured on the calibration data, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
     return "\n".join(lines)
+
+
+def _measured_name(measured: str) -> str:
+    return "the simulation" if measured == "simulation" else Path(measured).name
 
 
 def _some(names: list[str]) -> str:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from onnx import ModelProto
+
     from amct.calibration import CalibrationResult, CalibrationSession
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from amct.model import Skip
     from amct.ptq.batches import Batches, BatchInputs
     from amct.record import AnyRecord
+    from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
 
 _Record = Any  # each door takes records of its own dialect only
@@ -105,6 +108,10 @@ class PreparedModel(Protocol):
         """By layer: the layers of the original model that were folded into it."""
 
     @property
+    def fused_notes(self) -> tuple[LayerNote, ...]:
+        """A note for each folded layer, for the report."""
+
+    @property
     def skips(self) -> tuple[Skip, ...]:
         """Every layer that stays float and every batch norm that was not folded, with the reason."""
 
@@ -125,6 +132,9 @@ class PreparedModel(Protocol):
 
     def report_layers(self, record: _Record) -> Sequence[ReportLayer]:
         """What a report shows of each quantized layer."""
+
+    def float_model(self, opset: int | None) -> ModelProto:
+        """The folded float model as ONNX, its nodes named after their layers; None: the door's default opset."""
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Data as batches of the model."""

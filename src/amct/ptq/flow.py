@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from amct import log
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.ptq.quantized_model import QuantizedModel
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from amct.ptq.door import Door
 
 
+@log.screen_only()
 def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | None = None) -> QuantizedModel:
     """Quantize the model behind a front door with calibration data.
 

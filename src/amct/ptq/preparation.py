@@ -12,7 +12,7 @@ from amct.errors import CalibrationError
 from amct.export.saving import save_files
 from amct.model import Skip
 from amct.record import Record
-from amct.report.filling import QuantizedInput, ReportLayer
+from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from amct.ptq.door import SavedContent
     from amct.ptq.weights import LayerWeights
     from amct.record import LayerRecord
+    from amct.report.content import LayerNote
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ class Preparation:
             if name not in self.weights:
                 reasons[name] = Skip(name, self.plan.not_quantized.get(name, "not in the config"))
         return (*reasons.values(), *self.unfolded)
+
+    @property
+    def fused_notes(self) -> tuple[LayerNote, ...]:
+        """A note for each folded batch norm."""
+        return folded_notes(self.folded_layers)
 
     def record(self) -> Record:
         """The record before calibration: factors of the weights only, layers in the order of the plan."""

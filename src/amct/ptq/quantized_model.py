@@ -13,7 +13,7 @@ from amct.export.qdq.nodes import Target
 from amct.export.saving import DEFAULT_FORMATS, SaveRequest
 from amct.ptq.compare import measure
 from amct.ptq.door import SavedContent
-from amct.report.filling import ReportSubject, folded_notes, report_content
+from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
 from amct.report.summary import summary_text
@@ -193,7 +193,7 @@ class QuantizedModel:
         subject = ReportSubject(
             model=prepared.name,
             layers=tuple(prepared.report_layers(self.record)),
-            fused=folded_notes(prepared.folded_layers),
+            fused=prepared.fused_notes,
             skipped=prepared.skips,
             config=config_text(prepared.plan),
         )

@@ -15,6 +15,7 @@ import numpy as np
 from amct.caffe.onnx.graph import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes, Target
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
     from amct.export.exported import ExportedModel
+    from amct.export.formats import Exported, ExportOptions
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16
@@ -73,6 +75,27 @@ def quantized_onnx(
         skipped=(*result.skipped, *parts.skipped),
         notes=(*exported.notes, *result.notes, *parts.notes),
     )
+
+
+def other_format(
+    name: str,
+    net: Net,
+    record: CaffeRecord,
+    tensors: Mapping[str, TensorFactors],
+    *,
+    options: ExportOptions,
+    opset: int = DEFAULT_OPSET,
+) -> Exported:
+    """Export a quantized net in a registered format that works on the float ONNX model.
+
+    Raises:
+        ExportError: A layer has no ONNX form, or the exporter refuses the model.
+    """
+    exported = float_onnx(net, opset=opset)
+    parts = _Parts(exported, net)
+    for layer, factors in record.items():
+        parts.add(layer, factors)
+    return export_formats([name], exported.model, parts.bindings, parts.factors, tensors, options)[name]
 
 
 def tensors_to_observe(

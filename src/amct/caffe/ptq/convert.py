@@ -13,8 +13,10 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.fold import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import save_results
+from amct.caffe.ptq.save import SaveNotes, save_results
 from amct.errors import RecordError
+from amct.export.saving import SaveRequest
+from amct.export.writer import SavePath
 from amct.record import normalize_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -78,14 +80,13 @@ def convert_model(
         if layer.type in FEEDFORWARD_TYPES and layer.name in record.layers
     }
     reason = "the record has no factors for it"
-    save_results(
-        Results(model, weights, record, may_raise_scale=False),
-        save_path,
-        save_type="Both",
+    notes = SaveNotes(
         original=original,
         fusion=fusion,
         not_quantized={layer.name: reason for layer in model.layers if layer.name not in record.layers},
     )
+    request = SaveRequest(where=SavePath.parse(save_path), formats=("fake_quant", "deploy"), with_record=True)
+    save_results(Results(model, weights, record, may_raise_scale=False), request, notes=notes)
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:

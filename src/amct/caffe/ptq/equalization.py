@@ -21,7 +21,7 @@ from amct.caffe.model import blob_shapes, read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.fold import check_global_statistics, fuse
 from amct.caffe.ptq.weight_layout import layout_of
-from amct.caffe.running import batches_of, build_net, run_net
+from amct.caffe.running import build_net, caffe_batches, run_net
 from amct.caffe.uninplace import restore_in_place
 from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
-    from amct.caffe.running import Batch, BatchInputs
+    from amct.caffe.running import Batch
     from amct.numerics.equalization import ChannelRanges
+    from amct.ptq.batches import BatchInputs
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def equalize_model(
     model = read_model(model_file, weights_file)
     check_global_statistics(model.net)
     fuse(model, skip=())
-    found = find_factors(model, batches_of(data), inputs)
+    found = find_factors(model, caffe_batches(data, inputs))
     divide_channels(model, found)
     restore_in_place(model.net)
     with FileGroup() as group:
@@ -117,7 +118,6 @@ class Route:
 def find_factors(
     model: CaffeModel,
     batches: Iterable[Batch],
-    inputs: BatchInputs | None = None,
     *,
     one_scale: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
@@ -126,7 +126,6 @@ def find_factors(
     Args:
         model: The fused float model.
         batches: The data.
-        inputs: Makes of a batch what the net takes, where its form does not tell.
         one_scale: Layers whose weights get one scale for all channels, so that dividing single ones is not free.
             InnerProduct layers always do.
 
@@ -136,7 +135,7 @@ def find_factors(
     """
     routes = [route for route in free_routes(model) if route.layer not in one_scale]
     watched = {use.blob for route in routes for use in route.uses}
-    sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches, inputs)
+    sizes = _sizes(build_net(model, keep_blobs=watched), watched, batches)
     readers: dict[str, ConsumerNoise] = {}
     for use in (use for route in routes for use in route.uses):
         shares_scale = use.layer in one_scale or model.layer(use.layer).type == "InnerProduct"
@@ -233,14 +232,12 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
 # ------------------------------------------------------------------ what they compute
 
 
-def _sizes(
-    net: Net, watched: Iterable[str], batches: Iterable[Batch], inputs: BatchInputs | None
-) -> dict[str, ChannelRanges]:
+def _sizes(net: Net, watched: Iterable[str], batches: Iterable[Batch]) -> dict[str, ChannelRanges]:
     statistics = {name: ChannelStatistics() for name in watched}
     seen = False
     for batch in progress.track(batches, "Equalizing"):
         seen = True
-        run_net(net, batch, inputs)
+        run_net(net, batch)
         for name, each in statistics.items():
             each.add(net.blob(name).tensor.cpu())  # as the weights
     if not seen:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
-from amct.caffe.onnx.quant import NARROW, quantized_onnx, tensors_to_observe
+from amct.caffe.onnx.graph import DEFAULT_OPSET
+from amct.caffe.onnx.quant import NARROW, other_format, quantized_onnx, tensors_to_observe
+from amct.caffe.running import build_net
 from amct.errors import ExportError
 from amct.export.formats import file_name
 from amct.export.qdq.exporter import Placement
@@ -16,16 +17,18 @@ from amct.export.writer import add_model
 from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from amct.atomic import FileGroup
     from amct.caffe.engine.net import Net
+    from amct.caffe.ptq.deploy import Results
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
-    from amct.export.exported import ExportedModel
+    from amct.export.formats import Exported
+    from amct.export.saving import SaveRequest
+    from amct.export.writer import SavePath
     from amct.numerics.observer import TensorObserver
-    from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
 
@@ -63,38 +66,49 @@ def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorO
     return {name: MinMaxObserver() for name in wanted if name not in known}
 
 
-@dataclass(frozen=True, kw_only=True)
-class QdqFile:
-    """The QDQ form of a quantized net, or why it has none."""
+def export_onnx_formats(
+    results: Results, formats: Sequence[str], tensors: Mapping[str, TensorFactors], request: SaveRequest
+) -> tuple[dict[str, Exported], dict[str, str]]:
+    """Export a quantized net in ONNX formats.
 
-    exported: ExportedModel | None
-    reason: str = ""
+    Returns:
+        The exported files by format, and for each format that cannot be written the reason.
 
-    @classmethod
-    def of(
-        cls,
-        net: Net,
-        record: CaffeRecord,
-        tensors: Mapping[str, TensorFactors],
-        *,
-        placement: str,
-        target: str,
-        opset: int,
-    ) -> QdqFile:
-        """Export a folded float net with the factors of its record and of the blobs between layers.
+    Raises:
+        ArgumentError: There is no such placement, target or opset.
+    """
+    exported: dict[str, Exported] = {}
+    not_written: dict[str, str] = {}
+    for name in formats:
+        result = _exported(name, results, tensors, request)
+        if isinstance(result, ExportError):
+            logger.warning("no %s file is written: %s", "QDQ" if name == "qdq" else name, result)
+            not_written[name] = str(result)
+        else:
+            exported[name] = result
+    return exported, not_written
 
-        Raises:
-            ArgumentError: There is no such placement, target or opset.
-        """
-        try:
-            exported = quantized_onnx(net, record, tensors, placement=placement, target=target, opset=opset)
-        except ExportError as error:
-            logger.warning("no QDQ file is written: %s", error)
-            return cls(exported=None, reason=str(error))
-        return cls(exported=exported)
 
-    def write(self, group: FileGroup, path: Path) -> list[Path]:
-        """Write it as part of a group; returns its files."""
-        if self.exported is None:
-            return []
-        return add_model(group, path, self.exported.model, file_name("qdq"))
+def _exported(
+    name: str, results: Results, tensors: Mapping[str, TensorFactors], request: SaveRequest
+) -> Exported | ExportError:
+    options, opset = request.options, request.opset if request.opset is not None else DEFAULT_OPSET
+    try:
+        if name != "qdq":
+            net = build_net(results.float_model())
+            return other_format(name, net, results.record, tensors, options=options, opset=opset)
+        net = build_net(results.float_model(rounded=types_with_ready_integers(options.placement, options.target)))
+        return quantized_onnx(
+            net, results.record, tensors, placement=options.placement, target=options.target, opset=opset
+        )
+    except ExportError as error:
+        return error
+
+
+def add_exported(group: FileGroup, where: SavePath, name: str, result: Exported) -> list[Path]:
+    """Write an exported file as part of a group; returns its files."""
+    path = where.file(file_name(name))
+    if isinstance(result, bytes):
+        group.write_bytes(path, result)
+        return [path]
+    return add_model(group, path, result.model, file_name(name))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from amct import atomic, log
@@ -14,28 +13,33 @@ from amct.atomic import FileGroup
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
+from amct.caffe.ptq.qdq import add_exported, export_onnx_formats
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
-from amct.export.saving import file_entry
+from amct.export.formats import file_name
+from amct.export.saving import SaveRequest, file_entry
+from amct.export.writer import SavePath
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
-from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson, write_quant_json
+from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.fold import FusionReport
-    from amct.caffe.ptq.qdq import QdqFile
+    from amct.export.binding import TensorFactors
+    from amct.export.formats import Exported
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-SAVE_TYPES = ("Fakequant", "Deploy", "Both")
+_CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": ("fake_quant", "deploy")}
 
 
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
@@ -57,14 +61,8 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     check_save_type("save_model", save_type)
     log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
-    save_results(
-        results_of(graph),
-        save_path,
-        save_type=save_type,
-        original=graph.original,
-        fusion=graph.fusion,
-        not_quantized=graph.not_quantized,
-    )
+    request = SaveRequest(where=SavePath.parse(save_path), formats=_CAFFE_FORMATS[save_type], with_record=True)
+    save_results(results_of(graph), request, notes=SaveNotes.of(graph))
     assert graph.calibration_record is not None
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # nothing is missing any more
 
@@ -75,8 +73,8 @@ def check_save_type(function: str, save_type: str) -> None:
     Raises:
         ArgumentError: there is no such choice.
     """
-    if save_type not in SAVE_TYPES:
-        raise ArgumentError(f"{function}: save_type must be {', '.join(SAVE_TYPES)}, got {save_type!r}")
+    if save_type not in _CAFFE_FORMATS:
+        raise ArgumentError(f"{function}: save_type must be {', '.join(_CAFFE_FORMATS)}, got {save_type!r}")
 
 
 def results_of(graph: QuantGraph) -> Results:
@@ -102,91 +100,88 @@ def results_with(graph: QuantGraph, record: CaffeRecord) -> Results:
     return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
 
 
-def save_results(
-    results: Results,
-    save_path: AnyPath,
-    *,
-    save_type: str,
-    original: CaffeModel,
-    fusion: FusionReport,
-    not_quantized: Mapping[str, str],
-    qdq: QdqFile | None = None,
-) -> list[Path]:
-    """Write all files of a result, together or not at all, and return their paths.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SaveNotes:
+    """What ``quant.json`` says of a model: the original net, what was folded, and why layers stay float."""
 
-    ``qdq`` is the QDQ file that belongs to them; None, as in AMCT's flow, for none. Of an equalized model the float
-    form is written too: the record is its, and comparing layer by layer needs it.
+    original: CaffeModel
+    fusion: FusionReport
+    not_quantized: Mapping[str, str]
+
+    @classmethod
+    def of(cls, graph: QuantGraph) -> SaveNotes:
+        """The notes of a graph."""
+        return cls(original=graph.original, fusion=graph.fusion, not_quantized=graph.not_quantized)
+
+
+def save_results(
+    results: Results, request: SaveRequest, *, notes: SaveNotes, tensors: Mapping[str, TensorFactors] | None = None
+) -> list[Path]:
+    """Write all files of a result as one group, and return their paths.
+
+    "fake_quant" and "deploy" are Caffe pairs; every other format is exported from the float ONNX form of the net. A net
+    without an ONNX form has no such file: a warning and ``quant.json`` say why. Of an equalized model the float form is
+    written too: the record belongs to it, and comparing layer by layer needs it.
+
+    Args:
+        results: The quantized model.
+        request: What to write, and where to.
+        notes: What ``quant.json`` says besides.
+        tensors: Factors of the blobs between layers, for the QDQ file.
 
     Raises:
-        FileError: they cannot be written.
+        ArgumentError: An opset that the exporters do not write.
+        FileError: The files cannot be written; none was.
     """
-    names = file_names(save_path)
-    atomic.check_writable(names["folder"])
+    where = request.where
+    atomic.check_writable(where.folder)
     nets: dict[str, QuantizedNet] = {}
-    if save_type in ("Fakequant", "Both"):
+    if "fake_quant" in request.formats:
         nets["fake_quant"] = results.fake_quant()
-    if save_type in ("Deploy", "Both"):
+    if "deploy" in request.formats:
         nets["deploy"] = results.deploy()
-    written = [names["quant.json"], names["quant_param_record.txt"], names["quant_param_record.bin"]]
+    onnx_formats = [name for name in request.formats if name not in nets]
+    exported, not_written = export_onnx_formats(results, onnx_formats, tensors or {}, request)
     document = replace(
-        quant_json(nets, results.record, original, fusion, not_quantized),
+        quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
         config=results.config,
         equalized=tuple(results.equalized),
+        not_written=not_written,
+        files={where.file(file_name(name)).name: _file_entry(name, result) for name, result in exported.items()},
     )
-    if qdq is not None and qdq.exported is None:
-        document = replace(document, not_written={"qdq": qdq.reason})
-    elif qdq is not None and qdq.exported is not None:
-        document = replace(document, files={names["qdq_model.onnx"].name: file_entry("qdq", qdq.exported)})
+    pairs = {kind: net.model for kind, net in nets.items()}
+    if results.equalized:
+        pairs["equalized"] = results.folded_model
+    written: list[Path] = [where.quant_json] if request.formats else []
     with FileGroup() as group:
-        for kind, net in nets.items():
-            pair = names[f"{kind}_model.prototxt"], names[f"{kind}_weights.caffemodel"]
-            write_model(group, net.model, *pair)
-            written += pair
-        if results.equalized:
-            pair = names["equalized_model.prototxt"], names["equalized_weights.caffemodel"]
-            write_model(group, results.folded_model, *pair)
-            written += pair
-        group.write_bytes(names["quant_param_record.txt"], encode_record(results.record, "text"))
-        group.write_bytes(names["quant_param_record.bin"], encode_record(results.record, "binary"))
-        if qdq is not None:
-            written += qdq.write(group, names["qdq_model.onnx"])
-        write_quant_json(group, names["quant.json"], document)
-    logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), names["folder"])
+        for kind, model in pairs.items():
+            files = where.file(f"{kind}_model.prototxt"), where.file(f"{kind}_weights.caffemodel")
+            write_model(group, model, *files)
+            written += files
+        if request.with_record:
+            for ending, form in (("txt", "text"), ("bin", "binary")):
+                path = where.file(f"quant_param_record.{ending}")
+                group.write_bytes(path, encode_record(results.record, "text" if form == "text" else "binary"))
+                written.append(path)
+        for name, result in exported.items():
+            written += add_exported(group, where, name, result)
+        if request.formats:
+            write_quant_json(group, where.quant_json, document)
+    logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), where.folder)
     return written
 
 
-def file_names(save_path: AnyPath) -> dict[str, Path]:
-    """The path of each file; ``save_path`` ends with the prefix of their names, or with a slash for none."""
-    text = os.fspath(save_path)
-    if not text:
-        raise ArgumentError("save_path: expected a folder and a prefix such as results/model, got nothing")
-    prefix = "" if text.endswith(("/", os.sep)) else f"{Path(text).name}_"
-    folder = Path(text) if not prefix else Path(text).parent
-    kinds = [
-        f"{kind}_{part}"
-        for kind in ("fake_quant", "deploy", "equalized")
-        for part in ("model.prototxt", "weights.caffemodel")
-    ]
-    names = {kind: folder / f"{prefix}{kind}" for kind in kinds}
-    for kind in ("quant.json", "quant_param_record.txt", "quant_param_record.bin", "qdq_model.onnx"):
-        names[kind] = folder / f"{prefix}{kind}"
-    names["folder"] = folder
-    return names
+def _file_entry(name: str, result: Exported) -> FileEntry:
+    return FileEntry(format=name) if isinstance(result, bytes) else file_entry(name, result)
 
 
-def quant_json(
-    nets: Mapping[str, QuantizedNet],
-    record: CaffeRecord,
-    original: CaffeModel,
-    fusion: FusionReport,
-    not_quantized: Mapping[str, str],
-) -> QuantJson:
+def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> QuantJson:
     """What became of each layer, for comparing layer by layer.
 
     ``output`` names the blob that holds a layer's result: in the original net (without in-place layers the name is
     the same) and in each written one.
     """
-    first = next(iter(nets.values())).model
+    first, fusion, original = next(iter(nets.values())).model, notes.fusion, notes.original
     tops = {layer.name: list(layer.top) for layer in original.layers}
     written = {blob for layer in first.layers for blob in layer.top}
     types = {kind: {layer.name: layer.type for layer in net.model.layers} for kind, net in nets.items()}
@@ -211,7 +206,7 @@ def quant_json(
                 for kind, net in nets.items()
             },
         )
-    skipped = [Skip(name, reason) for name, reason in not_quantized.items()]
+    skipped = [Skip(name, reason) for name, reason in notes.not_quantized.items()]
     skipped += [Skip(skip.layer, f"not folded: {skip.reason}") for skip in fusion.skipped]
     return QuantJson(
         version=VERSION,
