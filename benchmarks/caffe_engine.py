@@ -65,7 +65,7 @@ class Line:
 
 
 def resnet50() -> str:
-    """The usual ResNet-50: in-place BatchNorm, Scale and ReLU behind every convolution."""
+    """ResNet-50: in-place BatchNorm, Scale and ReLU after every convolution."""
     lines = [
         'name: "ResNet-50"',
         'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 224 dim: 224 } } }',
@@ -119,7 +119,7 @@ def _block(name: str, bottom: str, width: int, *, stride: int, widen: bool) -> l
 
 
 def write_resnet50(folder: Path) -> Model:
-    """Prototxt and a caffemodel of random weights."""
+    """Write the prototxt and a caffemodel with random weights."""
     from amct.caffe import pycaffe as caffe
 
     prototxt = folder / "resnet50.prototxt"
@@ -135,7 +135,7 @@ def write_resnet50(folder: Path) -> Model:
 
 
 def models(folder: Path) -> list[Model]:
-    """What can be measured here."""
+    """The models that are available on this machine."""
     squeezenet, nsfw = ASSETS / "caffe_squeezenet_v1.0_dc", ASSETS / "caffe_open_nsfw"
     found = [
         Model(
@@ -149,7 +149,7 @@ def models(folder: Path) -> list[Model]:
     return [*(model for model in found if Path(model.caffemodel).exists()), write_resnet50(folder)]
 
 
-# ------------------------------------------------------------------ one measurement, in a process of its own
+# ------------------------------------------------------------------ one measurement, in a separate process
 
 
 def measure(model: Model, engine: str, batch: int, threads: int) -> Line:
@@ -158,7 +158,7 @@ def measure(model: Model, engine: str, batch: int, threads: int) -> Line:
     forward = _opencv(model, pictures, threads) if engine == ENGINES[0] else _ours(model, pictures, engine, threads)
     for _ in range(WARM_UP):
         forward()
-    # With one thread CPU time is the time the work takes, whatever else the machine does.
+    # With one thread CPU time is the computing time, whatever else runs on the machine.
     clock = time.process_time if threads == 1 else time.perf_counter
     best, start = float("inf"), clock()
     while clock() - start < SECONDS:
@@ -169,7 +169,7 @@ def measure(model: Model, engine: str, batch: int, threads: int) -> Line:
 
 
 def peak_megabytes() -> float:
-    """The most memory this process ever held (Linux's own figure; ``ru_maxrss`` may still be the parent's)."""
+    """The peak memory of this process, from /proc (``ru_maxrss`` may be the parent's)."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -211,7 +211,7 @@ def _ours(model: Model, pictures: np.ndarray, engine: str, threads: int) -> Call
 
 
 def run_all(rounds: int, threads: int) -> list[Line]:
-    """Every line, the engines in turn, the best of all rounds."""
+    """All lines, the engines alternately, the best of all rounds."""
     best: dict[tuple[str, str, int], Line] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model in models(Path(folder)):
@@ -236,7 +236,7 @@ def _in_a_process(model: Model, engine: str, batch: int, threads: int) -> Line:
 
 
 def show(lines: list[Line], threads: int) -> None:
-    """Print the table and keep it as JSON."""
+    """Print the table and write it as JSON."""
     table = Table(title=f"Images per second (peak memory in MB), {threads} thread(s)")
     for column in ("net", "batch", *ENGINES, "lean / OpenCV"):
         table.add_column(column, justify="left" if column == "net" else "right")
@@ -254,7 +254,7 @@ def show(lines: list[Line], threads: int) -> None:
 
 
 def main() -> None:
-    """Measure everything, or (in a process of its own) one line."""
+    """Measure everything, or (in a separate process) one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -34,7 +34,7 @@ from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
 from amct.caffe.ptq.fold import fuse
-from amct.caffe.quantized_model import build_net
+from amct.caffe.running import build_net
 from amct.export.onnx.inspect import count_integer_kernels
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Line:
-    """What one net gave; times in milliseconds of CPU for one picture."""
+    """The results of one net; CPU milliseconds per image."""
 
     model: str
     integer_kernels: str
@@ -98,7 +98,7 @@ def pictures(size: int, count: int) -> NDArray[np.float32]:
 
 
 def exported(model: Model, data: NDArray[np.float32]) -> tuple[Net, ModelProto, ModelProto]:
-    """The float net, its ONNX form and its QDQ form, calibrated by the one-call way."""
+    """The float net, its ONNX model and its QDQ model, calibrated by ``amct.caffe.quantize``."""
     files = ASSETS / model.prototxt, ASSETS / model.caffemodel
     batches = list(data.reshape(BATCHES, BATCH, *data.shape[1:]))
     record = amct.caffe.quantize(*files, batches).record
@@ -114,7 +114,7 @@ def exported(model: Model, data: NDArray[np.float32]) -> tuple[Net, ModelProto, 
 
 
 def runner(model: ModelProto, picture: NDArray[np.float32]) -> Callable[[], Any]:
-    """A forward in onnxruntime on one thread."""
+    """A forward pass in onnxruntime on one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
@@ -123,7 +123,7 @@ def runner(model: ModelProto, picture: NDArray[np.float32]) -> Callable[[], Any]
 
 
 def measure(model: Model, rounds: int) -> Line:
-    """Times of the three in turns."""
+    """The times of the three, measured alternately."""
     data = pictures(model.size, BATCH * BATCHES + 1)
     picture = data[-1:]
     _, floating, quantized = exported(model, data[:-1])
@@ -158,7 +158,7 @@ def measure(model: Model, rounds: int) -> Line:
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds

@@ -46,7 +46,7 @@ GENERATOR_SEED = 0
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement: ours, the yardstick, their ratio, and what was promised."""
+    """One measurement: ours, the reference, their ratio, and the target."""
 
     name: str
     ours: str
@@ -57,7 +57,7 @@ class Line:
 
 
 def best_of(functions: list[Callable[[], object]], repetitions: int = 7) -> list[float]:
-    """The shortest wall time of each, in seconds, all of them taken in turn."""
+    """The shortest wall time of each in seconds, measured alternately."""
     best = [float("inf")] * len(functions)
     for function in functions:
         function()
@@ -70,17 +70,17 @@ def best_of(functions: list[Callable[[], object]], repetitions: int = 7) -> list
 
 
 def milliseconds(seconds: float) -> str:
-    """For the table."""
+    """The row of the table."""
     return f"{seconds * 1e3:.1f} ms"
 
 
 def activation(count: int = VALUES) -> torch.Tensor:
-    """Values as they look behind a ReLU."""
+    """Values with the distribution of a ReLU output."""
     return torch.randn(count, generator=torch.Generator().manual_seed(GENERATOR_SEED)).relu_()
 
 
 def observing() -> Iterator[Line]:
-    """A batch of 12.8 M values: observing and searching, with one thread and with two."""
+    """A batch of 12.8 M values: observe and search, with one thread and with two."""
     x = activation()
     scale = float(x.max()) / 127
 
@@ -110,7 +110,7 @@ def observing() -> Iterator[Line]:
 
 
 def searching() -> Iterator[Line]:
-    """The other searches, for orientation: no promise."""
+    """The other searches, for information: no target."""
     x = activation(1 << 20)
     for name, observer in (("IFMR exact", IfmrObserver()), ("HFMG exact", HfmgObserver())):
         observer.observe(x)
@@ -135,7 +135,7 @@ def _child_peak(batches: int, count: int) -> int:
 
 
 def observe_and_report(batches: int, count: int) -> None:
-    """What the child process does: print its peak memory in KB."""
+    """Run in the child process: print its peak memory in KB."""
     x = activation(count)
     observer = IfmrObserver()
     for _ in range(batches):
@@ -145,7 +145,7 @@ def observe_and_report(batches: int, count: int) -> None:
 
 
 def resnet50_weights() -> list[torch.Tensor]:
-    """Random weights of the sizes of ResNet-50's."""
+    """Random weights with the shapes of ResNet-50."""
     shapes = [(64, 3, 7, 7)]
     inputs = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -174,7 +174,7 @@ def weights() -> Iterator[Line]:
 
 
 def adaround_problem() -> tuple[AdaRoundLayer, CachedData]:
-    """A 64 -> 64 3x3 convolution with 512 inputs of 16x16, as they look behind a ReLU: smooth, channels correlated."""
+    """A 64 -> 64 3x3 convolution with 512 inputs of 16x16, similar to ReLU outputs: smooth, correlated channels."""
     generator = torch.Generator().manual_seed(GENERATOR_SEED)
     mix = torch.randn(64, 64, generator=generator) / 8
     noise = torch.randn(512, 64, 16, 16, generator=generator)
@@ -194,12 +194,12 @@ def _adaround_seconds(
 
 
 def adaround_lines() -> Iterator[Line]:
-    """Both modes on one layer, and the bare layer; one thread, because waiting for a busy core counts as CPU time."""
+    """Both modes on one layer, and the plain layer; one thread, because waiting for a busy core counts as CPU time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     layer, data = adaround_problem()
     for fast in (False, True):
-        _adaround_seconds(layer, data, 2, fast)  # load what is compiled
+        _adaround_seconds(layer, data, 2, fast)  # compile first
     iteration, bare = _iteration_seconds(layer, data)
     ratio = iteration / bare
     yield Line(
@@ -255,13 +255,13 @@ def show(lines: list[Line]) -> None:
 
 
 def main() -> int:
-    """Run the chosen lines; the exit code tells whether all promises were kept."""
+    """Run the chosen lines; the exit code tells whether all targets were met."""
     if sys.argv[1:2] == ["--observe"]:
         observe_and_report(int(sys.argv[2]), int(sys.argv[3]))
         return 0
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     parts = {
-        "memory": memory,  # first: a child's peak begins with what its parent holds when starting it
+        "memory": memory,  # first: a child inherits its parent's memory as its peak
         "observing": observing,
         "searching": searching,
         "weights": weights,

@@ -77,7 +77,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement: ours, the yardstick, their ratio, and what was promised."""
+    """One measurement: ours, the reference, their ratio, and the target."""
 
     name: str
     ours: str
@@ -88,7 +88,7 @@ class Line:
 
 
 def models(folder: Path) -> list[Model]:
-    """The real ones that are there, or one that is made up."""
+    """The real nets that are available, or a generated one."""
     squeezenet, nsfw = ASSETS / "caffe_squeezenet_v1.0_dc", ASSETS / "caffe_open_nsfw"
     real = [
         Model(
@@ -109,7 +109,7 @@ def models(folder: Path) -> list[Model]:
 
 
 def pictures(size: int, count: int) -> Iterator[NDArray[np.float32]]:
-    """Centre crops, BGR, minus the mean; noise where there are no pictures."""
+    """Centre crops, BGR, minus the mean; noise if there are no images."""
     labels = ASSETS / "imagenet" / "labels.tsv"
     if not labels.exists():
         random = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def pictures(size: int, count: int) -> Iterator[NDArray[np.float32]]:
 
 
 def batches(size: int, count: int, batch: int = BATCH) -> Iterator[torch.Tensor]:
-    """Batches of pictures, one in memory at a time."""
+    """Batches of images, one in memory at a time."""
     source = pictures(size, count * batch)
     for _ in range(count):
         yield torch.from_numpy(np.stack([next(source) for _ in range(batch)]))
@@ -141,7 +141,7 @@ def calibration_model(model: Model, batch_num: int, folder: Path) -> tuple[Quant
 
 
 def forwards(files: tuple[Path, Path], data: list[torch.Tensor]) -> float:
-    """CPU seconds of the forwards of a new net, without reading it."""
+    """CPU seconds of the forward passes of a new net, without reading it."""
     net = Net.from_file(files[0], keep_blobs=False)
     net.load_weights(files[1])
     net.blob("data").set_tensor(data[0])
@@ -153,7 +153,7 @@ def forwards(files: tuple[Path, Path], data: list[torch.Tensor]) -> float:
 
 
 def speed(folder: Path) -> Iterator[Line]:
-    """Calibration beside plain forwards."""
+    """Calibration compared with plain forward passes."""
     torch.set_num_threads(1)
     for model in models(folder):
         data = list(batches(model.size, BATCHES))
@@ -163,9 +163,9 @@ def speed(folder: Path) -> Iterator[Line]:
         plain = calibrating = float("inf")
         for turn in range(TURNS + 1):
             one = forwards((model.prototxt, model.caffemodel), data)
-            record.write_bytes(fresh)  # a calibration begins with the factors of the weights alone
+            record.write_bytes(fresh)  # start with the weight factors alone
             two = forwards(modified, data)
-            if turn:  # the first one loads what is compiled
+            if turn:  # the first turn compiles
                 plain, calibrating = min(plain, one), min(calibrating, two)
         ratio = calibrating / plain
         yield Line(
@@ -199,7 +199,7 @@ def _child_peak(model: Model, batch_num: int, batch: int) -> int:
 
 
 def calibrate_and_report(model: Model, batch_num: int, size: int) -> None:
-    """What the child process does: the whole flow, then print its peak memory in KB."""
+    """Run in the child process: the whole flow, then print its peak memory in KB."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         graph, modified = calibration_model(model, batch_num, Path(folder))
@@ -224,7 +224,7 @@ def show(lines: list[Line]) -> None:
 
 
 def main() -> int:
-    """Run the chosen lines; the exit code tells whether all promises were kept."""
+    """Run the chosen lines; the exit code tells whether all targets were met."""
     os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
     if sys.argv[1:2] == ["--child"]:
         prototxt, caffemodel, *numbers = sys.argv[2:]
@@ -232,7 +232,7 @@ def main() -> int:
         calibrate_and_report(Model("", Path(prototxt), Path(caffemodel), size), batch_num, batch)
         return 0
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    # Memory first: a child's peak begins with what its parent holds when starting it.
+    # Memory first: a child inherits its parent's memory as its peak.
     parts: dict[str, Callable[[Path], Iterator[Line]]] = {"memory": memory, "speed": speed}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # for the log

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 
 
 def job_amct() -> Job:
-    """Ours, by AMCT's names: config, quantize, calibrate, save all files."""
+    """Ours, with AMCT's functions: config, quantize, calibrate, save all files."""
     import amct_pytorch
     from amct.pytorch import amct_api as ptq
     from amct.pytorch.preparation import TorchPreparation
@@ -111,7 +111,7 @@ def job_amct() -> Job:
 
 
 def job_ours_adaround(mode: str) -> Job:
-    """Ours with 4-bit weights: rounded to the nearest, or learned in 1000 iterations."""
+    """Ours with 4-bit weights: rounded to the nearest, or AdaRound with 1000 iterations."""
     import amct.pytorch as amct
     from amct.pytorch import door, preparation
 
@@ -131,7 +131,7 @@ def job_ours_adaround(mode: str) -> Job:
 
 
 def float_onnx(model: torch.nn.Module, data: list[torch.Tensor], folder: Path, clock: Clock) -> Path:
-    """The model as a float file, by the exporter that ours uses too."""
+    """The model as a float file, written by the same exporter."""
     with clock.exporting():
         batch = torch.export.Dim("batch", min=2, max=4096)
         program = torch.onnx.export(
@@ -209,7 +209,7 @@ JOBS: dict[str, Callable[[], Any]] = {
 
 
 def run_job(name: str, folder: Path) -> None:
-    """In its own process: do a job, and write what it cost."""
+    """Run in the child process: do a job and write its cost."""
     torch.set_num_threads(1)
     run, model, data, clock = JOBS[name](), cifar_resnet(ASSETS, 20), batches(), Clock()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -226,12 +226,12 @@ def run_job(name: str, folder: Path) -> None:
 
 
 def job(name: str, folder: Path, repetitions: int) -> Values:
-    """Do a job several times; the least CPU time counts, and the accuracy of its file in onnxruntime."""
+    """Run a job several times; returns the least CPU time, and the accuracy of its file in onnxruntime."""
     best: Values = {}
     for _ in range(repetitions):
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, __file__, "--job", name, "--folder", str(folder)]
-        # AdaRound shows its progress; what the other tools print is only shown when they fail.
+        # AdaRound shows its progress; the output of other tools is only shown if they fail.
         done = subprocess.run(command, stdout=None if "AdaRound" in name else subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True, check=False,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
@@ -249,7 +249,7 @@ def job(name: str, folder: Path, repetitions: int) -> Values:
 
 
 def best_of(functions: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """The least CPU time of each, all of them taken in turn."""
+    """The least CPU time of each, measured alternately."""
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(repetitions):
         for name, function in functions.items():
@@ -260,7 +260,7 @@ def best_of(functions: dict[str, Callable[[], object]], repetitions: int) -> dic
 
 
 def calibration(_: Path) -> Values:
-    """Calibrating beside the same forwards of the same folded model, with its hooks gone."""
+    """Calibration compared with the same forward passes of the same folded model without hooks."""
     import amct.pytorch as amct
     from amct.config.ptq.quant_config import plan_of
     from amct.pytorch.capture.cached_trace import cached_trace
@@ -295,7 +295,7 @@ def calibration(_: Path) -> Values:
 
 
 def jobs(folder: Path) -> Values:
-    """The whole job of every tool that is installed."""
+    """The whole job of every installed tool."""
     found: Values = {"float accuracy": torch_top1(cifar_resnet(ASSETS, 20), *cifar_images(ASSETS, "test_6000"))}
     for name in ("ours", *PEERS):
         package = PEERS.get(name, "amct")
@@ -307,12 +307,12 @@ def jobs(folder: Path) -> Values:
 
 
 def adaround(folder: Path) -> Values:
-    """4-bit weights: to the nearest, learned fast, learned plainly."""
+    """4-bit weights: nearest rounding, AdaRound fast, AdaRound plain."""
     return {name: job(name, folder / name, 1) for name in JOBS if name.startswith("W4A8")}
 
 
 def speed(folder: Path) -> Values:
-    """Our default QDQ file beside float and onnxruntime's own u8 x s8 file, batch 8, one thread."""
+    """Our default QDQ file compared with float and onnxruntime's u8 x s8 file, batch 8, one thread."""
     model, data, clock = cifar_resnet(ASSETS, 20), batches(), Clock()
     files = {"float": float_onnx(model, data, folder, clock)}
     for name in ("ours", "onnxruntime MinMax"):
@@ -340,7 +340,7 @@ def speed(folder: Path) -> Values:
 
 
 def rows(found: Values) -> Iterator[tuple[str, str, str, bool | None]]:
-    """What, measured, promised, kept."""
+    """One row: name, measured value, target, whether it was met."""
     if "calibration" in found:
         part = found["calibration"]
         text = f"{part['calibration']:.2f} / {part['forwards']:.2f} CPU s = {part['ratio']:.2f}"
@@ -395,7 +395,7 @@ def _adaround_rows(part: Values) -> Iterator[tuple[str, str, str, bool | None]]:
 
 
 def show(found: Values) -> bool:
-    """Print the table; whether every promise was kept."""
+    """Print the table; returns whether all targets were met."""
     table = Table("what", "measured", "promise", "kept", title="ResNet-20, 512 calibration images, 6000 test images")
     lines = list(rows(found))
     for what, measured, promise, kept in lines:
@@ -405,7 +405,7 @@ def show(found: Values) -> bool:
 
 
 def machine() -> Values:
-    """Where it was measured."""
+    """The machine of the measurement."""
     return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
             "torch": torch.__version__, "onnxruntime": onnxruntime.__version__,
             "load": os.getloadavg()[0], "repetitions": REPETITIONS}  # fmt: skip

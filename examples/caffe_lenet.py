@@ -27,15 +27,15 @@ DEPLOY = LENET / "deploy.prototxt"
 
 
 def load_digits() -> Digits:
-    """Digits of 28×28 with a margin, as those LeNet was made for."""
+    """Digits of 28×28 with a margin, the image size of LeNet."""
     return digits.load(enlarge=3, margin=2)
 
 
 def train(data: Digits, folder: Path) -> Path:
-    """What ``caffe train --solver solver.prototxt`` does, with images from memory; gives the caffemodel."""
+    """Train as ``caffe train --solver solver.prototxt`` does, with images from memory; returns the caffemodel."""
     solver_file = folder / "lenet_solver.prototxt"
     text = (LENET / "solver.prototxt").read_text()
-    # Caffe looks for the net from the working folder, which may be anywhere.
+    # Caffe resolves the net's path from the working folder.
     solver_file.write_text(text.replace("train.prototxt", (LENET / "train.prototxt").as_posix()))
     solver = caffe.get_solver(str(solver_file))
     solver.net.set_input_arrays(data.images, data.labels.astype(np.float32))
@@ -48,7 +48,7 @@ def train(data: Digits, folder: Path) -> Path:
 def top1_accuracy(
     outputs: dict[str, NDArray[np.float32]], batch: tuple[NDArray[np.float32], NDArray[np.int64]]
 ) -> float:
-    """Of one batch, for the report, which runs the float and the quantized net side by side."""
+    """The accuracy of one batch; the report calls it for the float and the quantized net."""
     return float(100 * np.mean(outputs["prob"].argmax(1) == batch[1]))
 
 
@@ -60,7 +60,7 @@ def quantize(weights: Path, data: Digits, folder: Path) -> Example:
     tests = data.test_batches()
     worst = min(quantized.compare(tests[:1]), key=lambda layer: layer.sqnr)
     float_file = folder / "lenet_float.onnx"
-    amct.export_onnx(DEPLOY, weights, float_file)  # only to have something to measure against
+    amct.export_onnx(DEPLOY, weights, float_file)  # for comparison only
     report = quantized.report(folder / "lenet.html", tests, top1_accuracy, files=[weights, *files])
     return Example(
         title="Caffe LeNet",
@@ -73,7 +73,7 @@ def quantize(weights: Path, data: Digits, folder: Path) -> Example:
 
 
 def main() -> int:
-    """Everything into ``out/demo``."""
+    """Write everything to ``out/demo``."""
     folder = Path("out/demo")
     folder.mkdir(parents=True, exist_ok=True)
     data = load_digits()

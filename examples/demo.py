@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from measuring import Example, Figures
 
 
-# Set before torch is imported. Networks as small as these gain nothing from more threads.
+# Set before torch is imported: networks this small gain nothing from more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")  # the demo prints its own lines
 
 
 @contextmanager
 def step(console: Console, text: str) -> Iterator[None]:
-    """A spinner while something is done, and a line with its time when it is; only the line when piped."""
+    """Show a spinner during a step and a line with its time afterwards; only the line if piped."""
     begin = time.perf_counter()
     with console.status(text):
         yield
@@ -58,7 +58,7 @@ def run_examples(folder: Path, console: Console) -> list[Example]:
 
 
 def table_of(examples: list[Example], figures: list[tuple[Figures, Figures]]) -> Table:
-    """One table for all: a column for each network."""
+    """One table with a column for each network."""
     images = len(examples[0].data.test_labels)
     table = Table(title=f"{images} test digits in onnxruntime, one thread", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
@@ -79,7 +79,7 @@ def add_pair(table: Table, name: str, pairs: list[list[str]]) -> None:
 
 
 def main() -> int:
-    """Train, quantize, measure, show."""
+    """Train, quantize, measure and show the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/demo"), help="where the files go")
     folder = parser.parse_args().output

@@ -1,4 +1,4 @@
-"""The data of the examples: 1797 real handwritten digits, which scikit-learn ships, so nothing is downloaded."""
+"""The data of the examples: 1797 handwritten digits that ship with scikit-learn, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Digits:
     test_labels: NDArray[np.int64]
 
     def calibration_batches(self) -> list[NDArray[np.float32]]:
-        """A few training images: all that post-training quantization needs. Labels are not looked at."""
+        """A few training images, enough for post-training quantization. Labels are not used."""
         return [self.images[start : start + BATCH] for start in range(0, CALIBRATION_IMAGES, BATCH)]
 
     def test_batches(self) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
@@ -36,11 +36,11 @@ class Digits:
 
 
 def load(*, enlarge: int, margin: int = 0) -> Digits:
-    """All digits in a fixed shuffled order, 1200 to learn from and 597 to test with.
+    """All digits in a fixed shuffled order: 1200 for training and 597 for testing.
 
     Args:
-        enlarge: Every pixel of the 8×8 images becomes a square of so many.
-        margin: Empty pixels around.
+        enlarge: Each pixel of the 8×8 images becomes a square with this side length.
+        margin: Number of empty pixels on each side.
     """
     data = load_digits()
     images = np.kron(data.images[:, None] / 16, np.ones((enlarge, enlarge)))

@@ -1,4 +1,4 @@
-"""Accuracy, size and speed of an ONNX file, measured in onnxruntime: what the demo's table shows."""
+"""Accuracy, size and speed of an ONNX file in onnxruntime, for the demo's table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = 30
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
-    """What an example leaves behind."""
+    """The files and results of an example."""
 
     title: str
     data: Digits
@@ -32,10 +32,10 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one file."""
+    """The measurements of one file."""
 
     accuracy: float
-    """Share of test images whose highest score is the right digit, in percent."""
+    """Percentage of test images whose highest score is the right digit."""
     size: int
     """Bytes."""
     latency: float
@@ -43,7 +43,7 @@ class Figures:
 
 
 def measure(example: Example) -> tuple[Figures, Figures]:
-    """The float and the INT8 file of an example, both on all test images."""
+    """Measure the float and the INT8 file of an example on all test images."""
     digits, files = example.data, (example.float_file, example.int8_file)
     sessions = [_open(path) for path in files]
     first, second = (
@@ -55,7 +55,7 @@ def measure(example: Example) -> tuple[Figures, Figures]:
 
 def _open(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1  # two files are measured alike, whatever else the machine does
+    options.intra_op_num_threads = 1  # makes both files comparable on a busy machine
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -65,7 +65,7 @@ def _accuracy(session: onnxruntime.InferenceSession, digits: Digits) -> float:
 
 
 def _latencies(sessions: list[onnxruntime.InferenceSession], digits: Digits) -> list[float]:
-    """The best of many runs, taken in turn so that noise meets all alike."""
+    """The best of many runs, measured alternately so that noise affects all equally."""
     best = [float("inf")] * len(sessions)
     for _ in range(TURNS):
         for place, session in enumerate(sessions):

@@ -29,7 +29,7 @@ EPOCHS = 6
 
 
 class DigitNet(nn.Module):
-    """A small network in the manner of MobileNet and ResNet, for images of 16×16."""
+    """A small network similar to MobileNet and ResNet, for images of 16×16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def load_digits() -> Digits:
 
 
 def train(data: Digits) -> nn.Module:
-    """Plain training, a few seconds; the result is in eval mode."""
+    """Train for a few seconds; the result is in eval mode."""
     torch.manual_seed(SEED)
     model = DigitNet()
     images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
@@ -75,7 +75,7 @@ def train(data: Digits) -> nn.Module:
 
 
 def top1_accuracy(scores: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-    """Of one batch, for the report, which runs the float and the quantized model side by side."""
+    """The accuracy of one batch; the report calls it for the float and the quantized model."""
     return float(100 * (scores.argmax(1) == batch[1]).float().mean())
 
 
@@ -101,17 +101,17 @@ def quantize(model: nn.Module, data: Digits, folder: Path) -> Example:
 
 
 def export_float(model: nn.Module, example: torch.Tensor, path: Path) -> Path:
-    """The float model as ONNX, only to have something to measure against."""
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it tells that torchvision is not installed
+    """The float model as ONNX, for comparison only."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # warns that torchvision is not installed
     open_batch = ({0: torch.export.Dim.DYNAMIC},)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch, about itself
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # raised inside torch
         torch.onnx.export(model, (example,), path, dynamic_shapes=open_batch, external_data=False, verbose=False)
     return path
 
 
 def main() -> int:
-    """Everything into ``out/demo``."""
+    """Write everything to ``out/demo``."""
     folder = Path("out/demo")
     folder.mkdir(parents=True, exist_ok=True)
     data = load_digits()

@@ -115,14 +115,14 @@ CONFIGS = (
 
 
 def find(table: Mapping[str, str], config: Config, field: FieldDescriptor) -> str | None:
-    """The text of a field: the nearest name that the table has."""
+    """The text of a field: the most specific entry of the table."""
     name = f"{field.containing_type.name}.{field.name}"
     keys = (f"{config.key}/{name}", f"{config.key}/{field.name}", name, field.name)
     return next((table[key] for key in keys if key in table), None)
 
 
 def type_of(field: FieldDescriptor) -> str:
-    """What is written behind the name."""
+    """The type of a field, in words."""
     plain = {
         field.TYPE_UINT32: "integer",
         field.TYPE_FLOAT: "number",
@@ -134,7 +134,7 @@ def type_of(field: FieldDescriptor) -> str:
 
 
 def default_of(config: Config, field: FieldDescriptor) -> str:
-    """What holds when the field is left out."""
+    """The default of a field."""
     text = find(DEFAULTS, config, field)
     if text is not None:
         return text
@@ -148,7 +148,7 @@ def default_of(config: Config, field: FieldDescriptor) -> str:
 
 
 def legal_of(config: Config, field: FieldDescriptor, properties: dict[str, Any]) -> str:
-    """What the reader accepts."""
+    """The legal values of a field."""
     text = find(LEGAL, config, field)
     if text is not None:
         return text
@@ -181,7 +181,7 @@ def _bound(schema: dict[str, Any], signs: dict[str, str]) -> str:
 
 
 def messages(root: Descriptor) -> dict[str, tuple[Descriptor, list[str]]]:
-    """A message and all that it leads to, with the names of the fields that lead there."""
+    """A message and all messages it contains, with the field names that lead there."""
     found: dict[str, tuple[Descriptor, list[str]]] = {root.full_name: (root, [])}
     waiting = [root]
     while waiting:
@@ -197,10 +197,10 @@ def messages(root: Descriptor) -> dict[str, tuple[Descriptor, list[str]]]:
 
 
 def properties_of(config: Config, field_name: str) -> dict[str, Any]:
-    """The JSON schema of the settings behind an algorithm's message, by the names that the ``.cfg`` has."""
+    """The JSON schema of the settings of an algorithm's message, by the field names of the ``.cfg``."""
     if field_name == "bn_update_config":
         return dict(TypeAdapter(BatchNormUpdate).json_schema()["properties"])
-    # clip_max and clip_min stand in a message of their own, one level deeper than the rest of their settings.
+    # clip_max and clip_min are in a separate message, one level deeper than the other settings.
     chosen = "ulq_quantize" if field_name == "clip_max_min" else field_name
     algorithm = next((item for item in config.algorithms if item.message == chosen), None)
     if algorithm is None:
@@ -242,7 +242,7 @@ def section_of(config: Config) -> Iterator[str]:
 
 
 def layer_types() -> Iterator[str]:
-    """Which types there are, and what they can do."""
+    """The table of layer types and what they support."""
     yield "\n## Layer types\n\n### PyTorch\n"
     yield "| type | per channel | offset | INT16 activations | AdaRound | DMQ | QAT | pruning |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"

@@ -29,7 +29,7 @@ _CHANNEL_WISE = (
     "it, with a warning; for that very layer or type it is an error."
 )
 
-#: By field, or by ``Message.field`` or ``kind/field`` where the same name means something else.
+#: By field, or by ``Message.field`` or ``kind/field`` where the same name has another meaning.
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {
         # the whole file
@@ -127,7 +127,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Legal values that no annotation tells, by ``Message.field`` or field; with ``kind/`` before it for one config only.
+#: Legal values without an annotation, by ``Message.field`` or field; with the prefix ``kind/`` for one config only.
 LEGAL: Mapping[str, str] = MappingProxyType(
     {
         "batch_num": "≥ 1",

@@ -30,7 +30,7 @@ MARGIN = 12
 
 
 def small_png(png: bytes) -> bytes:
-    """The same picture in 256 colours, which these pages hardly exceed."""
+    """The same image in 256 colours, which these pages hardly exceed."""
     target = io.BytesIO()
     Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         target, "png", optimize=True
@@ -40,7 +40,7 @@ def small_png(png: bytes) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What is photographed: from the top of one part of the page to the bottom of another (CSS selectors)."""
+    """One photograph: from the top of one part of the page to the bottom of another (CSS selectors)."""
 
     name: str
     page: str
@@ -59,7 +59,7 @@ PICTURES = (
 
 
 def photograph(browser: Chromium, folder: Path, picture: Picture) -> bytes:
-    """Open the page anew and take the picture."""
+    """Open the page and take the photograph."""
     width = PHONE if picture.phone else DESK
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": picture.phone}
     browser.send("Emulation.setDeviceMetricsOverride", **size)
@@ -80,7 +80,7 @@ def photograph(browser: Chromium, folder: Path, picture: Picture) -> bytes:
 
 
 def main() -> int:
-    """Write the pictures."""
+    """Write the images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, default=ROOT / "out" / "demo", help="where the demo left its reports")
     folder = parser.parse_args().demo.resolve()

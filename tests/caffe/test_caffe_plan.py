@@ -167,7 +167,7 @@ def test_lean_mode_frees_and_says_so(write):
     np.testing.assert_allclose(out["f"], reference.blobs["f"].data, **TOLERANCE)
     with pytest.raises(ArgumentError, match="freed after its last use"):
         _ = net.blobs["a"].data
-    with pytest.raises(ModelError, match="made without gradients"):
+    with pytest.raises(ModelError, match="created without gradients"):
         net.backward()
     named = randomize(caffe.Net(path, caffe.TEST, keep_blobs=["d"]))
     named.forward(data=data)

@@ -387,7 +387,7 @@ def test_reshape_by_net_or_by_forward(a):
     net.forward()
     assert net.blobs["zz"].data.shape == (4, 3)
     net.blobs["data"].reshape(1, 3, 6, 6)
-    with pytest.raises(ModelError, match=r"Input size incompatible with inner product parameters: 64 .* want 36"):
+    with pytest.raises(ModelError, match=r"Input size incompatible with inner product parameters: 64 .* expect 36"):
         net.reshape()
 
 

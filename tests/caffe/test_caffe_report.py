@@ -12,8 +12,8 @@ import pytest
 from ptq_caffe_flow import cosine, golden_flow, text_flow
 
 import amct.caffe as amct
-from amct.caffe.comparing import float_side, measure, quantized_files, watched_layers
-from amct.caffe.reporting import Runs, files_report, model_report
+from amct.caffe.comparing import float_side, measure_nets, quantized_files, watched_layers
+from amct.caffe.reporting import files_report
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, FileError, ModelError, ParseError
 
 FOLDED = """
@@ -65,14 +65,7 @@ def blob(net, name, data):
 
 
 def content_of(flow, data=None, metric=None):
-    quantized = flow.quantized
-    runs = Runs(
-        reference=quantized._side("float"),
-        quantized=quantized._side("fake_quant"),
-        data=flow.data if data is None else data,
-        metric=metric,
-    )
-    return model_report(quantized._graph, quantized._results, runs)
+    return flow.quantized.report_content(flow.data if data is None else data, metric)
 
 
 # ------------------------------------------------------------------ what is measured
@@ -260,7 +253,7 @@ def test_one_batch_at_a_time_is_in_memory(resnet):
             assert sum(each() is not None for each in alive) <= 2  # this one, and the last until it is let go
             yield values
 
-    found = measure(float_side(resnet.pair), quantized_files(resnet.result_files("fake_quant")), stream())
+    found = measure_nets(float_side(resnet.pair), quantized_files(resnet.result_files("fake_quant")), stream())
     assert found.batches == 5
 
 

@@ -172,7 +172,7 @@ def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog, monkey
 def test_wrong_choices_write_nothing(tmp_path):
     flow = text_flow(NET, tmp_path)
     model = quantize(flow.model, flow.weights, [batch(flow.original(), 0)])
-    for wrong in ({"placement": "fastest"}, {"target": "gpu"}, {"opset": 9}, {"save_type": "both"}):
+    for wrong in ({"placement": "fastest"}, {"target": "gpu"}, {"opset": 9}, {"formats": "both"}):
         with pytest.raises(ArgumentError, match=f"{next(iter(wrong))}.*{next(iter(wrong.values()))}"):
             model.save(tmp_path / "out" / "net", **wrong)
     assert not (tmp_path / "out").exists()

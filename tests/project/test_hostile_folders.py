@@ -281,7 +281,7 @@ WRITING_FUNCTIONS = {
     "amct.onnx_model.QuantizedModel.report": lambda: amct.onnx_model.quantize("net.onnx", values()).report(
         "new.html", values()
     ),
-    "amct.caffe.QuantizedCaffeModel.save": lambda: amct.caffe.quantize(*CAFFE_PAIR, values()[:2]).save("caffe"),
+    "amct.caffe.QuantizedModel.save": lambda: amct.caffe.quantize(*CAFFE_PAIR, values()[:2]).save("caffe"),
     "amct.caffe.report": lambda: amct.caffe.report("new.html", CAFFE_PAIR, CAFFE_RESULT, values()[:2]),
     "amct.caffe.equalize_model": lambda: amct.caffe.equalize_model(
         *CAFFE_PAIR, values()[:2], "e.prototxt", "e.caffemodel"

@@ -13,10 +13,9 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.fold import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import SaveNotes, save_results
+from amct.caffe.ptq.save import SaveNotes, prefix_of, save_results
 from amct.errors import RecordError
 from amct.export.saving import SaveRequest
-from amct.export.writer import SavePath
 from amct.record import normalize_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def convert_model(
         fusion=fusion,
         not_quantized={layer.name: reason for layer in model.layers if layer.name not in record.layers},
     )
-    request = SaveRequest(where=SavePath.parse(save_path), formats=("fake_quant", "deploy"), with_record=True)
+    request = SaveRequest(where=prefix_of(save_path), formats=("fake_quant", "deploy"), with_record=True)
     save_results(Results(model, weights, record, may_raise_scale=False), request, notes=notes)
 
 

@@ -61,10 +61,21 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     check_save_type("save_model", save_type)
     log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
-    request = SaveRequest(where=SavePath.parse(save_path), formats=_CAFFE_FORMATS[save_type], with_record=True)
+    request = SaveRequest(where=prefix_of(save_path), formats=_CAFFE_FORMATS[save_type], with_record=True)
     save_results(results_of(graph), request, notes=SaveNotes.of(graph))
     assert graph.calibration_record is not None
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # nothing is missing any more
+
+
+def prefix_of(save_path: AnyPath) -> SavePath:
+    """Folder and prefix of the files of ``save_model`` and ``convert_model``.
+
+    Raises:
+        ArgumentError: The path is empty or no path.
+    """
+    if not os.fspath(save_path):
+        raise ArgumentError("save_path: expected a folder and a prefix such as results/model, got nothing")
+    return SavePath.parse(save_path)
 
 
 def check_save_type(function: str, save_type: str) -> None:
