@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
+    from amct.numerics.weight_kind import WeightKind
 
 TRAIN, TEST = 0, 1
 #: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
@@ -108,8 +109,10 @@ class Layer:
     """Whether the prototxt may omit the top (losses); the net then adds one."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
-    fold_axis: ClassVar[int] = -1
-    """The axis of the first parameter that indexes the outputs, for layers that others can be folded into; -1: none."""
+    no_gradient: tuple[int, ...] = ()
+    """The bottoms that get no gradient even with ``force_backward``: labels, indices, boxes."""
+    fold_kind: WeightKind | None = None
+    """The layout of the weight of a layer that others can be folded into."""
     moves_values: ClassVar[bool] = False
     """Whether the layer only moves or selects values (Concat): rounding before or behind it is then the same."""
 
@@ -132,8 +135,8 @@ class Layer:
         """Read and check the options, create the parameters. Called once, after the bottoms' shapes are known."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Return the shapes of the tops for these bottoms; raise ``self.error`` when they do not fit."""
-        raise NotImplementedError
+        """The shapes of the tops, by default that of the first bottom; raise ``self.error`` when bottoms do not fit."""
+        return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute the tops."""
@@ -141,11 +144,6 @@ class Layer:
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Receive the other layers of the net, by name and in order, after all are set up."""
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Whether ``force_backward`` applies to this bottom (not to labels)."""
-        del bottom
-        return True
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """(scale, shift) per channel if that is all the layer does at inference, else None."""
@@ -161,10 +159,6 @@ class Layer:
         """Run with folded parameters; return the result and whether the activation was applied too."""
         del activation
         return self.forward([bottom], folded.parameters)[0], False
-
-    def fold_channels(self) -> int:
-        """The number of output channels of a foldable layer."""
-        raise NotImplementedError
 
     def fold_groups(self) -> int:
         """The number of groups of a foldable layer."""

@@ -31,7 +31,6 @@ class GroupNorm(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Normalize each group."""
-        del parameters
         options = self.parameter.group_norm_param
         return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
 

@@ -29,7 +29,6 @@ class LRN(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.options = self.parameter.lrn_param
         if options.local_size % 2 == 0:
             raise self.error(f"LRN only supports odd values for local_size, got {options.local_size}")
@@ -41,7 +40,6 @@ class LRN(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x / (k + alpha / n * sum of squares) ^ beta."""
-        del parameters
         bottom, options = bottoms[0], self.options
         size, half = options.local_size, options.local_size // 2
         squares = bottom * bottom
@@ -60,7 +58,6 @@ class MVN(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         self.options = self.parameter.mvn_param
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
@@ -71,7 +68,6 @@ class MVN(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """(x - mean) / (standard deviation + eps)."""
-        del parameters
         bottom = bottoms[0]
         legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))
         rows = legacy[0] if self.options.across_channels else legacy[0] * legacy[1]

@@ -213,7 +213,6 @@ class Pooling(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each window by the method."""
-        del parameters
         bottom, method = bottoms[0], self.options.pool
         if method == AVE:
             return [average_pool(bottom, self.window)]
@@ -279,7 +278,6 @@ class SPP(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each level and concatenate."""
-        del parameters
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]
         return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]

@@ -32,10 +32,10 @@ class PriorBox(Layer):
 
     bottom_count = (2, 2)
     allows_in_place = False
+    no_gradient = (0, 1)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check sizes, ratios and variances."""
-        del bottoms
         options = self.options = self.parameter.prior_box_param
         self.sizes = self._sizes()
         self.ratios = self._ratios()
@@ -105,7 +105,6 @@ class PriorBox(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The boxes, which depend on the bottoms' shapes only; cached until these change."""
-        del parameters
         feature, picture = (tuple(bottom.shape[2:]) for bottom in bottoms)
         result = self.derived("boxes", [], lambda: self._boxes(feature, picture), (feature, picture))
         return [result.to(bottoms[0].device).clone()]
@@ -126,8 +125,3 @@ class PriorBox(Layer):
             corners = corners.clamp(0, 1)
         row = torch.tensor(self.variances * (CORNERS // len(self.variances)))
         return torch.stack([corners.reshape(-1), row.repeat(corners.numel() // CORNERS)]).unsqueeze(0)
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The layer is not differentiable."""
-        del bottom
-        return False

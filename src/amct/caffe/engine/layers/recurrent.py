@@ -33,6 +33,7 @@ class Recurrent(Layer):
     top_count = (1, None)
     states = 1
     """The number of states carried."""
+    no_gradient = (CONTINUATION,)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create the parameters."""
@@ -133,10 +134,6 @@ class Recurrent(Layer):
         """One time step: return the output and the new states."""
         raise NotImplementedError
 
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """All bottoms except ``cont``."""
-        return bottom != CONTINUATION
-
 
 def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """New cell and hidden state from the gate inputs (order i, f, o, g)."""
@@ -197,6 +194,7 @@ class LSTMUnit(Layer):
 
     bottom_count = (3, 3)
     top_count = (2, 2)
+    no_gradient = (2,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape of c, twice."""
@@ -207,9 +205,4 @@ class LSTMUnit(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return c = cont * f * c_prev + i * g, h = o * tanh(c)."""
-        del parameters
         return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """All bottoms except ``cont``."""
-        return bottom != 2

@@ -29,6 +29,7 @@ class _MaskedUnpooling(Layer):
     bottom_count = (1, 2)
     allows_in_place = False
     size: tuple[int, int]
+    no_gradient = (MASK,)
 
     def check_mask(self, bottoms: list[Shape]) -> None:
         """The mask must have the shape of the first bottom."""
@@ -44,10 +45,6 @@ class _MaskedUnpooling(Layer):
             raise self.error(f"the mask holds an index outside the {height} x {width} image")
         plane = bottom.new_zeros(*lead, height * width)
         return plane.scatter(2, places, bottom.reshape(*lead, -1)).reshape(*lead, height, width)
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        return bottom != MASK
 
 
 def _given(options: ProtoMessage, name: str) -> float | None:
@@ -67,7 +64,6 @@ class Upsample(_MaskedUnpooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factor of size and the factor of the values."""
-        del bottoms
         options = self.parameter.upsample_param
         scale, stride = _given(options, "scale"), _given(options, "stride")
         down, across = _given(options, "stride_h"), _given(options, "stride_w")
@@ -93,7 +89,6 @@ class Upsample(_MaskedUnpooling):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Repeat, or scatter by the mask; then multiply by ``scale``."""
-        del parameters
         if len(bottoms) > MASK:
             result = self.scatter(*bottoms)
         else:
@@ -146,7 +141,6 @@ class Unpooling(_MaskedUnpooling):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Unpool by MAX or AVE."""
-        del parameters
         bottom = bottoms[0]
         if self.options.unpool == AVERAGE:
             return [self._spread(bottom)]
@@ -220,7 +214,6 @@ class Interp(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Crop, then interpolate."""
-        del parameters
         bottom, first, last = bottoms[0], -self.options.pad_beg, self.options.pad_end
         rows, columns = (slice(first, size + last) for size in bottom.shape[2:])
         inner = bottom[:, :, rows, columns]
