@@ -38,16 +38,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape
 from amct.caffe.engine.build.fillers import lazy_fill
 from amct.caffe.engine.device import current_device
-from amct.errors import ModelError
+from amct.errors import AmctError, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -219,6 +220,16 @@ class Layer:
         made = make()
         self._derived[key] = (_state(sources, condition), made)
         return made
+
+    @contextmanager
+    def naming_errors(self, bottoms: list[Shape]) -> Iterator[None]:
+        """Turn an error of Python in ``setup`` or ``reshape`` into a ModelError that names this layer."""
+        try:
+            yield
+        except AmctError:
+            raise
+        except (ValueError, IndexError, ArithmeticError) as error:
+            raise self.error(f"does not fit its bottoms {bottoms}: {error}") from error
 
     def error(self, message: str) -> ModelError:
         """An error that names this layer."""
