@@ -6,7 +6,7 @@ from collections import OrderedDict
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, FloatArray]
 
+Value = TypeVar("Value")
 #: Anything that NumPy can assign to a blob.
 ArrayArgument: TypeAlias = Any
 
@@ -41,6 +42,13 @@ _EXTRA = ("keep_blobs", "allow_python", "custom_proto")
 
 class NetFileError(FileError, RuntimeError):
     """A prototxt or caffemodel cannot be opened; pycaffe raises RuntimeError here."""
+
+
+class cached(cached_property[Value]):  # noqa: N801  used as a decorator
+    """A cached property that cannot be assigned to."""
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise AttributeError(f"Net.{self.attrname} cannot be assigned to; change its blobs instead")
 
 
 class Net(EngineNet):
@@ -78,32 +86,32 @@ class Net(EngineNet):
 
     # ------------------------------------------------------------------ dictionaries, in net order, cached
 
-    @cached_property
+    @cached
     def blobs(self) -> OrderedDict[str, Blob]:
         """All blobs by name."""
         return self.named_blobs()
 
-    @cached_property
+    @cached
     def params(self) -> OrderedDict[str, BlobVec]:
         """The parameter blobs of every layer that has any."""
         return OrderedDict((layer.name, BlobVec(layer.blobs)) for layer in self.layers if layer.blobs)
 
-    @cached_property
+    @cached
     def layer_dict(self) -> OrderedDict[str, Layer]:
         """All layers by name (the last one where a name occurs twice)."""
         return OrderedDict((layer.name, layer) for layer in self.layers)
 
-    @cached_property
+    @cached
     def top_names(self) -> OrderedDict[str, list[str]]:
         """The tops of each layer."""
         return OrderedDict((node.layer.name, self._names(node.tops)) for node in self.graph.nodes)
 
-    @cached_property
+    @cached
     def bottom_names(self) -> OrderedDict[str, list[str]]:
         """The bottoms of each layer."""
         return OrderedDict((node.layer.name, self._names(node.bottoms)) for node in self.graph.nodes)
 
-    @cached_property
+    @cached
     def blob_loss_weights(self) -> OrderedDict[str, float]:
         """The loss weight of each blob."""
         return OrderedDict(zip(self.graph.blob_names, self.graph.loss_weights, strict=True))

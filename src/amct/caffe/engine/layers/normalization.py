@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import IMAGE_BLOB_AXES, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
 WITHIN_CHANNEL = 1
-IMAGE_BLOB_AXES = 4
 
 
 @register("LRN")
@@ -35,7 +34,7 @@ class LRN(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 SAME_RATIO = 1e-6
 DEFAULT_VARIANCE = 0.1
 CORNERS = 4
-IMAGE_BLOB_AXES = 4
 
 
 @register("PriorBox")
@@ -99,7 +98,7 @@ class PriorBox(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(1, 2, boxes * 4)."""
         for shape in bottoms:
-            require_axes(shape, IMAGE_BLOB_AXES, self.name)
+            require_image(shape, self.name)
         height, width = bottoms[0][2:]
         return [(1, 2, height * width * len(self.shapes) * CORNERS)]
 

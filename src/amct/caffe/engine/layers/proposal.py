@@ -10,7 +10,7 @@ import torch
 from amct.caffe.engine.boxes import suppress
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import count, require_axes
+from amct.caffe.engine.shapes import count, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RATIOS = (0.5, 1.0, 2.0)
 DEFAULT_SCALES = (8.0, 16.0, 32.0)
-IMAGE_BLOB_AXES = 4
 CORNERS = 4
 
 
@@ -49,7 +48,7 @@ class Proposal(Layer):
         scores, offsets, picture = bottoms
         number = len(self.anchors)
         for shape in (scores, offsets):
-            require_axes(shape, IMAGE_BLOB_AXES, self.name)
+            require_image(shape, self.name)
         if scores[0] != 1:
             raise self.error(f"takes one picture at a time, got a batch of {scores[0]}")
         if scores[1] != 2 * number or offsets[1] != CORNERS * number or scores[2:] != offsets[2:]:

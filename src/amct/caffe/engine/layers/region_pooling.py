@@ -12,7 +12,7 @@ import torch
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import count, require_axes
+from amct.caffe.engine.shapes import count, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 REGIONS = 1
 COLUMNS = 5
-IMAGE_BLOB_AXES = 4
 SMALLEST = 0.1
 
 
@@ -38,7 +37,7 @@ class _RegionPooling(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(R, channels, pooled height, pooled width)."""
         features, regions = bottoms
-        require_axes(features, IMAGE_BLOB_AXES, self.name)
+        require_image(features, self.name)
         if count(regions) != regions[0] * COLUMNS:
             raise self.error(f"regions must be rows of (image index, x1, y1, x2, y2), got shape {regions}")
         self.check_channels(features[1])

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
 
-IMAGE_BLOB_AXES = 4
 MASK = 1
 DEFAULT_STRIDE = 2
 AVERAGE = 1
@@ -33,7 +32,7 @@ class _MaskedUnpooling(Layer):
 
     def check_mask(self, bottoms: list[Shape]) -> None:
         """The mask must have the shape of the first bottom."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         if len(bottoms) > MASK and bottoms[MASK] != bottoms[0]:
             raise self.error(f"the mask must have the shape of the first bottom, got {bottoms[MASK]} and {bottoms[0]}")
 
@@ -107,7 +106,7 @@ class Unpooling(_MaskedUnpooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the window."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.options = self.parameter.unpooling_param
         self.kernel = self._pair("kernel_size", "kernel_h", "kernel_w")
         self.stride = self._pair("stride", "stride_h", "stride_w")
@@ -184,7 +183,7 @@ class Interp(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the options."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.options = self.parameter.interp_param
         if options.pad_beg > 0 or options.pad_end > 0:
             raise self.error(
