@@ -116,9 +116,9 @@ class _BaseConvolution(Layer):
             raise self.error(f"group {self.group} does not divide the {self.channels} input channels")
         if self.outputs % self.group:
             raise self.error(f"Number of output should be multiples of group: {self.outputs} and {self.group}")
-        self.add_parameter(self.weight_shape(), options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(self.weight_shape(), options.weight_filler)
         if options.bias_term:
-            self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter((self.outputs,), options.bias_filler)
 
     def weight_shape(self) -> Shape:
         """The shape of the weight."""

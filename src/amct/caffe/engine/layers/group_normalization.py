@@ -54,7 +54,7 @@ class LayerNormalization(Layer):
         inner = bottoms[0][self.axis :]
         self.add_parameter(inner, options.scale_filler if options.HasField("scale_filler") else None, default=1.0)
         if options.bias_term:
-            self.add_parameter(inner, options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter(inner, options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""

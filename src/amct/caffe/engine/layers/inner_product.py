@@ -34,9 +34,9 @@ class InnerProduct(Layer):
         self.inputs = count(bottoms[0], self.axis)
         self.outputs: int = options.num_output
         shape = (self.inputs, self.outputs) if options.transpose else (self.outputs, self.inputs)
-        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(shape, options.weight_filler)
         if options.bias_term:
-            self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter((self.outputs,), options.bias_filler)
         if options.transpose or self.axis != 1:
             self.fold_kind = None  # folding needs rows = outputs and the channel axis 1
 
@@ -73,9 +73,9 @@ class Embed(Layer):
             if getattr(options, name) <= 0:
                 raise self.error(f"EmbedLayer {name} must be positive, got {getattr(options, name)}")
         shape = (options.input_dim, options.num_output)
-        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(shape, options.weight_filler)
         if options.bias_term:
-            self.add_parameter((options.num_output,), options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter((options.num_output,), options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape, then num_output."""

@@ -46,9 +46,6 @@ class Reorg(TensorOperator):
         require_image(bottoms[0], self.name)
         options = self.parameter.reorg_param
         self.block, self.is_reverse = (options.stride, options.stride), options.reverse
-        self._check_block()
-
-    def _check_block(self) -> None:
         if min(self.block) <= 0:
             raise self.error(f"the block of pixels must not be empty, got {self.block}")
 

@@ -33,6 +33,8 @@ class Recurrent(Layer):
     top_count = (1, None)
     states = 1
     """The number of states carried."""
+    gates = 1
+    """The rows of the weights are this many times the number of outputs."""
     no_gradient = (CONTINUATION,)
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -56,18 +58,21 @@ class Recurrent(Layer):
         self.make_parameters()
 
     def make_parameters(self) -> None:
-        """Create the parameters."""
-        raise NotImplementedError
+        """Create the weights of input, static input and hidden state."""
+        rows = self.gates * self.outputs
+        self.add_weight(rows, self.inputs)
+        self.add_bias(rows)
+        if self.has_static:
+            self.add_weight(rows, self.static_inputs)
+        self.add_weight(rows, self.outputs)
 
     def add_weight(self, rows: int, columns: int) -> None:
         """Add a matrix parameter with the weight filler."""
-        options = self.options
-        self.add_parameter((rows, columns), options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter((rows, columns), self.options.weight_filler)
 
     def add_bias(self, size: int) -> None:
         """Add a vector parameter with the bias filler."""
-        options = self.options
-        self.add_parameter((size,), options.bias_filler if options.HasField("bias_filler") else None)
+        self.add_parameter((size,), self.options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(T, N, H), and (1, N, H) for every exposed state."""
@@ -126,7 +131,12 @@ class Recurrent(Layer):
         bias: int | None = None,
     ) -> torch.Tensor:
         """Return hidden times (selected rows of) parameters[blob], plus parameters[bias]."""
-        return functional.linear(hidden, parameters[blob][rows], None if bias is None else parameters[bias])
+        added = None if bias is None else parameters[bias]
+        return functional.linear(self.multiplied(hidden), parameters[blob][rows], added)
+
+    def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden state as it is multiplied by a matrix."""
+        return hidden
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
@@ -147,15 +157,7 @@ class LSTM(Recurrent):
     """Blobs: W_xc (4H, D), b_c (4H), W_xc_static if there is a static input, W_hc (4H, H); gate order i, f, o, g."""
 
     states = 2
-
-    def make_parameters(self) -> None:
-        """Create the weights of input, static input and hidden state."""
-        rows = GATES * self.outputs
-        self.add_weight(rows, self.inputs)
-        self.add_bias(rows)
-        if self.has_static:
-            self.add_weight(rows, self.static_inputs)
-        self.add_weight(rows, self.outputs)
+    gates = GATES
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
@@ -172,11 +174,7 @@ class RNN(Recurrent):
 
     def make_parameters(self) -> None:
         """Create the weights of input, static input, hidden state and output."""
-        self.add_weight(self.outputs, self.inputs)
-        self.add_bias(self.outputs)
-        if self.has_static:
-            self.add_weight(self.outputs, self.static_inputs)
-        self.add_weight(self.outputs, self.outputs)
+        super().make_parameters()
         self.add_weight(self.outputs, self.outputs)
         self.add_bias(self.outputs)
 
