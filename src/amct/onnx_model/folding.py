@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from amct.errors import AmctError
-from amct.export.binding import LayerBinding
+from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
@@ -22,7 +22,7 @@ from amct.export.onnx.weights import owned_name, replace_weight
 from amct.model import FusionPattern, Node, Skip, find_fusions
 from amct.model.kinds import KIND_OF_OPERATOR
 from amct.numerics.fold import fold_batch_norm
-from amct.onnx_model.layers import BATCH_NORM, placeholder_factors, topology
+from amct.onnx_model.layers import BATCH_NORM, topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

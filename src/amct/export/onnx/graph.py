@@ -6,7 +6,6 @@ The model given is never changed. Initializers are kept apart from the rest, one
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from amct.export.onnx.messages import (
     reads,
     tensor_array,
 )
+from amct.model import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -67,8 +67,8 @@ class OnnxGraph:
         ]
         self._outputs = {value.name for value in model.graph.output}
         self._value_info = {value.name: value for value in model.graph.value_info}
-        self._producers: dict[str, NodeProto] = {}
-        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
+        self._tensors: TensorIndex[NodeProto] = TensorIndex()
+        self._producers = self._tensors.producers
         self._captured: set[str] = set()
         self._by_name: dict[str, NodeProto] = {}
         self._folded: dict[str, NDArray[Any]] = {}
@@ -76,7 +76,7 @@ class OnnxGraph:
         for node in self.nodes:
             self._index(node)
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def opset(self) -> int:
@@ -103,11 +103,7 @@ class OnnxGraph:
 
     def consumers(self, tensor: str) -> list[NodeProto]:
         """Nodes that take a tensor as an explicit input, each once."""
-        found: list[NodeProto] = []
-        for node in self._consumers.get(tensor, ()):
-            if not any(node is other for other in found):
-                found.append(node)
-        return found
+        return self._tensors.consumers(tensor)
 
     def is_output(self, tensor: str) -> bool:
         """Whether the tensor is an output of the graph."""
@@ -266,7 +262,7 @@ class OnnxGraph:
         return node.output[0]
 
     def rename_node(self, node: NodeProto, name: str) -> None:
-        """Give a node a new name; another node that has it makes room."""
+        """Give a node a new name; another node of that name is renamed."""
         if node.name == name:
             return
         holder = self._by_name.get(name)
@@ -291,14 +287,14 @@ class OnnxGraph:
         old = node.input[index]
         node.input[index] = tensor
         if old and old not in node.input:
-            self._consumers[old] = [user for user in self._consumers[old] if user is not node]
-        if tensor and not any(user is node for user in self._consumers[tensor]):
-            self._consumers[tensor].append(node)
+            self._tensors.disconnect(old, node)
+        if tensor:
+            self._tensors.connect(tensor, node)
 
     def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
         """Replace all inputs of a node."""
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self._tensors.disconnect(name, node)
         del node.input[:]
         for index, tensor in enumerate(tensors):
             self.set_input(node, index, tensor)
@@ -345,7 +341,7 @@ class OnnxGraph:
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self._tensors.disconnect(name, node)
         for name in node.output:
             if self._producers.get(name) is node:
                 del self._producers[name]
@@ -363,7 +359,7 @@ class OnnxGraph:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
+        """A new model of the edited graph: nodes sorted, constants and unused declarations left out."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})
@@ -409,10 +405,5 @@ class OnnxGraph:
         if not node.name:
             node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
         self._by_name.setdefault(node.name, node)
-        for name in node.output:
-            if name:
-                self._producers[name] = node
-        for name in dict.fromkeys(node.input):
-            if name:
-                self._consumers[name].append(node)
+        self._tensors.add(node, filter(None, node.input), filter(None, node.output))
         self._captured.update(captures(node))
