@@ -5,7 +5,7 @@ Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``N
 """
 
 from amct.model.fusion import Folded, Fusion, FusionPattern, find_fusions, find_leading_fusions, fold_batch_norms
-from amct.model.graph import Graph, Node
+from amct.model.graph import Graph, Node, TensorIndex
 from amct.model.layers import LayerFacts, Skip
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "LayerFacts",
     "Node",
     "Skip",
+    "TensorIndex",
     "find_fusions",
     "find_leading_fusions",
     "fold_batch_norms",

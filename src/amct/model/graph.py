@@ -1,4 +1,4 @@
-"""Graphs: nodes joined by named tensors. ``TensorLinks`` answers which node makes a tensor and which nodes read it."""
+"""The graph: nodes in execution order, joined by named tensors."""
 
 from __future__ import annotations
 
@@ -9,30 +9,6 @@ from amct.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-_Node = TypeVar("_Node")
-
-
-class TensorLinks(Generic[_Node]):
-    """Which node makes each tensor of a graph and which nodes read it; base of ``Graph`` and of ``OnnxGraph``."""
-
-    def __init__(self) -> None:
-        self._producers: dict[str, _Node] = {}
-        self._consumers: dict[str, list[_Node]] = {}
-
-    def _link(self, node: _Node, inputs: Iterable[str], outputs: Iterable[str]) -> None:
-        for tensor in dict.fromkeys(inputs):
-            self._consumers.setdefault(tensor, []).append(node)
-        for tensor in outputs:
-            self._producers[tensor] = node
-
-    def producer(self, tensor: str) -> _Node | None:
-        """The node that makes ``tensor``; None for graph inputs and stored values."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> tuple[_Node, ...]:
-        """The nodes that read ``tensor``, each once."""
-        return tuple(self._consumers.get(tensor, ()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +26,43 @@ class Node:
     attributes: Mapping[str, object] = field(default_factory=dict)
 
 
-class Graph(TensorLinks[Node]):
+N = TypeVar("N")
+
+
+class TensorIndex(Generic[N]):
+    """Which node makes each tensor and which nodes read it; nodes are compared by identity. Base of every graph."""
+
+    def __init__(self) -> None:
+        self.producers: dict[str, N] = {}
+        self._consumers: dict[str, list[N]] = {}
+
+    def add(self, node: N, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        """Add a node with the tensors it reads and makes."""
+        for tensor in dict.fromkeys(inputs):
+            self._consumers.setdefault(tensor, []).append(node)
+        for tensor in outputs:
+            self.producers[tensor] = node
+
+    def producer(self, tensor: str) -> N | None:
+        """The node that makes ``tensor``; None for graph inputs and stored values."""
+        return self.producers.get(tensor)
+
+    def consumers(self, tensor: str) -> tuple[N, ...]:
+        """The nodes that read ``tensor``, in the order in which they were added, each once."""
+        return tuple(self._consumers.get(tensor, ()))
+
+    def connect(self, tensor: str, node: N) -> None:
+        """Let a node read a tensor."""
+        readers = self._consumers.setdefault(tensor, [])
+        if not any(reader is node for reader in readers):
+            readers.append(node)
+
+    def disconnect(self, tensor: str, node: N) -> None:
+        """Let a node no longer read a tensor."""
+        self._consumers[tensor] = [reader for reader in self._consumers.get(tensor, ()) if reader is not node]
+
+
+class Graph(TensorIndex[Node]):
     """Nodes in execution order; never changes once built."""
 
     def __init__(self, nodes: Iterable[Node], *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
@@ -68,14 +80,14 @@ class Graph(TensorLinks[Node]):
     def _add(self, node: Node, known: set[str]) -> None:
         if node.name in self._nodes:
             raise ModelError(f'two nodes are named "{node.name}"; node names must be unique')
-        for tensor in node.inputs:
+        for tensor in dict.fromkeys(node.inputs):
             if tensor not in known:
                 raise ModelError(f'node "{node.name}" reads "{tensor}", which nothing before it makes')
         for tensor in node.outputs:
             if tensor in known:
                 raise ModelError(f'node "{node.name}" makes "{tensor}", which exists already')
             known.add(tensor)
-        self._link(node, node.inputs, node.outputs)
+        self.add(node, node.inputs, node.outputs)
         self._nodes[node.name] = node
 
     def __iter__(self) -> Iterator[Node]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.dmq import balance_factors
-from amct.numerics.equalization import ChannelRanges, ConsumerNoise
 from amct.numerics.observer import ActivationFactors, finite_range
+from amct.numerics.rounding_noise import RoundingNoise
 
 SAMPLES_PER_BATCH, POSITIONS_PER_SAMPLE = 16, 64
 """Subsampling of convolution inputs: enough for a mean, and cheap, because most of the input is not read again."""
@@ -106,13 +106,18 @@ class LayerInputObserver:
         largest = torch.maximum(-self._minimum, self._maximum)
         columns = weight.abs().amax(0)
         choices = [balance_factors(largest, columns, strength) for strength in STRENGTHS]
-        power = self._squares / self._count  # not the variance: the bias may stay uncorrected
-        ranges = ChannelRanges(low=self._minimum, high=self._maximum, typical=largest, variance=power)
-        steps = 2**self.bits - 1, 2 ** (WEIGHT_BITS - 1) - 1
-        layer = ConsumerNoise(weight[None, :, :, None], ranges, steps=steps)
-        noises = [layer.noise(factors) for factors in choices]
+        noise = RoundingNoise(
+            weight[None, :, :, None],
+            self._minimum,
+            self._maximum,
+            self._squares / self._count,
+            data_steps=2**self.bits - 1,
+            weight_steps=2 ** (WEIGHT_BITS - 1) - 1,
+        )
+        noises = [noise.power(factors) for factors in choices]
         best = int(np.argmin(noises))
-        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= layer.noise(torch.ones_like(largest)) else None
+        unbalanced = noise.power(torch.ones_like(largest))
+        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= unbalanced else None
 
 
 def _subsample(x: Tensor) -> Tensor:

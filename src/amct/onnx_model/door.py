@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
+from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset
@@ -18,7 +19,7 @@ from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, placeholder_factors
+from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.opset import with_opset
 from amct.onnx_model.reading import read_model
 from amct.onnx_model.runtime import Runner

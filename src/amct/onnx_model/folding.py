@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.export.binding import LayerBinding
+from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
@@ -19,7 +19,7 @@ from amct.export.onnx.weights import owned_name, replace_weight
 from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_OPERATOR
 from amct.numerics.fold import ChannelAffine, fold_after
-from amct.onnx_model.layers import BATCH_NORM, placeholder_factors, topology
+from amct.onnx_model.layers import BATCH_NORM, topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay what they were."""
+"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Fused = Folded[nn.Module]
 
 
 def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Fused:
-    """Copy the model and fold every batch norm that alone reads a convolution's or linear layer's output.
+    """Copy the model and fold every batch norm that is the only reader of a convolution's or linear layer's output.
 
     A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that stay are reported with the
     reason. The model may be in train mode; the copy is in eval mode.
@@ -33,7 +33,7 @@ def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) 
     Args:
         traced: the model.
         do_fusion: False only copies.
-        skip: layers (or batch norms) to leave alone, AMCT's ``skip_fusion_layers``.
+        skip: layers (or batch norms) to leave as they are, AMCT's ``skip_fusion_layers``.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -91,7 +91,7 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
     rank = len(shapes[0])
     entry = layer_type(head.op)
     if rank != ((entry and entry.input_rank) or 2):
-        return f'"{head.name}" makes {rank} dimensions; its channels are not where the batch norm looks for them'
+        return f'"{head.name}" makes {rank} dimensions; its channels are not on axis 1, where the batch norm reads them'
     channels = getattr(layer, "out_channels", getattr(layer, "out_features", None))
     if channels != norm.num_features:
         return f'"{head.name}" has {channels} outputs, the batch norm {norm.num_features}'

@@ -60,10 +60,8 @@ def quantized_onnx(
         ArgumentError: There is no such placement, target or opset.
         ExportError: A layer has no ONNX form, or its factors do not fit it.
     """
-    exported = float_onnx(net, opset=opset)
-    parts = _Parts(exported, net)
-    for name, factors in record.items():
-        parts.add(name, factors)
+    parts = _Parts.of(net, record, opset)
+    exported = parts.exported
     observed = None if tensors is None else {**tensors, **parts.tensors()}
     result = qdq_model(
         exported.model, parts.bindings, parts.factors, tensors=observed, placement=placement, target=target
@@ -91,11 +89,8 @@ def other_format(
     Raises:
         ExportError: A layer has no ONNX form, or the exporter refuses the model.
     """
-    exported = float_onnx(net, opset=opset)
-    parts = _Parts(exported, net)
-    for layer, factors in record.items():
-        parts.add(layer, factors)
-    return export_formats([name], exported.model, parts.bindings, parts.factors, tensors, options)[name]
+    parts = _Parts.of(net, record, opset)
+    return export_formats([name], parts.exported.model, parts.bindings, parts.factors, tensors, options)[name]
 
 
 def tensors_to_observe(
@@ -160,6 +155,14 @@ class _Parts:
 
     def __post_init__(self) -> None:
         self._layers = {layer.name: layer for layer in self.net.layers}
+
+    @classmethod
+    def of(cls, net: Net, record: CaffeRecord, opset: int) -> _Parts:
+        """The float ONNX model of a net and what its record says."""
+        parts = cls(float_onnx(net, opset=opset), net)
+        for name, factors in record.items():
+            parts.add(name, factors)
+        return parts
 
     def tensors(self) -> dict[str, TensorFactors]:
         """The factors of data-only layers by tensor; of several readers the first counts."""

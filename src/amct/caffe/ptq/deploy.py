@@ -114,12 +114,8 @@ class Results:
 
     def fake_quant(self) -> QuantizedNet:
         """Data and weights are quantized and dequantized; the arithmetic is float."""
-        model = self._model.copy()
-
-        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
-
-        inserted = insert_quant(model, self.record.layers, fill)
+        result = self._with_quant_layers(integers=False)
+        model = result.model
         for name, recurrent in self._recurrent.items():
             fake_recurrent(model.layer(name), self.record[name])
             model.weights[name] = recurrent.real_blobs
@@ -128,7 +124,18 @@ class Results:
             if integer.real_bias is not None:
                 blobs[1] = integer.real_bias
             model.weights[name] = blobs
-        return QuantizedNet(model, inserted)
+        return result
+
+    def _with_quant_layers(self, *, integers: bool) -> QuantizedNet:
+        """A copy of the model with a Quant layer before each input of the quantized layers."""
+        model = self._model.copy()
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+            if integers:
+                quant.quant_param.integers = True
+
+        return QuantizedNet(model, insert_quant(model, self.record.layers, fill))
 
     # ------------------------------------------------------------------ float
 
@@ -153,14 +160,9 @@ class Results:
 
     def deploy(self) -> QuantizedNet:
         """The arithmetic is integer: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
-        model = self._model.copy()
-        originals = {layer.name: list(layer.top) for layer in model.layers}
-
-        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
-            quant.quant_param.integers = True
-
-        result = QuantizedNet(model, insert_quant(model, self.record.layers, fill))
+        originals = {layer.name: list(layer.top) for layer in self._model.layers}
+        result = self._with_quant_layers(integers=True)
+        model = result.model
         taken = taken_names(model)
         layers: list[ProtoMessage] = []
         made: dict[str, list[torch.Tensor]] = {}
@@ -200,11 +202,7 @@ class Results:
         made[layer.name] = blobs
         behind = []
         for index, scale in enumerate(integer.sum_scales):
-            suffix = f"_{index}" if len(layer.top) > 1 else ""
-            after = new_message(
-                "LayerParameter", name=free_name(f"{layer.name}_dequant{suffix}", taken), type="DeQuant"
-            )
-            after.bottom.append(free_name(f"{layer.name}_int32{suffix}", taken))
+            after = _layer_behind(layer, index, "DeQuant", "int32", taken)
             after.dequant_param.object_layer = layer.name
             after.dequant_param.channel_wise = scale.numel() > 1
             made[after.name] = [scale.reshape(-1)]
@@ -215,17 +213,21 @@ class Results:
         first = self.factors(self.record[layer.name], 0)
         behind = []
         for index in range(len(layer.top)):
-            suffix = f"_{index}" if len(layer.top) > 1 else ""
-            after = new_message(
-                "LayerParameter", name=free_name(f"{layer.name}_antiquant{suffix}", taken), type="AntiQuant"
-            )
-            after.bottom.append(free_name(f"{layer.name}_quantized{suffix}", taken))
+            after = _layer_behind(layer, index, "AntiQuant", "quantized", taken)
             options = after.antiquant_param
             options.object_layer, options.index = layer.name, index
             if stays_integer(layer):
                 options.scale, options.offset, options.num_bits_d = first.scale, first.offset, first.bits
             behind.append(after)
         return behind
+
+
+def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: set[str]) -> ProtoMessage:
+    """A layer for one top of ``layer``, named after it; its bottom is a new blob."""
+    suffix = f"_{index}" if len(layer.top) > 1 else ""
+    made = new_message("LayerParameter", name=free_name(f"{layer.name}_{kind.lower()}{suffix}", taken), type=kind)
+    made.bottom.append(free_name(f"{layer.name}_{blob}{suffix}", taken))
+    return made
 
 
 def known(factor: float | int | None) -> float:

@@ -209,8 +209,7 @@ def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[Quanti
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
         factors = _uniform_factors(layout, False, scale)
-        integers = quantize_weight(layout.weight, factors, layout.kind)
-        found.append(QuantizedMatrix(blob=index, layout=layout, factors=factors, integers=integers))
+        found.append(replace(_rounded(layout, factors, "nearest"), blob=index))
     return found
 
 

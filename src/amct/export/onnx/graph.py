@@ -25,7 +25,7 @@ from amct.export.onnx.messages import (
     reads,
     tensor_array,
 )
-from amct.model.graph import TensorLinks
+from amct.model import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ _LARGEST_FOLD = 2**26
 _NEVER = 2**31
 
 
-class OnnxGraph(TensorLinks[NodeProto]):
+class OnnxGraph(TensorIndex[NodeProto]):
     """The main graph of a model, open for editing."""
 
     def __init__(self, model: ModelProto) -> None:
@@ -76,7 +76,7 @@ class OnnxGraph(TensorLinks[NodeProto]):
         for node in self.nodes:
             self._index(node)
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def opset(self) -> int:
@@ -125,7 +125,9 @@ class OnnxGraph(TensorLinks[NodeProto]):
         return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
 
     def _declared(self, tensor: str) -> Iterator[TypeProto.Tensor]:
-        for value in (*self._value_info.values(), *self.inputs, *self._source.graph.output):
+        """The declarations of a tensor."""
+        declared = self._value_info.get(tensor)
+        for value in (*self.inputs, *self._source.graph.output) if declared is None else (declared,):
             if value.name == tensor:
                 yield value.type.tensor_type
 
@@ -157,7 +159,7 @@ class OnnxGraph(TensorLinks[NodeProto]):
         while waiting:
             name = waiting[-1]
             own = self._stored_depth(name)
-            sources = [] if own is not None else [each for each in self._producers[name].input if each]
+            sources = [] if own is not None else [each for each in self.producers[name].input if each]
             missing = [each for each in sources if each not in depths and each not in entered]
             if missing and name not in entered:
                 entered.add(name)
@@ -252,7 +254,7 @@ class OnnxGraph(TensorLinks[NodeProto]):
         return node.output[0]
 
     def rename_node(self, node: NodeProto, name: str) -> None:
-        """Give a node a new name; another node that has it makes room."""
+        """Give a node a new name; another node of that name is renamed."""
         if node.name == name:
             return
         holder = self._by_name.get(name)
@@ -265,7 +267,7 @@ class OnnxGraph(TensorLinks[NodeProto]):
     def fresh_name(self, name: str) -> str:
         """``name``, or with a number behind it when a node or tensor is already called so."""
         candidate, number = name, 1
-        while candidate in self._by_name or candidate in self._producers or candidate in self._initializers:
+        while candidate in self._by_name or candidate in self.producers or candidate in self._initializers:
             candidate, number = f"{name}_{number}", number + 1
         return candidate
 
@@ -277,14 +279,14 @@ class OnnxGraph(TensorLinks[NodeProto]):
         old = node.input[index]
         node.input[index] = tensor
         if old and old not in node.input:
-            self._forget_consumer(old, node)
-        if tensor and not any(user is node for user in self.consumers(tensor)):
-            self._link(node, [tensor], ())
+            self.disconnect(old, node)
+        if tensor:
+            self.connect(tensor, node)
 
     def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
         """Replace all inputs of a node."""
         for name in node.input:
-            self._forget_consumer(name, node)
+            self.disconnect(name, node)
         del node.input[:]
         for index, tensor in enumerate(tensors):
             self.set_input(node, index, tensor)
@@ -312,7 +314,7 @@ class OnnxGraph(TensorLinks[NodeProto]):
         if self.is_output(tensor) or self.is_captured(tensor):
             hidden = self.fresh_name(f"{producer.name}_output0")
             producer.output[list(producer.output).index(tensor)] = hidden
-            self._producers[hidden] = self._producers.pop(tensor)
+            self.producers[hidden] = self.producers.pop(tensor)
             self._constant_depths.clear()
             return hidden, tensor
         for user in self.consumers(tensor):
@@ -331,10 +333,10 @@ class OnnxGraph(TensorLinks[NodeProto]):
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
-            self._forget_consumer(name, node)
+            self.disconnect(name, node)
         for name in node.output:
-            if self._producers.get(name) is node:
-                del self._producers[name]
+            if self.producers.get(name) is node:
+                del self.producers[name]
 
     def take_output(self, node: NodeProto, successor: NodeProto) -> None:
         """Let a node make what its successor made, under that name; the successor goes."""
@@ -342,14 +344,14 @@ class OnnxGraph(TensorLinks[NodeProto]):
         self._constant_depths.clear()
         self.remove_node(successor)
         node.output[0] = new
-        self._producers.pop(old, None)
-        self._producers[new] = node
+        self.producers.pop(old, None)
+        self.producers[new] = node
         self._value_info.pop(old, None)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, unused constants and declarations left out."""
+        """A new model of the edited graph: nodes sorted, constants and unused declarations left out."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})
@@ -366,13 +368,13 @@ class OnnxGraph(TensorLinks[NodeProto]):
     def live_nodes(self) -> list[NodeProto]:
         """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
         alive: set[int] = set()
-        pending = [self._producers[name] for name in self._outputs if name in self._producers]
+        pending = [self.producers[name] for name in self._outputs if name in self.producers]
         while pending:
             node = pending.pop()
             if id(node) in alive:
                 continue
             alive.add(id(node))
-            pending.extend(self._producers[name] for name in reads(node) if name in self._producers)
+            pending.extend(self.producers[name] for name in reads(node) if name in self.producers)
         return [node for node in self._sorted_nodes() if id(node) in alive]
 
     def _sorted_nodes(self) -> Iterator[NodeProto]:
@@ -388,15 +390,12 @@ class OnnxGraph(TensorLinks[NodeProto]):
                     yield node
                     continue
                 stack.append((node, True))
-                needed = (self._producers[name] for name in reversed(reads(node)) if name in self._producers)
+                needed = (self.producers[name] for name in reversed(reads(node)) if name in self.producers)
                 stack.extend((producer, False) for producer in needed if id(producer) not in done)
 
     def _index(self, node: NodeProto) -> None:
         if not node.name:
             node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
         self._by_name.setdefault(node.name, node)
-        self._link(node, filter(None, node.input), filter(None, node.output))
+        self.add(node, filter(None, node.input), filter(None, node.output))
         self._captured.update(captures(node))
-
-    def _forget_consumer(self, tensor: str, node: NodeProto) -> None:
-        self._consumers[tensor] = [user for user in self.consumers(tensor) if user is not node]

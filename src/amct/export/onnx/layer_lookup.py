@@ -1,7 +1,7 @@
 """Find the bound layers in a graph.
 
-This is the one place that knows how a layer looks in ONNX. Whatever does not look as bound is an ``ExportError`` that
-names layer, node and what was expected.
+Only this module knows the ONNX form of each layer kind. A node that does not match its binding is an ``ExportError``
+that names layer, node and what was expected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LayerMismatchError(ExportError):
-    """A node does not look as its kind of layer must; ``reason`` says why without naming the node."""
+    """A node does not match the kind of its layer; ``reason`` says why without naming the node."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ def find_layers(
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
 
     Raises:
-        ExportError: the graph does not look as bound, a layer is bound twice, or factors belong to no binding.
+        ExportError: a node does not match its binding, a layer is bound twice, or factors belong to no binding.
     """
     _check_names(bindings, factors)
     graph = OnnxGraph(model)
@@ -76,7 +76,7 @@ def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFa
 
 
 def find_layer(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors) -> Layer:
-    """Find what belongs to a bound layer and check that it looks as bound.
+    """Find what belongs to a bound layer and check that it matches its binding.
 
     Raises:
         ExportError: node, weight, bias or number of factors are not what the kind of layer needs.

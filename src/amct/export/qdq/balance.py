@@ -1,8 +1,8 @@
 """Balance factors in exported files: a layer's input is divided by them, channel by channel, before it is quantized.
 
 Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
-dividing its weight scales and bias gives the same integers and needs no node. The factors come from DMQ (the record)
-or, for placement ``fast`` only, from the calibration of inputs of linear layers.
+dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, by the
+record, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
 
 
 def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
-    """Move balance factors into the layer that makes the balanced tensor, where only a Relu stands between."""
+    """Move balance factors into the layer that makes the balanced tensor, where only a Relu is between them."""
     current = {id(layer.node): layer for layer in layers}
     for layer in layers:
         balance = current[id(layer.node)].factors.balance
@@ -51,18 +51,18 @@ def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
 
 
 def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, TensorFactors]) -> list[Layer]:
-    """Balance the linear layers for whose input calibration found factors; each gets a quantizer of its own.
+    """Balance the linear layers for whose input calibration found factors; they bring their own quantizer then.
 
-    Only inputs computed in float are balanced: an integer input has lost already what balancing would keep.
+    Only where the input is computed in float: what is integer already has lost what balancing would keep.
     """
     balanced = []
     for layer in layers:
         tensor = layer.reader.input[0]
         found = tensors.get(tensor)
-        if found is None or tensor not in placed.quantized_copies or not _can_be_balanced(layer, found):
+        if found is None or tensor not in placed.float_tensors or not _can_be_balanced(layer, found):
             balanced.append(layer)
             continue
-        placed.exclude(tensor, layer)
+        placed.uncover(tensor, layer)
         assert layer.weight is not None
         divisor = np.asarray(found.balance, dtype=np.float32)
         weight = layer.weight * divisor
@@ -103,7 +103,7 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     """A layer whose output channels are divided: the same integers, smaller steps."""
     assert layer.weight is not None
     kind = layer.kind.weight_kind
-    rows = channels_first(torch.from_numpy(layer.weight), kind, layer.groups) / torch.from_numpy(divisor)[:, None]
+    rows = channels_first(torch.tensor(layer.weight), kind, layer.groups) / torch.from_numpy(divisor)[:, None]
     weight = from_channels_first(rows, layer.weight.shape, kind, layer.groups).numpy()
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor

@@ -1,7 +1,8 @@
 """The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) turn into integer kernels.
 
 Placement ``exact`` quantizes what the record says: the layers' inputs and weights. ``fast`` (default) also quantizes
-the tensors between, see ``placement``; it needs factors of those tensors. Types are chosen by target, see ``nodes``.
+the tensors between (``placement.py``); it needs factors of those tensors. The target decides the integer types
+(``nodes.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.binding import LayerFactors, TensorFactors
+from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
@@ -63,7 +64,7 @@ def qdq_model(
         target: which integer types.
 
     Raises:
-        ExportError: the graph does not look as bound, or its opset is too old.
+        ExportError: a node does not match its binding, or its opset is too old.
         ArgumentError: there is no such placement or target.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
@@ -102,7 +103,7 @@ def qdq_model(
         layers=tuple(reports),
         skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
-        tensors=(*placed.quantized_copies, *placed.integer_tensors),
+        tensors=(*placed.float_tensors, *placed.integer_tensors),
         rescaled=rescaled,
     )
 
@@ -123,10 +124,9 @@ def observed_tensors(
         other_bits: layers whose activation does not have 8 bits.
 
     Raises:
-        ExportError: the graph does not look as bound.
+        ExportError: a node does not match its binding.
     """
-    one = np.ones(1, dtype=np.float32)
-    placeholder = LayerFactors(scale_d=1.0, offset_d=-128, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
+    placeholder = placeholder_factors(offset_d=-128)
     graph, found, _ = find_layers(model, bindings, {binding.layer: placeholder for binding in bindings})
     layers = []
     for layer in found:
@@ -137,14 +137,16 @@ def observed_tensors(
             factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
     layers = fold_balance(graph, layers)
-    placed = FastPlanner(graph, layers, lambda tensor: _NamedFactors(scale=1.0, zero_point=-128, tensor=tensor)).run()
-    used = (*placed.quantized_copies.values(), *placed.integer_tensors.values())
-    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _NamedFactors)))
+    placed = FastPlanner(
+        graph, layers, lambda tensor: _RequestedFactors(scale=1.0, zero_point=-128, tensor=tensor)
+    ).run()
+    used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
+    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _NamedFactors(TensorFactors):
-    """Placeholder factors with the name of their tensor, which the placement may apply to other tensors too."""
+class _RequestedFactors(TensorFactors):
+    """Factors that carry the name of the tensor they were requested for, wherever the placement uses them."""
 
     tensor: str
 
@@ -211,14 +213,14 @@ def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
     inserted: dict[str, list[str]] = {}
     sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
     order = [
-        *placed.quantized_copies,
+        *placed.float_tensors,
         *(tensor for tensor in placed.integer_tensors if tensor not in placed.pads),
         *placed.pads,
     ]
     for tensor in order:
         before = len(graph.nodes)
-        if tensor in placed.quantized_copies:
-            integers[tensor], result = nodes.activation(tensor, placed.quantized_copies[tensor])
+        if tensor in placed.float_tensors:
+            integers[tensor], result = nodes.activation(tensor, placed.float_tensors[tensor])
             _redirect(graph, placed.readers[tensor], tensor, result)
         elif tensor in placed.pads:
             source = integers[sources[tensor]]

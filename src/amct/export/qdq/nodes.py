@@ -103,7 +103,7 @@ class QdqNodes:
         return self._balanced[key]
 
     def zero(self, factors: TensorFactors) -> NDArray[np.unsignedinteger]:
-        """The integer that stands for 0.0."""
+        """The integer that represents 0.0."""
         dtype, shift = (np.uint16, 2**15) if factors.bits == 16 else (np.uint8, 2**7)
         return np.asarray(factors.zero_point + shift, dtype=dtype)
 
@@ -111,7 +111,7 @@ class QdqNodes:
         """Let a node read a constant operand from uint8."""
         name = node.input[index]
         value = self.graph.constant(name)
-        assert value is not None  # the placement asked before
+        assert value is not None  # checked by the placement
         low, high = min(0.0, float(value.min())), max(0.0, float(value.max()))
         scale = np.float32((high - low) / 255 or 1.0)
         zero = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
@@ -247,7 +247,7 @@ class QdqNodes:
         except ExportError as error:
             self.notes.append(f"{error}; here its bias stays float, so onnxruntime computes the layer in float")
             if not layer.is_wide_float:
-                assert layer.bias is not None  # asked by the caller
+                assert layer.bias is not None  # checked by the caller
                 replace_bias(self.graph, layer, layer.bias.astype(np.float32))
             return
         base = owned_name(self.graph, *layer.bias_place, f"{layer.name}.bias")

@@ -48,18 +48,15 @@ class PrefetchLayer(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Open the data."""
-        del bottoms
         source, self._shapes = self.open_source()
         self._batches: ReadAhead[Arrays] = ReadAhead(source.next_batch, self.depth, f"read-ahead {self.name}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes of the last batch, or of the first one."""
-        del bottoms
         return list(self._shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Write the next batch to the tops."""
-        del bottoms
         for blob, values in zip(tops, self._batches.take(), strict=True):
             blob.set_tensor(torch.from_numpy(values))
         self._shapes = [blob.shape for blob in tops]

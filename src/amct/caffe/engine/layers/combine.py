@@ -33,7 +33,6 @@ class Split(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Views of the bottom, without a copy."""
-        del parameters
         bottom = bottoms[0]
         if not bottom.requires_grad:
             return [bottom] * len(self.top_blobs)
@@ -73,7 +72,6 @@ class Concat(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Concatenate."""
-        del parameters
         return [torch.cat(bottoms, self.axis)]
 
 
@@ -115,7 +113,6 @@ class Slice(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copies, because a later in-place layer must not change the bottom."""
-        del parameters
         return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
 
 
@@ -135,7 +132,6 @@ class Tile(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Repeat."""
-        del parameters
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles
         return [bottoms[0].repeat(times)]

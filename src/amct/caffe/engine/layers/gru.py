@@ -7,8 +7,6 @@ import torch
 from amct.caffe.engine.layers.recurrent import Recurrent
 from amct.caffe.engine.registry import register
 
-GATES = 3
-
 
 @register("GRU")
 class GRU(Recurrent):
@@ -19,14 +17,7 @@ class GRU(Recurrent):
     (``recurrent_param``); h is multiplied by ``cont`` before use.
     """
 
-    def make_parameters(self) -> None:
-        """Create the weights of input, static input and hidden state."""
-        rows = GATES * self.outputs
-        self.add_weight(rows, self.inputs)
-        self.add_bias(rows)
-        if self.has_static:
-            self.add_weight(rows, self.static_inputs)
-        self.add_weight(rows, self.outputs)
+    gates = 3
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]

@@ -51,7 +51,6 @@ class IFMR(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         self.options = self.parameter.ifmr_param
         if not self.options.object_layer:
             raise self.error("ifmr_param needs object_layer")
@@ -74,13 +73,8 @@ class IFMR(Layer):
         """No gradients: a net is not trained while it is calibrated."""
         return False
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Show the bottom to the session and pass it on."""
-        del parameters
         options = self.options
         if self.session is None:
             raise self.error("ifmr_param needs record_file_path")

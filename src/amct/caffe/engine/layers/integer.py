@@ -37,7 +37,7 @@ class _IntegerWeights(Layer):
     """What weighted layers share: integer blobs, and the table of a clustered weight."""
 
     keeps_integers = True
-    fold_axis = -1
+    fold_kind: WeightKind | None = None
     kind = WeightKind.CONV
     weight_groups = 1
 
@@ -114,7 +114,6 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
-        del parameters
         weight = self.integer_weight()
         sums = []
         for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True)):
@@ -140,14 +139,11 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
 class IntegerConvolution(_IntegerConvolution, Convolution):
     """Convolution of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
-
 
 @register("Deconvolution on integers")
 class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
     """The transposed convolution of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
     transposed = True
     kind = WeightKind.CONV_TRANSPOSE
 
@@ -156,14 +152,11 @@ class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
 class IntegerDepthwiseConv(_IntegerConvolution, DepthwiseConv):
     """The convolution of every channel by itself."""
 
-    fold_axis = -1
-
 
 @register("InnerProduct on integers")
 class IntegerInnerProduct(_IntegerWeights, InnerProduct):
     """A matrix product of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
     kind = WeightKind.LINEAR
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -181,7 +174,6 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
-        del parameters
         weight, (factors,) = self.integer_weight(), self.factors
         rows = weight.t() if self.options.transpose else weight
         bottom = factors.integers(bottoms[0])

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
-IMAGE_BLOB_AXES = 4
 LOWEST = torch.finfo(torch.float32).min
 INDICES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes int64 indices too
 
@@ -161,7 +160,7 @@ class Pooling(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the window."""
         options = self.options = self.parameter.pooling_param
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         if len(self.top_blobs) > 1 and options.pool != MAX:
             raise self.error("only MAX pooling has a second top (the indices of the maxima)")
         self._check_options(options)
@@ -204,7 +203,7 @@ class Pooling(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C, H', W') with Caffe's output size."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         self.window = self._window(bottoms[0])
         height, width = self.window.output(bottoms[0][2:])
         if height <= 0 or width <= 0:
@@ -213,7 +212,6 @@ class Pooling(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each window by the method."""
-        del parameters
         bottom, method = bottoms[0], self.options.pool
         if method == AVE:
             return [average_pool(bottom, self.window)]
@@ -249,7 +247,7 @@ class SPP(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read pyramid_height and the method."""
         options = self.options = self.parameter.spp_param
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         self.levels: int = options.pyramid_height
         if self.levels <= 0:
             raise self.error(f"pyramid_height must be > 0, got {self.levels}")
@@ -270,7 +268,7 @@ class SPP(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C * total number of bins); with one level (N, C, 1, 1)."""
         shape = bottoms[0]
-        require_axes(shape, IMAGE_BLOB_AXES, self.name)
+        require_image(shape, self.name)
         self.windows = self._windows(shape)
         outputs = [window.output(shape[2:]) for window in self.windows]
         if self.levels == 1:
@@ -279,7 +277,6 @@ class SPP(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each level and concatenate."""
-        del parameters
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]
         return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]

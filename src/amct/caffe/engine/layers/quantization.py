@@ -50,17 +50,11 @@ class Quant(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
-        del bottoms
         self.options = self.parameter.quant_param
         self.factors = InputFactors(self, self.options)
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Fake-quantize with the straight-through gradient, or quantize."""
-        del parameters
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
         if not self.options.integers:
@@ -94,10 +88,6 @@ class DeQuant(_Integers):
         self.per_channel: bool = self.parameter.dequant_param.channel_wise
         self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Multiplied in float64 and rounded once."""
         sums, scale = bottoms[0], parameters[0].double()
@@ -114,15 +104,9 @@ class AntiQuant(_Integers):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
-        del bottoms
         options = self.parameter.antiquant_param
         self.factors = InputFactors(self, options) if options.HasField("scale") else None
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Dequantize, or pass on."""
-        del parameters
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]

@@ -37,18 +37,9 @@ class QuantizedRecurrent(Recurrent):
         self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
         self.zero = torch.zeros((), dtype=torch.int32)
 
-    def hidden_product(
-        self,
-        hidden: torch.Tensor,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        rows: slice = EVERY_ROW,
-        bias: int | None = None,
-    ) -> torch.Tensor:
-        """The product with the fake-quantized hidden state."""
-        rounded = fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
-        return super().hidden_product(rounded, parameters, blob, rows=rows, bias=bias)
+    def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The fake-quantized hidden state."""
+        return fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
 
 
 @register("LSTMQuant")
@@ -136,11 +127,14 @@ class IntegerRecurrent(QuantizedRecurrent):
         bias: int | None = None,
     ) -> torch.Tensor:
         """The quantized hidden state times an int8 matrix: exact sums, dequantized."""
-        state = quantize(hidden, self.hidden_scale, self.zero, self.bits)
         matrix = _integers(parameters[blob], torch.int8)[rows]
         added = None if bias is None else _integers(parameters[bias], torch.int32)
-        sums = integer_linear(state, matrix, added)
+        sums = integer_linear(self.multiplied(hidden), matrix, added)
         return self._real(sums, self.hidden_scale, blob % len(parameters))
+
+    def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The quantized hidden state."""
+        return quantize(hidden, self.hidden_scale, self.zero, self.bits)
 
 
 def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
