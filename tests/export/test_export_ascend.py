@@ -14,7 +14,7 @@ from numpy_nets import AscendExecutor, attributes_of
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.ascend import ascend_model, dequant_param, pack_int4, unpack_int4
+from amct.export.ascend import ascend_model, dequant_param, pack_int4
 from amct.export.binding import LayerFactors
 from amct.export.fake_quant import fake_quant_model
 
@@ -157,6 +157,12 @@ def test_four_bit_activations_add_the_bias_in_float():
     assert cast.op_type == "Cast"
     assert initializers(deploy)[cast.input[0]].dtype == np.int32
     assert next(node for node in deploy.graph.node if node.name == "first").input[2] == cast.output[0]
+
+
+def unpack_int4(packed, axis):
+    ahead = np.moveaxis(packed, axis, 0)
+    both = np.stack([np.left_shift(ahead, 4) >> 4, ahead >> 4], axis=1)
+    return np.ascontiguousarray(np.moveaxis(both.reshape(-1, *ahead.shape[1:]), 0, axis))
 
 
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=40), st.sampled_from([0, 1, 2]))

@@ -143,13 +143,6 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
 
 
-def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """The inverse of ``pack_int4``."""
-    ahead = np.moveaxis(packed, axis, 0)
-    both = np.stack([np.left_shift(ahead, 4) >> 4, ahead >> 4], axis=1)
-    return np.ascontiguousarray(np.moveaxis(both.reshape(-1, *ahead.shape[1:]), 0, axis))
-
-
 def _packed(layer: Layer) -> NDArray[np.int8]:
     if layer.groups > 1:
         raise ExportError(

@@ -20,9 +20,8 @@ from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, reads_rescaled
+from amct.onnx_model.layers import find_all_layers, reads_rescaled, weight_parts
 from amct.onnx_model.reading import read_model
-from amct.onnx_model.weights import weight_parts
 from amct.ptq.compare import measure
 from amct.ptq.weights import LayerWeights
 from amct.record import Record, read_record

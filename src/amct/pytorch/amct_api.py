@@ -34,7 +34,6 @@ from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_mod
 from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.balancing import balancing_model
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import intermediate_watch
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
@@ -199,8 +198,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
         return start_calibration(preparation, record_file=record_path).model
     write_modified(onnx_path, onnx.model, file_notes(preparation))
-    between = intermediate_watch(preparation, onnx)
-    return start_calibration(preparation, record_file=record_path, intermediate=between).model
+    watch = preparation.intermediate_watch(onnx)
+    return start_calibration(preparation, record_file=record_path, intermediate=watch).model
 
 
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from amct.pytorch.arrays import as_array
+from amct.pytorch.model_copy import as_array
 
 Fingerprint = tuple[Hashable, ...]
 TensorFingerprint = tuple[tuple[int, ...], torch.dtype, int]

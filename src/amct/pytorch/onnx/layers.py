@@ -15,7 +15,7 @@ from torch import nn
 
 from amct.errors import ExportError
 from amct.export.onnx.graph import OnnxGraph
-from amct.pytorch.arrays import as_array
+from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.recurrent import onnx_parameters
 
 if TYPE_CHECKING:
