@@ -255,9 +255,9 @@ def test_scales_per_gate_are_repeated_for_each_row():
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("LSTM", {"layout": 1}, "layout=1"),
+        ("LSTM", {"layout": 1}, "layout is 1"),
         ("LSTM", {"activations": ["Tanh", "Tanh", "Tanh"]}, "activations"),
-        ("GRU", {"linear_before_reset": 0}, "linear_before_reset=0"),
+        ("GRU", {"linear_before_reset": 0}, "linear_before_reset is 0"),
     ],
 )
 def test_forms_that_ascend_lacks_are_refused(kind, change, words):
@@ -268,7 +268,7 @@ def test_forms_that_ascend_lacks_are_refused(kind, change, words):
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, value)])
-    with pytest.raises(ExportError, match=f'layer "rnn": .* cannot express .*{words}'):
+    with pytest.raises(ExportError, match=f'layer "rnn": .* cannot compute it: .*{words}'):
         ascend_model(model, net.bindings(), factors)
 
 

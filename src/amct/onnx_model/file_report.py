@@ -1,6 +1,6 @@
 """Fills a report from files: a float ONNX model, and the QDQ or fake-quant file that quantization made of it.
 
-The grids of a QDQ file stand in its own nodes; those of a fake-quant file in the record beside it. Reasons and folded
+The grids of a QDQ file are in its own nodes; those of a fake-quant file in the record beside it. Reasons and folded
 layers come from the ``quant.json`` beside it.
 """
 
@@ -89,7 +89,7 @@ def files_report(
 
     Raises:
         FileError, ParseError: a file cannot be read.
-        ModelError: a model cannot be run, they do not belong together, or nothing tells the grids.
+        ModelError: a model cannot be run, they do not belong together, or the grids are in no file.
         ArgumentError, ArgumentTypeError, CalibrationError: the data or the metric cannot be used.
     """
     source = read_model(float_model, "float_model")

@@ -11,7 +11,7 @@ import torch
 from amct.config.layers import LayerInfo, LayerList
 from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
+from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
 from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.export.onnx.weights import replace_weight
 from amct.model import Graph, Node, Skip
@@ -156,21 +156,13 @@ def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
 
 
 def _setting_problem(node: NodeProto) -> str | None:
-    """What keeps a recurrent layer from being quantized; others have no such settings."""
-    kind = KIND_OF_OPERATOR[node.op_type]
-    if not kind.is_recurrent:
+    """The setting that keeps a recurrent layer from being quantized; others have no such settings."""
+    if not KIND_OF_OPERATOR[node.op_type].is_recurrent:
         return None
-    activations = [name.decode() for name in attribute_value(node, "activations", [])]
     direction = attribute_value(node, "direction", "forward")
-    problems = {
-        f'direction is "{direction}"; only "forward" can be quantized': direction != "forward",
-        "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
-        "it has peephole weights": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
-        f"its activations are {activations}": activations not in ([], list(kind.onnx_activations)),
-        "linear_before_reset is 0; only 1 can be quantized": node.op_type == "GRU"
-        and not attribute_value(node, "linear_before_reset", 0),
-    }
-    return next((problem for problem, present in problems.items() if present), None)
+    if direction != "forward":
+        return f'direction is "{direction}"; only "forward" can be quantized'
+    return recurrent_problem(node)
 
 
 def _rank(graph: OnnxGraph, layer: Layer) -> int | None:

@@ -132,7 +132,7 @@ class _Placing:
     # -- what goes -------------------------------------------------------------------------------------------------
 
     def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
-        """Let everybody who read the batch norm read what it read."""
+        """Let all readers of a batch norm read its input instead."""
         graph = self.graph
         made = {output for node in nodes for output in node.output}
         reads = {name for node in nodes for name in node.input if name and name not in made}
