@@ -110,6 +110,8 @@ class Layer:
     """Whether the prototxt may omit the top (losses); the net then adds one."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
+    has_gradients: bool = True
+    """False for layers that are never trained: observers, layers on integers."""
     no_gradient: tuple[int, ...] = ()
     """The bottoms that get no gradient even with ``force_backward``: labels, indices, boxes."""
     fold_kind: WeightKind | None = None
@@ -191,7 +193,7 @@ class Layer:
     @property
     def uses_autograd(self) -> bool:
         """Whether gradients come from ``forward``; not for layers that override ``run``."""
-        return self.replaces_tops and self.run_backward is None
+        return self.has_gradients and self.replaces_tops and self.run_backward is None
 
     # ------------------------------------------------------------------ helpers for layer types
 

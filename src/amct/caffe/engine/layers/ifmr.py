@@ -48,6 +48,7 @@ class IFMR(Layer):
     """Passes its bottom on; the session of its net observes the first ``batch_num`` batches of it."""
 
     returns_views = True
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -67,11 +68,6 @@ class IFMR(Layer):
         sharing = [each for each in layers.values() if isinstance(each, IFMR) and each.options.record_file_path == file]
         if file and sharing[-1] is self:
             start_session(sharing, record_file=file)
-
-    @property
-    def uses_autograd(self) -> bool:
-        """No gradients: a net is not trained while it is calibrated."""
-        return False
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Show the bottom to the session and pass it on."""
