@@ -289,9 +289,7 @@ def test_one_call_mistakes(tmp_path):
         quantize(flow.model, flow.weights, iter([]))
     with pytest.raises(CalibrationError, match="2 more batches needed for"):
         quantize(flow.model, flow.weights, data, flow.config)
-    with pytest.raises(
-        ArgumentTypeError, match="config: expected the path of a .cfg or .json, a dict, a QuantConfig or None, got int"
-    ):
+    with pytest.raises(ArgumentTypeError, match="a dict, a QuantConfig or None, got int"):
         quantize(flow.model, flow.weights, data, 3)
     with pytest.raises(ArgumentError, match=r"inputs \['data'\], got \['x'\]"):
         quantize(flow.model, flow.weights, [{"x": data[0]}])
