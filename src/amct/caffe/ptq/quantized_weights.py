@@ -211,7 +211,7 @@ def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[QuantizedMatrix]:
-    """Each matrix rounded to the nearest: states have both signs, so that errors need not cancel."""
+    """Round each matrix to the nearest: hidden states have both signs, so errors of the weights already cancel."""
     found = []
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
