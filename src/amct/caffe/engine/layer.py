@@ -62,11 +62,6 @@ AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
 
 
-def _allow(shape: Shape, what: str) -> None:
-    """Accept any size: the default for layers created outside a net."""
-    del shape, what
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """The properties of the net that a layer may use."""
@@ -74,7 +69,8 @@ class LayerContext:
     phase: int = TEST
     net_name: str = ""
     allow_python: bool = False
-    check_size: Callable[[Shape, str], None] = _allow
+    check_size: Callable[[Shape, str], None] = lambda _shape, _what: None
+    """Raises ModelError for a shape that is too large; layers created outside a net may have any size."""
 
 
 def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:

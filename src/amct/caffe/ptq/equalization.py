@@ -203,8 +203,7 @@ def _uses(
 
 def _concat_axis(layer: ProtoMessage) -> int:
     options = layer.concat_param
-    axis: int = options.concat_dim if options.HasField("concat_dim") else options.axis
-    return axis
+    return int(options.concat_dim if options.HasField("concat_dim") else options.axis)
 
 
 def _can_multiply_weights(layer: ProtoMessage) -> bool:
