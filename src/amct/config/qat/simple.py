@@ -141,11 +141,7 @@ def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList
         batch_num=batch_num,
         precision_mode=message.get("fakequant_precision_mode") if sets(message, "fakequant_precision_mode") else None,
         names=names,
-        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", _itself, problems),
-        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", _itself, problems),
+        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", None, problems),
+        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", None, problems),
         origins={name: Origin(Level.GLOBAL, message.where(name)) for name in SCALARS if sets(message, name)},
     )
-
-
-def _itself(entry: TextMessage) -> TextMessage:
-    return entry

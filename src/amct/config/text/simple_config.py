@@ -82,14 +82,11 @@ def read_simple_config(message: TextMessage, source: str, problems: ProblemList)
 
 
 def _read_blocks(message: TextMessage, problems: ProblemList) -> Blocks:
-    def block_of(entry: TextMessage) -> TextMessage:
-        block: TextMessage = entry.get("calibration_config")
-        return block
-
+    by_type, by_layer = message.all("override_layer_types"), message.all("override_layer_configs")
     return Blocks(
         common=read_common(message, "common_config"),
-        by_type=read_overrides(message.all("override_layer_types"), "layer_type", block_of, problems),
-        by_layer=read_overrides(message.all("override_layer_configs"), "layer_name", block_of, problems),
+        by_type=read_overrides(by_type, "layer_type", "calibration_config", problems),
+        by_layer=read_overrides(by_layer, "layer_name", "calibration_config", problems),
     )
 
 
