@@ -157,19 +157,17 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     from amct.cli.model_layers import Dialect
     from amct.config.prune import compress_pytorch
     from amct.config.ptq import caffe as ptq_caffe
-    from amct.config.ptq import caffe_json as ptq_caffe_json
     from amct.config.ptq import kv_cache
     from amct.config.ptq import pytorch as ptq_pytorch
-    from amct.config.ptq import pytorch_json as ptq_pytorch_json
     from amct.config.qat import caffe as qat_caffe
     from amct.config.qat import pytorch as qat_pytorch
 
     table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
-        (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch_json.read_config),
+        (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch.read_config),
         (Dialect.pytorch, Kind.qat): (qat_pytorch.expand_config, qat_pytorch.read_config),
         (Dialect.pytorch, Kind.compress): (compress_pytorch.expand_config, None),
         (Dialect.pytorch, Kind.kv_cache): (kv_cache.expand_config, kv_cache.read_config),
-        (Dialect.caffe, Kind.ptq): (ptq_caffe.expand_config, ptq_caffe_json.read_config),
+        (Dialect.caffe, Kind.ptq): (ptq_caffe.expand_config, ptq_caffe.read_config),
         (Dialect.caffe, Kind.qat): (qat_caffe.expand_config, qat_caffe.read_config),
     }
     if (dialect, kind) not in table:

@@ -62,11 +62,6 @@ AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
 
 
-def _allow(shape: Shape, what: str) -> None:
-    """Accept any size: the default for layers created outside a net."""
-    del shape, what
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """The properties of the net that a layer may use."""
@@ -74,7 +69,8 @@ class LayerContext:
     phase: int = TEST
     net_name: str = ""
     allow_python: bool = False
-    check_size: Callable[[Shape, str], None] = _allow
+    check_size: Callable[[Shape, str], None] = lambda _shape, _what: None
+    """Raises ModelError for a shape that is too large; layers created outside a net may have any size."""
 
 
 def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
@@ -110,6 +106,8 @@ class Layer:
     """Whether the prototxt may omit the top (losses); the net then adds one."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
+    has_gradients: bool = True
+    """False for layers that are never trained: observers, layers on integers."""
     no_gradient: tuple[int, ...] = ()
     """The bottoms that get no gradient even with ``force_backward``: labels, indices, boxes."""
     fold_kind: WeightKind | None = None
@@ -191,7 +189,7 @@ class Layer:
     @property
     def uses_autograd(self) -> bool:
         """Whether gradients come from ``forward``; not for layers that override ``run``."""
-        return self.replaces_tops and self.run_backward is None
+        return self.has_gradients and self.replaces_tops and self.run_backward is None
 
     # ------------------------------------------------------------------ helpers for layer types
 

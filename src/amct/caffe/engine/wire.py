@@ -65,7 +65,7 @@ class StoredState:
 
 
 class _Reader:
-    """Reads the fields of one message and knows its position in the file."""
+    """Reads the fields of one message, at a position of the file."""
 
     def __init__(self, data: bytes | memoryview, source: str, start: int = 0, end: int | None = None) -> None:
         self.data, self.source, self.position = memoryview(data), source, start

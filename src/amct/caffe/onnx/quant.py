@@ -96,12 +96,12 @@ def other_format(
 def tensors_to_observe(
     net: Net, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The blobs between layers whose range placement ``fast`` wants to know, besides the layers' own inputs.
+    """The blobs between layers whose ranges placement ``fast`` needs, besides the layers' own inputs.
 
     Args:
         net: The fused float net; blobs that a layer changes in place later are left out, so make it out-of-place.
         layers: The layers that will be quantized; all with weights, and local average poolings, unless given.
-        other_bits: Those of them whose data does not have 8 bits.
+        other_bits: The quantized layers whose data does not have 8 bits.
 
     Raises:
         ExportError: A layer has no ONNX form.
@@ -142,7 +142,7 @@ def _node_name(layer: str, index: int) -> str:
 
 @dataclass(eq=False)
 class _Parts:
-    """What a record says, sorted into what the exporter wants to know."""
+    """The factors of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
     exported: FloatOnnx
     net: Net
@@ -173,7 +173,7 @@ class _Parts:
         return found
 
     def add(self, name: str, record: CaffeLayerRecord) -> None:
-        """Take in one layer of the record."""
+        """Add one layer of the record."""
         layer = self._layers.get(name)
         if layer is None:
             raise RecordError(

@@ -13,7 +13,7 @@ from amct.caffe.engine.layers.integer import stays_integer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.ptq.insertion import insert_quant, taken_names
-from amct.caffe.ptq.quantized_weights import QuantizedWeights, may_overflow, with_bias
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, known, may_overflow, with_bias
 from amct.caffe.ptq.recurrent_deploy import deploy_recurrent, fake_recurrent, integer_recurrent
 from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
@@ -87,7 +87,7 @@ class Results:
             recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, entry)
             weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
         else:
-            inputs = [self.factors(entry, index) for index in range(len(layer.bottom))]
+            inputs = [known(entry.input(index)) for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
             scales = [known(data.scale) for data in inputs]
             made = self._integer[layer.name] = with_bias(weights, bias, scales, may_raise_scale=may_raise_scale)
@@ -102,13 +102,6 @@ class Results:
             )
         own = weights.record()
         return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
-
-    @staticmethod
-    def factors(entry: CaffeLayerRecord, index: int) -> DataFactors:
-        """The factors of one input; the record was checked to have them."""
-        found = entry.input(index)
-        assert found is not None
-        return found
 
     # ------------------------------------------------------------------ fake-quant
 
@@ -131,7 +124,7 @@ class Results:
         model = self._model.copy()
 
         def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
+            fill_quant(quant.quant_param, layer.name, known(self.record[layer.name].input(index)))
             if integers:
                 quant.quant_param.integers = True
 
@@ -210,7 +203,7 @@ class Results:
         return behind
 
     def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
-        first = self.factors(self.record[layer.name], 0)
+        first = known(self.record[layer.name].input(0))
         behind = []
         for index in range(len(layer.top)):
             after = _layer_behind(layer, index, "AntiQuant", "quantized", taken)
@@ -228,12 +221,6 @@ def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: 
     made = new_message("LayerParameter", name=free_name(f"{layer.name}_{kind.lower()}{suffix}", taken), type=kind)
     made.bottom.append(free_name(f"{layer.name}_{blob}{suffix}", taken))
     return made
-
-
-def known(factor: float | int | None) -> float:
-    """A factor of a validated record, which is never None."""
-    assert factor is not None, "the record was checked"
-    return factor
 
 
 def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:

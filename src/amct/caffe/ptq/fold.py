@@ -47,7 +47,7 @@ class FusionReport:
     skipped: list[Skip] = field(default_factory=list)
 
     def add(self, head: str, names: Collection[str]) -> None:
-        """Note what was folded into a layer."""
+        """Add the layers that were folded into a layer."""
         self.folded.setdefault(head, []).extend(names)
 
 
@@ -55,7 +55,7 @@ def check_global_statistics(net: ProtoMessage) -> None:
     """Refuse a BatchNorm that would use the statistics of each batch at inference.
 
     Raises:
-        ModelError: there is one; it is named.
+        ModelError: A BatchNorm has ``use_global_stats: false``; the message names it.
     """
     for layer in net.layer:
         options = layer.batch_norm_param

@@ -112,11 +112,16 @@ def _end_of(
     """Where the values that a layer reads are rounded last on the way, if that is known."""
     plan = plans.get(layer.name)
     own = {(settings, plan.batch_num) for settings in plan.activations[: len(layer.bottom)]} if plan else set()
-    if len(layer.top) == 1 and (moves_values(layer) or layer.type == "Dropout"):
+    if len(layer.top) == 1 and (moves_values(layer) or _is_identity(layer)):
         end = ends.get(layer.top[0])
         if end is not None and own <= {end.settings}:
             return end
     return None if plan is None else _End(blob, (plan.activations[index], plan.batch_num))
+
+
+def _is_identity(layer: ProtoMessage) -> bool:
+    """Whether the layer does nothing at inference."""
+    return layer.type == "Dropout" and bool(layer.dropout_param.scale_train)
 
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:

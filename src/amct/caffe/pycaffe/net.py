@@ -276,17 +276,13 @@ class Net(EngineNet):
 
     # ------------------------------------------------------------------ weights and callbacks
 
-    def copy_from(self, path: str) -> None:
-        """Copy weights by layer name from a caffemodel or HDF5 file."""
-        self.load_weights(path)
+    copy_from = EngineNet.load_weights
+    share_with = EngineNet.share_weights
+    clear_param_diffs = EngineNet.clear_parameter_gradients
 
     def load_hdf5(self, path: str) -> None:
         """Copy weights by layer name from an HDF5 file."""
         weight_files.load_hdf5(self.graph, path)
-
-    def share_with(self, other: EngineNet) -> None:
-        """Share the parameter values of the layers of the same name."""
-        self.share_weights(other)
 
     def save(self, path: str) -> None:
         """Write a binary caffemodel."""
@@ -306,10 +302,6 @@ class Net(EngineNet):
         if not isinstance(first, MemoryData):
             raise ModelError("set_input_arrays may only be called if the first layer is a MemoryDataLayer")
         first.set_arrays(data, labels)
-
-    def clear_param_diffs(self) -> None:
-        """Set the gradients of all parameters to zero."""
-        self.clear_parameter_gradients()
 
     def before_forward(self, callback: Callable[[int], object]) -> None:
         """Call ``callback(layer index)`` before each layer's forward."""

@@ -201,8 +201,7 @@ class _Enums:
         self._type_name = type_name
 
     def __getattr__(self, name: str) -> int:
-        value: int = getattr(getattr(caffe_pb2, f"{self._type_name}Parameter"), name)
-        return value
+        return int(getattr(getattr(caffe_pb2, f"{self._type_name}Parameter"), name))
 
 
 class Parameters:

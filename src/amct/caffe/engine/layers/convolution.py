@@ -194,13 +194,10 @@ class Convolution(_BaseConvolution):
         self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
     ) -> tuple[torch.Tensor, bool]:
         """Run with folded weights. The packed kernel applies the activation too; returns (top, activation applied)."""
-        if self._is_plain_image(bottom):
+        if self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom):
             return self._packed(bottom, folded, activation), True
         kept = self.derived("channels_last", folded.sources, lambda: _to_channels_last(folded.compute()))
         return super().forward([bottom], kept)[0], False
-
-    def _is_plain_image(self, bottom: torch.Tensor) -> bool:
-        return self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom)
 
     def _packed(self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None) -> torch.Tensor:
         bottom = bottom.contiguous(memory_format=torch.channels_last)

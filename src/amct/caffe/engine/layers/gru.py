@@ -25,10 +25,10 @@ class GRU(Recurrent):
         """One time step; the only state is h."""
         gated = 2 * self.outputs
         before = cont * states[0]
-        hidden = self.hidden_product(before, parameters, -1, rows=slice(0, gated))
+        hidden = self.product(self.rounded(before), parameters, -1, rows=slice(0, gated))
         gates = torch.sigmoid(drive[:, :gated] + hidden)
         update, reset = gates.chunk(2, -1)
-        hidden = self.hidden_product(reset * before, parameters, -1, rows=slice(gated, None))
+        hidden = self.product(self.rounded(reset * before), parameters, -1, rows=slice(gated, None))
         new = torch.tanh(drive[:, gated:] + hidden)
         hidden = (1 - update) * new + update * before
         return hidden, [hidden]

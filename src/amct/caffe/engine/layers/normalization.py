@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -71,8 +71,29 @@ class MVN(Layer):
         legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))
         rows = legacy[0] if self.options.across_channels else legacy[0] * legacy[1]
         flat = bottom.reshape(rows, -1)
-        centred = flat - flat.mean(1, keepdim=True)
         if self.options.normalize_variance:
-            variance = (centred * centred).mean(1, keepdim=True)
-            centred = centred / (torch.sqrt(variance) + self.options.eps)
-        return [centred.reshape(bottom.shape)]
+            return [_Normalized.apply(flat, self.options.eps).reshape(bottom.shape)]  # type: ignore[no-untyped-call]
+        return [(flat - flat.mean(1, keepdim=True)).reshape(bottom.shape)]
+
+
+class _Normalized(torch.autograd.Function):
+    """Rows normalized to mean 0 and deviation 1, with Caffe's gradient.
+
+    ``dx = (dy - mean(dy) - y * mean(y * dy)) / (std + eps)``: the derivative has a factor (std + eps) / std at the last
+    term, which Caffe leaves out, and which is infinite on a constant image.
+    """
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ANN401  torch's context
+        centred = rows - rows.mean(1, keepdim=True)
+        divisor = torch.sqrt((centred * centred).mean(1, keepdim=True)) + eps
+        result = centred / divisor
+        context.save_for_backward(result, divisor)
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401  torch's context
+        result, divisor = context.saved_tensors
+        gradient = gradients[0]
+        means = gradient.mean(1, keepdim=True) + result * (result * gradient).mean(1, keepdim=True)
+        return (gradient - means) / divisor, None

@@ -72,6 +72,14 @@ class PoolWindow:
         return amounts
 
 
+def size_pair(options: ProtoMessage, name: str) -> tuple[int, int]:
+    """Height and width of the kernel, stride or pad of a pooling."""
+    if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
+        return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
+    single: int = getattr(options, "kernel_size" if name == "kernel" else name)
+    return single, single
+
+
 def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest value of each window (the first on a tie) and its index, row * width + column."""
     sizes = bottom.shape[2:]
@@ -183,18 +191,11 @@ class Pooling(Layer):
             if options.HasField(name) and (options.HasField(f"{name}_h") or options.HasField(f"{name}_w")):
                 raise self.error(f"{name} is {name} OR {name}_h and {name}_w; not both")
 
-    def _pair(self, name: str) -> tuple[int, int]:
-        options = self.options
-        if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
-            return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
-        single: int = getattr(options, "kernel_size" if name == "kernel" else name)
-        return single, single
-
     def _window(self, shape: Shape) -> PoolWindow:
-        kernel = (shape[2], shape[3]) if self.options.global_pooling else self._pair("kernel")
-        window = PoolWindow(
-            kernel=kernel, stride=self._pair("stride"), pad=self._pair("pad"), floor=self.options.round_mode == FLOOR
-        )
+        kernel, stride, pad = (size_pair(self.options, name) for name in ("kernel", "stride", "pad"))
+        if self.options.global_pooling:
+            kernel = (shape[2], shape[3])
+        window = PoolWindow(kernel=kernel, stride=stride, pad=pad, floor=self.options.round_mode == FLOOR)
         if min(window.kernel) <= 0 or min(window.stride) <= 0:
             raise self.error(f"Filter dimensions cannot be zero: kernel {window.kernel}, stride {window.stride}")
         if any(pad >= size for pad, size in zip(window.pad, window.kernel, strict=True)):

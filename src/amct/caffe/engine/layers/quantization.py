@@ -14,7 +14,7 @@ from amct.numerics.affine import check_factors, dequantize, fake_quantize, quant
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
 
 
@@ -51,6 +51,7 @@ class Quant(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
         self.options = self.parameter.quant_param
+        self.has_gradients = not self.options.integers
         self.factors = InputFactors(self, self.options)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -64,23 +65,12 @@ class Quant(Layer):
         except AmctError as error:
             raise self.error(str(error)) from error
 
-    @property
-    def uses_autograd(self) -> bool:
-        """Integers have no gradients."""
-        return not self.options.integers
-
-
-class _Integers(Layer):
-    """A layer that reads or writes integers: it has no gradients."""
-
-    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Forward on blobs; overridden so that the engine asks for no gradients."""
-        super().run(bottoms, tops)
-
 
 @register("DeQuant")
-class DeQuant(_Integers):
+class DeQuant(Layer):
     """Dequantizes sums of products: times scale_d · scale_w, one number or one for each channel."""
+
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Add the parameter that holds the factors."""
@@ -97,10 +87,11 @@ class DeQuant(_Integers):
 
 
 @register("AntiQuant")
-class AntiQuant(_Integers):
+class AntiQuant(Layer):
     """Dequantizes the integers of a layer without weights; without a scale it passes float values on."""
 
     returns_views = True
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""

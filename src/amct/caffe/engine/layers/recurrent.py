@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
 
-CONTINUATION = 1
+CONTINUATION, STATIC = 1, 2
 GATES = 4
 EVERY_ROW = slice(None)
 
@@ -116,25 +116,24 @@ class Recurrent(Layer):
 
     def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
         """The input part of the gates at all time steps: W_x x + b (+ W_static x_static)."""
-        driven = functional.linear(x, parameters[0], parameters[1])
+        driven = self.product(x, parameters, 0, bias=1)
         if self.has_static:
-            driven = driven + functional.linear(bottoms[2].reshape(x.shape[1], -1), parameters[2])
+            driven = driven + self.product(bottoms[STATIC].reshape(x.shape[1], -1), parameters, STATIC)
         return driven
 
-    def hidden_product(
+    def product(
         self,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         parameters: list[torch.Tensor],
         blob: int,
         *,
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """Return hidden times (selected rows of) parameters[blob], plus parameters[bias]."""
-        added = None if bias is None else parameters[bias]
-        return functional.linear(self.multiplied(hidden), parameters[blob][rows], added)
+        """Return x times (selected rows of) parameters[blob], plus parameters[bias]."""
+        return functional.linear(x, parameters[blob][rows], None if bias is None else parameters[bias])
 
-    def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden state as it is multiplied by a matrix."""
         return hidden
 
@@ -163,7 +162,7 @@ class LSTM(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One time step; the states are h and c."""
-        gates = drive + self.hidden_product(cont * states[0], parameters, -1)
+        gates = drive + self.product(self.rounded(cont * states[0]), parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
         return hidden, [hidden, cell]
 
@@ -182,8 +181,8 @@ class RNN(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One time step; the only state is h."""
-        hidden = torch.tanh(drive + self.hidden_product(cont * states[0], parameters, -3))
-        return torch.tanh(self.hidden_product(hidden, parameters, -2, bias=-1)), [hidden]
+        hidden = torch.tanh(drive + self.product(self.rounded(cont * states[0]), parameters, -3))
+        return torch.tanh(self.product(self.rounded(hidden), parameters, -2, bias=-1)), [hidden]
 
 
 @register("LSTMUnit")

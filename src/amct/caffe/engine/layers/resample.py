@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layers.pooling import size_pair
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import require_image
 
@@ -108,21 +109,13 @@ class Unpooling(_MaskedUnpooling):
         """Read the window."""
         require_image(bottoms[0], self.name)
         options = self.options = self.parameter.unpooling_param
-        self.kernel = self._pair("kernel_size", "kernel_h", "kernel_w")
-        self.stride = self._pair("stride", "stride_h", "stride_w")
-        self.pad = self._pair("pad", "pad_h", "pad_w")
+        self.kernel, self.stride, self.pad = (size_pair(options, name) for name in ("kernel", "stride", "pad"))
         if min(self.kernel) <= 0 or min(self.stride) <= 0:
             raise self.error(f"kernel and stride must be > 0, got {self.kernel} and {self.stride}")
         if any(pad >= kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
             raise self.error(f"pad must be smaller than the kernel, got {self.pad} and {self.kernel}")
         if options.unpool == AVERAGE and len(bottoms) > MASK:
             raise self.error("only MAX unpooling takes a mask (second bottom)")
-
-    def _pair(self, single: str, down: str, across: str) -> tuple[int, int]:
-        options = self.options
-        if options.HasField(down) or options.HasField(across):
-            return getattr(options, down), getattr(options, across)
-        return getattr(options, single), getattr(options, single)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The size given, else (size - 1) * stride + kernel - 2 * pad."""

@@ -65,8 +65,7 @@ class _ClassLoss(LossLayer):
 
     def class_axis(self) -> int:
         """The class axis of the prototxt."""
-        axis: int = self.parameter.softmax_param.axis
-        return axis
+        return int(self.parameter.softmax_param.axis)
 
     def divisor(self, counts: torch.Tensor) -> float:
         """The normalizer of the sum of losses."""
@@ -116,8 +115,7 @@ class InfogainLoss(_ClassLoss):
 
     def class_axis(self) -> int:
         """The axis of infogain_loss_param."""
-        axis: int = self.parameter.infogain_loss_param.axis
-        return axis
+        return int(self.parameter.infogain_loss_param.axis)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(), and the scores' shape for the probabilities."""

@@ -74,8 +74,11 @@ def threshold(place: Place[activations.Threshold]) -> None:
 
 @onnx_form(activations.Dropout)
 def dropout(place: Place[activations.Dropout]) -> None:
-    """The identity."""
-    place.alias(place.bottom)
+    """The identity, or a multiplication by 1 - p where training does not divide (``scale_train: false``)."""
+    if place.layer.scale_train:
+        place.alias(place.bottom)
+    else:
+        place.top("Mul", place.bottom, place.value("kept", 1.0 - float(place.layer.ratio)))
 
 
 @onnx_form(activations.PReLU)
