@@ -172,7 +172,6 @@ class OnnxDoor:
                 layer,
                 weight_parts(after[layer.name].layer),
                 balance=balance.get(layer.name),
-                channel_axis=after[layer.name].layer.kind.channel_axis,
                 can_pack=after[layer.name].can_pack,
             )
             for layer in chosen

@@ -154,7 +154,6 @@ def _float_weights(layer: Layer, record: Record) -> LayerWeights:
         rounded={},
         factors={},
         balance=torch.tensor(factors) if factors else None,
-        channel_axis=layer.kind.channel_axis,
     )
 
 

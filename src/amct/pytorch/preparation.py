@@ -20,7 +20,7 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.comparing import TorchRun
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.fuse import Fused, fuse
-from amct.pytorch.layer_weights import can_pack, channel_axis, put_weights, weight_parts
+from amct.pytorch.layer_weights import put_weights, weight_parts
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
@@ -55,10 +55,6 @@ class TorchPreparation(Preparation):
 
     traced: Traced
     fused: Fused
-
-    def module(self, layer: str) -> nn.Module:
-        """The module of a layer in the folded model."""
-        return self.fused.model.get_submodule(layer)
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model that computes with the quantized weights."""
@@ -187,8 +183,7 @@ def prepare(
             layer,
             weight_parts(module),
             balance=(balance or {}).get(layer.name),
-            channel_axis=channel_axis(module),
-            can_pack=can_pack(module),
+            can_pack=traced.layers[layer.name].can_pack,
         )
     preparation = TorchPreparation(
         name=type(traced.model).__name__,

@@ -299,8 +299,7 @@ def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, st
     facts = traced.layers.get(name)
     if facts is None:
         return LayerInfo(name=name, type=kind, refusal=reasons.get(name))
-    packable = facts.groups == 1 and facts.in_channels is not None and facts.in_channels % 2 == 0
-    return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=packable)
+    return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=facts.can_pack)
 
 
 def _refuse_lazy(model: nn.Module) -> None:
