@@ -103,13 +103,13 @@ def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, fl
     if layer.pad is not None:
         # The pad reads integers: zero is the offset there.
         zero = np.asarray(factors.offset_d, dtype=np.int16 if factors.act_bits == 16 else np.int8)
-        graph.set_input(layer.pad, 2, graph.set_initializer(graph.fresh_name(f"{layer.pad.name}.value"), zero))
+        graph.set_input(layer.pad, 2, graph.add_initializer(f"{layer.pad.name}.value", zero))
         graph.forget_type(layer.pad.output[0])
 
 
 def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
     name = f"{layer.name}.dequant"
-    param = graph.set_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
+    param = graph.add_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
     read, write = graph.tap(layer.output, f"{name}.output0")
     for tensor in (layer.node.output[0], read):
         graph.forget_type(tensor)
@@ -171,7 +171,7 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
     if layer.bias is not None:
         bias = owned_name(graph, node, 3, f"{layer.name}.bias")
         graph.set_initializer(bias, layer.integer_bias()[np.newaxis])
-    param = graph.set_initializer(f"{layer.name}.dequant.param", dequant_param(layer.dequant_scale()))
+    param = graph.add_initializer(f"{layer.name}.dequant.param", dequant_param(layer.dequant_scale()))
     states = [state, cell] if layer.kind is LayerKind.LSTM else [state]
     graph.set_inputs(node, [x, weight, recurrent, *states, bias, lengths, "", param])
     node.op_type = _RECURRENT_OPERATOR[layer.kind]
