@@ -14,13 +14,20 @@ from amct.ptq.compare import measure
 from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.fuse import fuse
 from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.watch.layer_hooks import given_input
 from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from onnx import ModelProto
 
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
@@ -137,6 +144,16 @@ def compare(
     own = {name: name for name in layers}
     measured = measure(TorchRun(reference, layers), TorchRun(other, own), batches.with_originals())
     return list(measured.layers.values())
+
+
+def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto:
+    """The folded float model as ONNX, for comparing with its quantized files, which have the same tensor names.
+
+    Raises:
+        ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
+    """
+    traced = cached_trace(model, torch.from_numpy(example))
+    return float_onnx(traced, fuse(traced)).model
 
 
 def _has(model: nn.Module, path: str) -> bool:
