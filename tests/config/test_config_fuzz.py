@@ -10,10 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import caffe_json as ptq_caffe_json
 from amct.config.ptq import kv_cache
 from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.errors import AmctError
 
 CFG_READERS = {
@@ -22,14 +20,14 @@ CFG_READERS = {
     "caffe": (ptq_caffe.expand_config, CAFFE_RESNET),
 }
 JSON_READERS = {
-    "pytorch": (ptq_pytorch_json.read_config, MIX),
+    "pytorch": (ptq_pytorch.read_config, MIX),
     "kv cache": (kv_cache.read_config, ATTENTION),
-    "caffe": (ptq_caffe_json.read_config, CAFFE_RESNET),
+    "caffe": (ptq_caffe.read_config, CAFFE_RESNET),
 }
 PLANS = {
-    "pytorch": lambda config: ptq_pytorch_json.make_plan(config, MIX),
+    "pytorch": lambda config: ptq_pytorch.make_plan(config, MIX),
     "kv cache": kv_cache.make_plan,
-    "caffe": lambda config: ptq_caffe_json.make_plan(config, CAFFE_RESNET),
+    "caffe": lambda config: ptq_caffe.make_plan(config, CAFFE_RESNET),
 }
 BOTH = [(kind, name) for kind in ("cfg", "json") for name in CFG_READERS]
 

@@ -9,7 +9,6 @@ from config_models import GOLDEN, network_of
 
 from amct.config.ptq import kv_cache
 from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
 
 REFERENCE = GOLDEN / "amct"
@@ -42,15 +41,15 @@ def test_expansion_equals_the_reference(case):
 @pytest.mark.parametrize("case", PTQ)
 def test_a_config_of_the_reference_is_read_and_written_again_unchanged(case):
     text = read(case, "config.json")
-    assert ptq_pytorch_json.read_config(text, "config.json", network_of(case)).to_json() == text
+    assert ptq_pytorch.read_config(text, "config.json", network_of(case)).to_json() == text
 
 
 @pytest.mark.parametrize("case", PTQ)
 def test_both_roads_lead_to_one_plan(case):
     network = network_of(case)
-    expanded = ptq_pytorch_json.make_plan(expand_ptq(case), network)
-    read_back = ptq_pytorch_json.make_plan(
-        ptq_pytorch_json.read_config(read(case, "config.json"), "config.json", network), network
+    expanded = ptq_pytorch.make_plan(expand_ptq(case), network)
+    read_back = ptq_pytorch.make_plan(
+        ptq_pytorch.read_config(read(case, "config.json"), "config.json", network), network
     )
     assert expanded.layers == read_back.layers
     assert replace(expanded, source="", warnings=(), not_quantized={}) == replace(
@@ -63,7 +62,7 @@ def test_both_roads_lead_to_one_plan(case):
 
 
 def plan_of(case: str):
-    return ptq_pytorch_json.make_plan(expand_ptq(case), network_of(case))
+    return ptq_pytorch.make_plan(expand_ptq(case), network_of(case))
 
 
 def test_the_plan_carries_the_algorithms():

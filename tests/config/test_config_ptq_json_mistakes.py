@@ -7,7 +7,7 @@ import json
 import pytest
 from config_models import layers, marked, places_of
 
-from amct.config.ptq.pytorch_json import make_plan, read_config
+from amct.config.ptq.pytorch import make_plan, read_config
 from amct.errors import ConfigError, ConfigTypeError
 
 NETWORK = layers(

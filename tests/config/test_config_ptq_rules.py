@@ -6,8 +6,7 @@ import pytest
 from config_models import layers
 
 from amct.config.full_config import explain
-from amct.config.ptq.pytorch import default_config, expand_config
-from amct.config.ptq.pytorch_json import make_plan, read_config
+from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
 
 NETWORK = layers(
     "conv:Conv2d", "conv2:Conv2d", "conv3d:Conv3d", "pool:AvgPool2d", "fc:Linear", "fcnb:Linear", "rnn:LSTM",

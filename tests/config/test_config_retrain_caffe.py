@@ -21,7 +21,7 @@ ALL = ["conv1", "dw", "up", "fc"]
 
 
 def test_types_are_the_first_four_with_weights():
-    assert CAFFE_QAT.types == {
+    assert {name: capability.channel_wise for name, capability in CAFFE_QAT.types.items()} == {
         "Convolution": True,
         "DepthwiseConv": True,
         "InnerProduct": False,
@@ -95,7 +95,7 @@ def test_a_simple_config():
     assert plan.find("conv1").weight == CaffeArqRetrainSettings()
     assert {layer.batch_num for layer in plan.layers} == {4}
     assert [str(warning) for warning in config.warnings] == [
-        "r.cfg:7:1: quantized although skipped, because an override speaks of these layers: dw"
+        "r.cfg:7:1: quantized although skipped, because an override names these layers or their type: dw"
     ]
 
 

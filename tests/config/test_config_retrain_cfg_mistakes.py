@@ -67,11 +67,11 @@ NAMES = {
     "batch_num 0": ("\n@batch_num: 0", "batch_num must be at least 1, got 0"),
 }
 PRUNING = {
-    "prune_config": (f"@{PRUNER}", "prune_config speaks of pruning"),
-    "skip layers": ('@regular_prune_skip_layers: "conv"', "regular_prune_skip_layers speaks of pruning"),
-    "skip types": ('@regular_prune_skip_types: "Conv2d"', "regular_prune_skip_types speaks of pruning"),
-    "in a layer override": (of_layer("fc", f"@{PRUNER}"), "prune_config speaks of pruning"),
-    "in a type override": (of_type("Linear", f"@{PRUNER}"), "prune_config speaks of pruning"),
+    "prune_config": (f"@{PRUNER}", "prune_config is about pruning"),
+    "skip layers": ('@regular_prune_skip_layers: "conv"', "regular_prune_skip_layers is about pruning"),
+    "skip types": ('@regular_prune_skip_types: "Conv2d"', "regular_prune_skip_types is about pruning"),
+    "in a layer override": (of_layer("fc", f"@{PRUNER}"), "prune_config is about pruning"),
+    "in a type override": (of_type("Linear", f"@{PRUNER}"), "prune_config is about pruning"),
 }
 VALUES = {
     "clip_max 0": (clips("@clip_max: 0 clip_min: -1"), "ulq_quantize.clip_max must be greater than 0, got 0.0"),

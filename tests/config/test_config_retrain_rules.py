@@ -75,7 +75,7 @@ quant_skip_types: "Linear"
 override_layer_configs { layer_name: "conv" }
 override_layer_types { layer_type: "Linear" retrain_weight_quant_config { arq_retrain { } } }"""
     assert enabled(text) == ALL
-    again = "quantized although skipped, because an override speaks of these layers"
+    again = "quantized although skipped, because an override names these layers or their type"
     assert warnings_of(text) == [f"q.cfg:3:1: {again}: conv", f"q.cfg:4:1: {again}: fc, fcnb"]
 
 
@@ -231,7 +231,7 @@ def test_every_algorithm_and_default_of_the_schema_is_in_the_registry(name):
 def test_layer_types_are_those_of_the_documents():
     qat = ["Conv1d", "Conv2d", "Conv3d", "Linear", "ConvTranspose1d", "ConvTranspose2d", "LSTM", "GRU"]
     assert list(QAT_TYPES) == list(PYTORCH_QAT.types) == qat
-    assert [name for name, channel_wise in PYTORCH_QAT.types.items() if not channel_wise] == ["Linear"]
+    assert [name for name, able in PYTORCH_QAT.types.items() if not able.channel_wise] == ["Linear"]
     assert FILTER_PRUNE_TYPES == ("Conv2d", "Linear")
     assert SELECTIVE_PRUNE_TYPES == ("Conv2d", "Linear", "ConvTranspose2d")
     assert set(FILTER_PRUNE_TYPES) < set(SELECTIVE_PRUNE_TYPES) < set(QAT_TYPES)

@@ -31,7 +31,7 @@ PYTORCH_SAMPLES = {
     "compressed1": compress_pytorch,
     "compressed2": compress_pytorch,
 }
-AGAIN = "quantized although skipped, because an override speaks of these layers"
+AGAIN = "quantized although skipped, because an override names these layers or their type"
 STAYS = "not pruned although overridden: a skipped layer stays as it is"
 WARNINGS = {
     "quant": [

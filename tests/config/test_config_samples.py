@@ -11,9 +11,7 @@ import pytest
 from config_models import CAFFE_RESNET, CAFFE_TWO_CONVS, SAMPLES, layers
 
 from amct.config.ptq import caffe as ptq_caffe
-from amct.config.ptq import caffe_json as ptq_caffe_json
 from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.ptq import pytorch_json as ptq_pytorch_json
 from amct.config.settings import SnqSettings
 from amct.errors import ConfigError, ParseError
 
@@ -76,19 +74,19 @@ def test_ada_round_sample():
 def test_caffe_snq_samples(name):
     config = ptq_caffe.expand_config(sample(f"{name}.cfg"), "quant.cfg", CAFFE_RESNET)
     assert config.to_json() == expected(name)
-    plan = ptq_caffe_json.make_plan(config, CAFFE_RESNET)
+    plan = ptq_caffe.make_plan(config, CAFFE_RESNET)
     assert plan.find("res2a_branch1").weight == SnqSettings(init_algo="gaussian")
     assert plan.update_bn.bn_update_iterations == 30
 
 
 @pytest.mark.parametrize("name", ["caffe_uniform.json", "caffe_create_quant_config.json"])
-def test_caffe_json_samples_are_read_and_written_in_their_order(name):
+def test_caffe_samples_are_read_and_written_in_their_order(name):
     text = sample(name)
-    config = ptq_caffe_json.read_config(text, name, CAFFE_TWO_CONVS)
+    config = ptq_caffe.read_config(text, name, CAFFE_TWO_CONVS)
     wanted = json.loads(text)
     wanted.pop("joint_quant", None)  # accepted, ignored, never written
     assert json.dumps(config.to_dict()) == json.dumps(wanted)
-    plan = ptq_caffe_json.make_plan(config, CAFFE_TWO_CONVS)
+    plan = ptq_caffe.make_plan(config, CAFFE_TWO_CONVS)
     assert [layer.weight.channel_wise for layer in plan.layers] == [True, False]
     assert plan.batch_num == 2
 
@@ -96,17 +94,17 @@ def test_caffe_json_samples_are_read_and_written_in_their_order(name):
 def test_caffe_snq_json_sample_opens_with_two_braces():
     text = sample("caffe_snq_two_braces.json")
     with pytest.raises(ParseError, match=r'config.json:2:1: expected a key in double quotes or "}", found \'{\''):
-        ptq_caffe_json.read_config(text, "config.json", CAFFE_RESNET)
+        ptq_caffe.read_config(text, "config.json", CAFFE_RESNET)
 
 
 def test_caffe_snq_json_sample_with_one_brace():
     text = sample("caffe_snq_two_braces.json").replace("{\n{", "{", 1)
-    config = ptq_caffe_json.read_config(text, "config.json", CAFFE_RESNET)
+    config = ptq_caffe.read_config(text, "config.json", CAFFE_RESNET)
     wanted = json.loads(text)
     layer = wanted["res2a_branch1"]
     layer["activation_quant_params"] = layer["activation_quant_params"][0]  # one bottom: written as an object
     assert json.dumps(config.to_dict()) == json.dumps(wanted)
-    plan = ptq_caffe_json.make_plan(config, CAFFE_RESNET)
+    plan = ptq_caffe.make_plan(config, CAFFE_RESNET)
     assert plan.not_quantized["conv1"] == "not in the config"
     assert [item.name for item in plan.enabled] == ["res2a_branch1"]
 
@@ -114,18 +112,18 @@ def test_caffe_snq_json_sample_with_one_brace():
 GENERATED = {
     "pytorch default": lambda: (
         ptq_pytorch.default_config(NETWORK, batch_num=3, activation_offset=False, skip_layers=["fc"]),
-        ptq_pytorch_json.read_config,
+        ptq_pytorch.read_config,
         NETWORK,
     ),
     "pytorch ada": lambda: (
         ptq_pytorch.expand_config(sample("pytorch_ada_round.cfg"), "a.cfg", NETWORK),
-        ptq_pytorch_json.read_config,
+        ptq_pytorch.read_config,
         NETWORK,
     ),
-    "caffe default": lambda: (ptq_caffe.default_config(CAFFE_RESNET), ptq_caffe_json.read_config, CAFFE_RESNET),
+    "caffe default": lambda: (ptq_caffe.default_config(CAFFE_RESNET), ptq_caffe.read_config, CAFFE_RESNET),
     "caffe snq": lambda: (
         ptq_caffe.expand_config(sample("caffe_snq_quant.cfg"), "s.cfg", CAFFE_RESNET),
-        ptq_caffe_json.read_config,
+        ptq_caffe.read_config,
         CAFFE_RESNET,
     ),
 }

@@ -10,7 +10,7 @@ import torch
 from ptq_goldens import AMCT, golden_net
 
 import amct_pytorch as amct
-from amct.config.ptq.pytorch_json import make_plan, read_config
+from amct.config.ptq.pytorch import make_plan, read_config
 from amct.errors import CalibrationError
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.preparation import prepare

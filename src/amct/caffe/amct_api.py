@@ -25,8 +25,7 @@ from amct.caffe.ptq.insertion import insert_ifmr
 from amct.caffe.ptq.quantized_weights import quantize_weights
 from amct.caffe.uninplace import restore_in_place
 from amct.calibration.record_files import progress_path
-from amct.config.ptq.caffe import default_config, expand_config
-from amct.config.ptq.caffe_json import make_plan, read_config
+from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
 from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from amct.caffe.ptq.save import SaveNotes, results_with, save_results
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.caffe.running import build_net, caffe_batches, feed, run_net, sample_count
 from amct.calibration.layer_records import complete_caffe_record
-from amct.config.ptq.quant_config import CAFFE, plan_of
+from amct.config.ptq.caffe import CAFFE
+from amct.config.ptq.quant_config import plan_of
 from amct.errors import ConfigError
 from amct.model import Skip
 from amct.ptq import flow

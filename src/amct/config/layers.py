@@ -1,4 +1,4 @@
-"""What a config needs to know of a model: the name and the type of each layer, and the few facts that rules depend on.
+"""The layers of a model as a config sees them, and what a layer type can do.
 
 A front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in the order of the model; nothing
 else of the model reaches this package.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,39 @@ class LayerInfo:
     prune_refusal: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a layer type can do.
+
+    Attributes:
+        weights: Weights are quantized (the JSON of PyTorch has a formal block for average pooling, which has none).
+        channel_wise: Weights can have a scale per output channel, and do so by default.
+        on_by_default: A generated config quantizes the layer.
+        fusible: BatchNorm can be folded into the layer; in Caffe also: the layer can be folded into others.
+        asymmetric: Activations can have an offset.
+        int16: Activations can have 16 bits (PyTorch).
+        int16_needs_bias: Only layers with a bias can have 16-bit activations.
+        ada: AdaRound can tune the weights (PyTorch).
+        odd_bits: Weights can have 6 or 7 bits (PyTorch).
+        dmq: DMQ can balance the layer (PyTorch).
+        dmq_by_type: DMQ can be requested by an override of the type.
+        snq: Weights can be quantized non-uniformly (Caffe).
+    """
+
+    weights: bool = True
+    channel_wise: bool = True
+    on_by_default: bool = True
+    fusible: bool = False
+    asymmetric: bool = True
+    int16: bool = True
+    int16_needs_bias: bool = False
+    ada: bool = False
+    odd_bits: bool = False
+    dmq: bool = True
+    dmq_by_type: bool = True
+    snq: bool = False
+
+
 class LayerList:
     """The layers of a model in model order, found by name."""
 
@@ -55,6 +88,10 @@ class LayerList:
     def find(self, name: str) -> LayerInfo | None:
         """The layer of that name, or None."""
         return self._by_name.get(name)
+
+    def quantizable(self, types: Collection[str]) -> tuple[LayerInfo, ...]:
+        """The layers that a config can configure, in model order: of one of the types, and not refused."""
+        return tuple(layer for layer in self._layers if layer.type in types and layer.refusal is None)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from amct.config.checks import checked_settings
 from amct.config.precedence import Level
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 FORCE_FP16 = "FORCE_FP16_QUANT"
 
 NO_CONFIG = "create_quant_config"
-"""What a plan names as its source when the user gave none."""
+"""The source of a plan without a config file."""
 
 OPEN_ENDED = 2**31 - 1
-"""As ``batch_num``: calibration takes every batch there is and ends when it is told to."""
+"""As ``batch_num``: calibration observes every batch until the caller ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,42 +68,62 @@ class LayerPlan:
         return self.activations[0]
 
 
+class _Layer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def enabled(self) -> bool: ...
+
+
+_LayerT = TypeVar("_LayerT", bound=_Layer)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What will be done to a model.
+class LayerPlans(Generic[_LayerT]):
+    """The plans of the layers of a model.
 
     Attributes:
-        source: The config file, or what stands for it.
-        layers: Every quantizable layer of the model, enabled or not, in model order.
-        not_quantized: Why each other layer, and each layer switched off, stays float.
-        warnings: What the user should know, each with its place in the file.
-        update_bn: How BatchNorm statistics are refreshed (Caffe); None: they are not.
+        source: The config file, or ``create_quant_config``.
+        layers: Every layer that has a plan, enabled or not, in model order.
+        warnings: What the user should know, each with its position in the file.
     """
 
     source: str
+    layers: tuple[_LayerT, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+    @property
+    def enabled(self) -> tuple[_LayerT, ...]:
+        """The layers that are switched on."""
+        return tuple(layer for layer in self.layers if layer.enabled)
+
+    def find(self, name: str) -> _LayerT | None:
+        """The plan of one layer, or None when it has none."""
+        return next((layer for layer in self.layers if layer.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(LayerPlans[LayerPlan]):
+    """What will be done to a model.
+
+    Attributes:
+        not_quantized: Why each other layer, and each layer switched off, stays float.
+        update_bn: How BatchNorm statistics are refreshed (Caffe); None: they are not.
+    """
+
     batch_num: int = 1
     activation_offset: bool = True
     do_fusion: bool = True
     skip_fusion_layers: tuple[str, ...] = ()
     force_fp16: bool = False
-    layers: tuple[LayerPlan, ...] = ()
     not_quantized: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    warnings: tuple[Problem, ...] = ()
     update_bn: BatchNormUpdate | None = None
-
-    @property
-    def enabled(self) -> tuple[LayerPlan, ...]:
-        """The layers that will be quantized."""
-        return tuple(layer for layer in self.layers if layer.enabled)
 
     @property
     def balanced(self) -> tuple[LayerPlan, ...]:
         """The layers that DMQ balances before they are quantized."""
         return tuple(layer for layer in self.enabled if layer.migration_strength is not None)
-
-    def find(self, name: str) -> LayerPlan | None:
-        """The plan of one layer, or None when the layer is not quantizable."""
-        return next((layer for layer in self.layers if layer.name == name), None)
 
 
 # -- making a plan -----------------------------------------------------------------------------------------------------
@@ -148,7 +168,7 @@ def reasons_not_quantized(
 
 
 def config_text(plan: Plan) -> str:
-    """What a plan says, short: layers with the same settings are told together."""
+    """A plan as short text; layers with the same settings share one paragraph."""
     lines = [
         f"source: {'defaults' if plan.source == NO_CONFIG else plan.source}",
         f"batch_num: {plan.batch_num}",

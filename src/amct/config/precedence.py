@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from amct.config.layers import LayerInfo
     from amct.config.problems import ProblemList
@@ -84,17 +84,14 @@ def read_common(message: TextMessage, name: str) -> Choice:
 
 
 def read_overrides(
-    entries: Iterable[TextMessage],
-    key: str,
-    block_of: Callable[[TextMessage], TextMessage],
-    problems: ProblemList,
+    entries: Iterable[TextMessage], key: str, block_field: str | None, problems: ProblemList
 ) -> dict[str, Choice]:
     """The overrides of a simple config by layer name or type; a name given twice is a mistake.
 
     Args:
         entries: The repeated override messages.
         key: ``layer_name`` or ``layer_type``.
-        block_of: Takes the block out of an entry (the entry itself in retraining configs).
+        block_field: The field that holds the block; None: the entry itself is the block (retraining).
         problems: Takes the repeated names.
     """
     level = Level.LAYER if key == "layer_name" else Level.TYPE
@@ -106,5 +103,5 @@ def read_overrides(
             where = f" (first in line {first.line})" if first else ""
             problems.add(f'{key} "{name}" is overridden more than once{where}. Keep one override.', entry.where(key))
         else:
-            chosen[name] = Choice(block_of(entry), Origin(level, entry.position))
+            chosen[name] = Choice(entry.get(block_field) if block_field else entry, Origin(level, entry.position))
     return chosen

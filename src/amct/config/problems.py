@@ -1,7 +1,6 @@
-"""Collect every mistake of a config file, then report them together.
+"""Collects every mistake of a config file, so that they are reported together.
 
-A reader creates one ``ProblemList``, hands it down, and calls ``raise_all`` at the end: the user corrects a file once
-and not once per mistake.
+A reader creates one ``ProblemList``, passes it to the functions it calls, and calls ``raise_all`` at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class ProblemList:
 
     def __init__(self) -> None:
         self._mistakes: dict[Problem, None] = {}  # a dict is a set that keeps its order
-        self._warnings: dict[Problem, None] = {}
+        self._warnings: dict[tuple[str, Position | None], list[str]] = {}  # the layers that each one is about
         self._wrong_type = False
         self._suggestions = 0
 
@@ -37,7 +36,7 @@ class ProblemList:
         self.add(message, position)
 
     def add_unknown(self, what: str, name: str, known: Iterable[str], position: Position | None = None) -> None:
-        """Note a name nobody knows, with the nearest known one."""
+        """Note an unknown name, with the nearest known one."""
         self.add(f'{what} "{shorten(name)}" is unknown.{self.nearest(name, known)}', position)
 
     def nearest(self, name: str, known: Iterable[str]) -> str:
@@ -55,13 +54,24 @@ class ProblemList:
         self._mistakes.update(dict.fromkeys(problems))
 
     def warn(self, message: str, position: Position | None = None) -> None:
-        """Note an oddity that is no mistake; the same warning at the same place is noted once."""
-        self._warnings[Problem(message, position)] = None
+        """Note something unusual that is no mistake; the same warning at the same place is noted once."""
+        self._warnings.setdefault((message, position), [])
+
+    def adjust(self, layer: str, message: str, position: Position | None, *, anywhere: bool = False) -> None:
+        """Warn that a layer cannot have the setting at ``position``: one warning for all such layers.
+
+        With ``anywhere`` the layers share the warning although each has its own position; the first one counts.
+        """
+        same = (key for key, layers in self._warnings.items() if anywhere and layers and key[0] == message)
+        self._warnings.setdefault(next(same, (message, position)), []).append(layer)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
         """The warnings so far, in the order they were found."""
-        return tuple(self._warnings)
+        return tuple(
+            Problem(f"{message}: {', '.join(layers)}" if layers else message, position)
+            for (message, position), layers in self._warnings.items()
+        )
 
     def __bool__(self) -> bool:
         return bool(self._mistakes)
@@ -85,6 +95,6 @@ def _place(problem: Problem) -> tuple[str, int, int]:
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """A value as it may stand in a message: long texts are cut."""
+    """A value for a message; a long text is cut."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

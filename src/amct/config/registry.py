@@ -46,13 +46,13 @@ class Algorithm:
     Attributes:
         name: Its name in the JSON, the value of ``act_algo`` or ``wts_algo``.
         message: The field of a ``.cfg`` block that chooses it.
-        settings: What it becomes.
+        settings: The class of its settings.
         keys: The keys of its JSON block in the order they are written, the key of the name among them.
-        cfg_fields: Where a key is called otherwise in the ``.cfg``: one field, or the two ends of a range; a dot leads
-            into an inner message.
-        json_fields: Where a key of the JSON is called otherwise in the settings.
+        cfg_fields: The fields of the ``.cfg`` for keys that have another name there: one field, or the two ends of a
+            range; a dot separates an inner message from its field.
+        json_fields: The settings fields of keys that have another name there.
         optional: Keys that are written only when they were given.
-        float32: Keys whose numbers are written as a float32 holds them (the reference shortens all others).
+        float32: Keys whose numbers are written with all digits of the float32 (AMCT shortens all others).
     """
 
     name: str
@@ -86,86 +86,52 @@ _ADA_KEYS = ("num_bits", "reg_param", "warm_start", "num_iteration", "beta_range
 _SNQ_KEYS = ("wts_algo", "channel_wise", "num_bits", "max_iteration", "min_distance", "init_algo")
 _BITS_BY_TYPE: dict[str, tuple[str, ...]] = {"num_bits": ("dst_type",)}
 _ASYMMETRIC = frozenset({"asymmetric"})
-_CLIP_KEYS = frozenset({"clip_max", "clip_min"})
 _CLIP: dict[str, tuple[str, ...]] = {key: (f"clip_max_min.{key}",) for key in ("clip_max", "clip_min")}
 
-# fmt: off  (a line for each algorithm)
+
+def _algorithm(name: str, settings: type[Any], *keys: str, **spelling: Any) -> Algorithm:  # noqa: ANN401  fields of Algorithm
+    """An algorithm with the same name in the JSON and in the ``.cfg``."""
+    return Algorithm(name=name, message=name, settings=settings, keys=keys, **spelling)
+
+
 PYTORCH_WEIGHT = (
-    Algorithm(
-        name="arq_quantize",
-        message="arq_quantize",
-        settings=ArqSettings,
-        keys=("num_bits", "channel_wise", "wts_algo"),
-        cfg_fields={"num_bits": ("quant_bits",)},
+    _algorithm(
+        "arq_quantize", ArqSettings, "num_bits", "channel_wise", "wts_algo", cfg_fields={"num_bits": ("quant_bits",)}
     ),
-    Algorithm(name="ada_quantize", message="ada_quantize", settings=AdaRoundSettings, keys=_ADA_KEYS, cfg_fields=_BETA),
+    _algorithm("ada_quantize", AdaRoundSettings, *_ADA_KEYS, cfg_fields=_BETA),
 )
 CAFFE_WEIGHT = (
-    Algorithm(
-        name="arq_quantize", message="arq_quantize", settings=ArqSettings, keys=("wts_algo", "channel_wise", "num_bits")
-    ),
-    Algorithm(name="snq_quantize", message="snq_quantize", settings=SnqSettings, keys=_SNQ_KEYS),
+    _algorithm("arq_quantize", ArqSettings, "wts_algo", "channel_wise", "num_bits"),
+    _algorithm("snq_quantize", SnqSettings, *_SNQ_KEYS),
 )
 RETRAIN_ACTIVATION = (
-    Algorithm(
-        name="ulq_quantize",
-        message="ulq_quantize",
-        settings=UlqSettings,
-        keys=("algo", "clip_max", "clip_min", "fixed_min", "dst_type"),
+    _algorithm(
+        "ulq_quantize",
+        UlqSettings,
+        *("algo", *_CLIP, "fixed_min", "dst_type"),
         cfg_fields=_CLIP,
-        optional=_CLIP_KEYS | {"fixed_min"},
-        float32=_CLIP_KEYS,
+        optional=frozenset({*_CLIP, "fixed_min"}),
+        float32=frozenset(_CLIP),
     ),
 )
 RETRAIN_WEIGHT = (
-    Algorithm(
-        name="arq_retrain",
-        message="arq_retrain",
-        settings=ArqRetrainSettings,
-        keys=("algo", "channel_wise", "dst_type"),
-    ),
-    Algorithm(
-        name="ulq_retrain",
-        message="ulq_retrain",
-        settings=UlqRetrainSettings,
-        keys=("algo", "dst_type", "channel_wise"),
-    ),
+    _algorithm("arq_retrain", ArqRetrainSettings, "algo", "channel_wise", "dst_type"),
+    _algorithm("ulq_retrain", UlqRetrainSettings, "algo", "dst_type", "channel_wise"),
 )
 CAFFE_RETRAIN_ACTIVATION = (
-    Algorithm(
-        name="ulq_quantize",
-        message="ulq_quantize",
-        settings=CaffeUlqSettings,
-        keys=("algo", "clip_max", "clip_min", "fixed_min", "fixed_clip", "num_bits"),
+    _algorithm(
+        "ulq_quantize",
+        CaffeUlqSettings,
+        *("algo", *_CLIP, "fixed_min", "fixed_clip", "num_bits"),
         cfg_fields=_CLIP,
-        optional=_CLIP_KEYS | {"fixed_min", "fixed_clip"},
+        optional=frozenset({*_CLIP, "fixed_min", "fixed_clip"}),
     ),
 )
-CAFFE_RETRAIN_WEIGHT = (
-    Algorithm(
-        name="arq_retrain",
-        message="arq_retrain",
-        settings=CaffeArqRetrainSettings,
-        keys=("algo", "channel_wise", "num_bits"),
-    ),
-)
+CAFFE_RETRAIN_WEIGHT = (_algorithm("arq_retrain", CaffeArqRetrainSettings, "algo", "channel_wise", "num_bits"),)
 FILTER_PRUNE = (
-    Algorithm(
-        name="balanced_l2_norm_filter_prune",
-        message="balanced_l2_norm_filter_prune",
-        settings=FilterPruneSettings,
-        keys=("algo", "prune_ratio", "ascend_optimized"),
-    ),
+    _algorithm("balanced_l2_norm_filter_prune", FilterPruneSettings, "algo", "prune_ratio", "ascend_optimized"),
 )
-SELECTIVE_PRUNE = (
-    Algorithm(
-        name="l1_selective_prune",
-        message="l1_selective_prune",
-        settings=SelectivePruneSettings,
-        keys=("algo", "n_out_of_m_type", "update_freq"),
-    ),
-)
-# fmt: on
+SELECTIVE_PRUNE = (_algorithm("l1_selective_prune", SelectivePruneSettings, "algo", "n_out_of_m_type", "update_freq"),)
 
 
 def find_algorithm(algorithms: tuple[Algorithm, ...], name: object) -> Algorithm | None:

@@ -1,8 +1,8 @@
 """The settings of every algorithm: one frozen class each, with the default and the legal range of every field.
 
 These classes are what the rest of the program works with. The annotations are also what a config file is checked
-against (see ``checks``), so a range stands in one place. Which bit widths are legal depends on the layer and is told
-by the capability tables, not here.
+against (see ``checks``), so a range stands in one place. Which bit widths are legal depends on the layer type: see
+``ptq.pytorch_types`` and ``ptq.caffe_types``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 from pydantic_core import PydanticCustomError
 
 from amct.errors import ConfigError
@@ -27,6 +27,9 @@ Percentile = Annotated[float, Field(strict=True, gt=0.5, le=1.0)]
 OpenFraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(strict=True, gt=0.0)]
 Count = Annotated[int, Field(strict=True, ge=0)]
+Switch = StrictBool
+Names = tuple[StrictStr, ...]
+AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 ExactInteger = BeforeValidator(_integer)
 Version = Annotated[Literal[1], ExactInteger]
 

@@ -89,11 +89,6 @@ def check_opset(opset: int) -> None:
         raise ArgumentError(f"opset: expected {OPSETS[0]}..{OPSETS[-1]}, got {opset}")
 
 
-def model_opset(model: ModelProto) -> int:
-    """The version of the standard operators that a model uses."""
-    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-
-
 def save_models(
     save_path: SavePath,
     files: Mapping[str, ModelProto | bytes],

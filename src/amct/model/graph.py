@@ -30,7 +30,7 @@ N = TypeVar("N")
 
 
 class TensorIndex(Generic[N]):
-    """Which node makes each tensor and which nodes read it; nodes are compared by identity."""
+    """Which node makes each tensor and which nodes read it; nodes are compared by identity. Base of every graph."""
 
     def __init__(self) -> None:
         self.producers: dict[str, N] = {}
@@ -43,9 +43,13 @@ class TensorIndex(Generic[N]):
         for tensor in outputs:
             self.producers[tensor] = node
 
-    def consumers(self, tensor: str) -> list[N]:
+    def producer(self, tensor: str) -> N | None:
+        """The node that makes ``tensor``; None for graph inputs and stored values."""
+        return self.producers.get(tensor)
+
+    def consumers(self, tensor: str) -> tuple[N, ...]:
         """The nodes that read ``tensor``, in the order in which they were added, each once."""
-        return list(self._consumers.get(tensor, ()))
+        return tuple(self._consumers.get(tensor, ()))
 
     def connect(self, tensor: str, node: N) -> None:
         """Let a node read a tensor."""
@@ -58,14 +62,14 @@ class TensorIndex(Generic[N]):
         self._consumers[tensor] = [reader for reader in self._consumers.get(tensor, ()) if reader is not node]
 
 
-class Graph:
-    """Nodes in execution order; answers who makes a tensor and who reads it. Never changes once built."""
+class Graph(TensorIndex[Node]):
+    """Nodes in execution order; never changes once built."""
 
     def __init__(self, nodes: Iterable[Node], *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
+        super().__init__()
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self._nodes: dict[str, Node] = {}
-        self._tensors: TensorIndex[Node] = TensorIndex()
         known = set(self.inputs)
         for node in nodes:
             self._add(node, known)
@@ -83,7 +87,7 @@ class Graph:
             if tensor in known:
                 raise ModelError(f'node "{node.name}" makes "{tensor}", which exists already')
             known.add(tensor)
-        self._tensors.add(node, node.inputs, node.outputs)
+        self.add(node, node.inputs, node.outputs)
         self._nodes[node.name] = node
 
     def __iter__(self) -> Iterator[Node]:
@@ -99,14 +103,6 @@ class Graph:
         if name not in self._nodes:
             raise ModelError(f'no node is named "{name}".{did_you_mean(name, self._nodes)}')
         return self._nodes[name]
-
-    def producer(self, tensor: str) -> Node | None:
-        """The node that makes ``tensor``; None for a graph input."""
-        return self._tensors.producers.get(tensor)
-
-    def consumers(self, tensor: str) -> tuple[Node, ...]:
-        """The nodes that read ``tensor``, in execution order, each once."""
-        return tuple(self._tensors.consumers(tensor))
 
     def predecessors(self, node: Node) -> tuple[Node, ...]:
         """The nodes whose outputs ``node`` reads, in the order of its inputs, each once."""

@@ -23,8 +23,7 @@ from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.calibration import read_progress
-from amct.config.ptq.pytorch import default_config, expand_config
-from amct.config.ptq.pytorch_json import make_plan, read_config
+from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.saving import SaveRequest, save_files

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from amct.errors import Problem, RecordParseError
 from amct.record.layers import CaffeLayerRecord, DataFactors
-from amct.record.messages import Positions, duplicate_warning, fill_message, message_error, set_fields
+from amct.record.messages import EntryReader, Positions, fill_message, message_error, set_fields
 from amct.record.records import CaffeRecord
 from amct.schema import message_class
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+    from amct.errors import Position
 
 MESSAGE = "AMCTCaffeProto.ScaleOffsetRecord"
 
@@ -37,22 +39,12 @@ def record_from_message(message: Any, source: str, positions: Positions) -> Caff
         RecordParseError: An entry has no key or no value, or two ``record_d`` for one input.
     """
     layers: dict[str, CaffeLayerRecord] = {}
-    warnings = list(positions.warnings)
-    problems: list[Problem] = []
-    for index, entry in enumerate(message.record):
-        where = positions.entry(index)
-        if not entry.key or not entry.HasField("value"):
-            problems.append(Problem(f"record number {index + 1} has no {'value' if entry.key else 'key'}", where))
-            continue
-        if entry.key in layers:
-            warnings.append(duplicate_warning(entry.key, where))
-        try:
-            layers[entry.key] = _layer(entry.key, entry.value, positions, warnings)
-        except RecordParseError as error:
-            problems.append(Problem(str(error), where))
-    if problems:
-        raise RecordParseError.from_problems(problems)
-    return CaffeRecord(layers, source=source, warnings=tuple(warnings), positions=positions.fields)
+    reader = EntryReader(positions, list(positions.warnings), [])
+    for name, _, value, where in reader.entries(message, "value"):
+        layers[name] = _layer(name, value, reader, where)
+    if reader.problems:
+        raise RecordParseError.from_problems(reader.problems)
+    return CaffeRecord(layers, source=source, warnings=tuple(reader.warnings), positions=positions.fields)
 
 
 def record_to_message(record: CaffeRecord) -> Message:
@@ -72,19 +64,21 @@ def record_to_message(record: CaffeRecord) -> Message:
     return message  # type: ignore[no-any-return]  # generated class
 
 
-def _layer(name: str, value: Any, positions: Positions, warnings: list[Problem]) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
+def _layer(name: str, value: Any, reader: EntryReader, where: Position | None) -> CaffeLayerRecord:  # noqa: ANN401 - generated class
     inputs = [DataFactors(**set_fields(factors, _INPUT_FIELDS)) for factors in value.record_d]
     indices = [factors.index for factors in inputs]
     if len(set(indices)) != len(indices):
-        raise RecordParseError(f'layer "{name}" has two record_d for one input; the indices are {indices}')
+        message = f'layer "{name}" has two record_d for one input; the indices are {indices}'
+        reader.problems.append(Problem(message, where))
+        return CaffeLayerRecord()
     old = set_fields(value, _OLD_FIELDS)
     if old and 0 in indices:
         ignored = [field for field, own in _OLD_FIELDS.items() if own in old]
         message = f'layer "{name}": {", ".join(ignored)} outside record_d are ignored: record_d has input 0'
-        warnings.append(Problem(message, positions.field(name, ignored[0])))
+        reader.warnings.append(Problem(message, reader.positions.field(name, ignored[0])))
     elif old:
         inputs.insert(0, DataFactors(index=0, **old))
     if value.shift_bit:
         message = f'layer "{name}": shift_bit is not used and has no effect'
-        warnings.append(Problem(message, positions.field(name, "shift_bit")))
+        reader.warnings.append(Problem(message, reader.positions.field(name, "shift_bit")))
     return CaffeLayerRecord(record_d=tuple(inputs), **set_fields(value, _LAYER_FIELDS))

@@ -63,9 +63,8 @@ class Findings:
 
     def out_of_range_problem(self, layer: str, message: str, name: str = "") -> None:
         """Add a problem: a factor is outside its legal range."""
-        problem = Problem(f'layer "{layer}": {message}', self.record.where(layer, name))
-        self.problems.append(problem)
-        self.out_of_range.append(problem)
+        self.problem(layer, message, name)
+        self.out_of_range.append(self.problems[-1])
 
     def note(self, layer: str, message: str, name: str = "") -> None:
         """Add a note about something unusual that does no harm."""
@@ -92,13 +91,18 @@ class Findings:
             raise kind.from_problems(self.problems)
 
 
-def layer_of(name: str, by_name: Mapping[str, RecordLayer], findings: Findings) -> RecordLayer | None:
-    """Return the model's layer of an entry; None, with a problem added, if it is missing or not quantizable."""
+def layer_of(
+    name: str, by_name: Mapping[str, RecordLayer], findings: Findings, *, any_type: bool = False
+) -> RecordLayer | None:
+    """Return the model's layer of an entry; None, with a problem added, if it is missing or not quantizable.
+
+    With ``any_type`` a layer that is not quantizable is returned too.
+    """
     layer = by_name.get(name)
     if layer is None:
         findings.problem(name, f"the model has no such layer.{did_you_mean(name, by_name)}")
         return None
-    if not layer.quantizable:
+    if not layer.quantizable and not any_type:
         why = f": {layer.reason}" if layer.reason else ""
         findings.problem(name, f"a layer of type {layer.type} cannot be quantized here{why}; remove its entry")
         return None
@@ -137,6 +141,14 @@ def check_weight_offsets(findings: Findings, layer: str, name: str, offsets: Seq
         findings.out_of_range_problem(
             layer, f"{name} must be 0, got {bad}: weights are quantized without an offset", name
         )
+
+
+def check_range(findings: Findings, layer: str, name: str, factors: Sequence[float]) -> None:
+    """Check that scales or balance factors lie between FLT_EPSILON and its reciprocal."""
+    bad = next((factor for factor in factors if not EPSILON <= factor <= 1 / EPSILON), None)
+    if bad is not None:
+        message = f"{name} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}"
+        findings.out_of_range_problem(layer, message, name.split()[0])
 
 
 def check_offset(findings: Findings, layer: str, name: str, offset: int, bits: int) -> None:

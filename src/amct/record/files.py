@@ -58,7 +58,7 @@ def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form
     data = atomic.read_bytes(path)
     form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
     dialect = dialect or _dialect_of(data, str(path), form)
-    return _read_caffe(data, str(path), form) if dialect == "caffe" else _read_pytorch(data, str(path), form)
+    return (_read_caffe if dialect == "caffe" else _read_pytorch)(data, str(path), form)
 
 
 def parse_record(content: str | bytes, source: str = "<record>") -> Record:

@@ -36,22 +36,3 @@ def float32s(values: Iterable[float]) -> tuple[float, ...]:
         raise RecordValueError(f"a factor is too large for float32: {largest:g}") from error
     except struct.error as error:
         raise RecordValueError(f"a factor must be a number, got {numbers!r}") from error
-
-
-def shortest(value: float) -> float:
-    """Return the number with the fewest digits that rounds to the same float32, for display.
-
-    >>> shortest(0.10000000149011612)
-    0.1
-    """
-    if not math.isfinite(value):
-        return value
-    candidates = (float(f"{value:.{digits}g}") for digits in range(6, 9))
-    return next((short for short in candidates if _same(short, value)), float(f"{value:.9g}"))
-
-
-def _same(short: float, value: float) -> bool:
-    try:
-        return float32(short) == value
-    except RecordValueError:  # the largest float32, rounded up, exceeds its range
-        return False

@@ -7,9 +7,13 @@ Every field is optional, because a flow writes a record step by step: weights fi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from amct.errors import RecordError
 from amct.record.float32 import float32, float32s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEFAULT_TYPE = "INT8"
 DEFAULT_BITS = 8
@@ -44,9 +48,9 @@ class LayerRecord:
     offset_r: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _store_float32(self, "scale_d", "scale_h")
-        _store_float32s(self, "scale_w", "tensor_balance_factor", "scale_r")
-        _store_tuples(self, "offset_w", "shift_bit", "offset_r")
+        _convert(self, float32, "scale_d", "scale_h")
+        _convert(self, float32s, "scale_w", "tensor_balance_factor", "scale_r")
+        _convert(self, tuple, "offset_w", "shift_bit", "offset_r")
         for name in ("act_type", "wts_type"):
             given = getattr(self, name)
             if self.dst_type is not None and given not in (None, self.dst_type):
@@ -79,8 +83,8 @@ class KvCacheRecord:
     offset: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _store_float32s(self, "scale")
-        _store_tuples(self, "offset")
+        _convert(self, float32s, "scale")
+        _convert(self, tuple, "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class DataFactors:
     num_bits: int | None = None
 
     def __post_init__(self) -> None:
-        _store_float32(self, "scale")
+        _convert(self, float32, "scale")
 
     @property
     def bits(self) -> int:
@@ -121,8 +125,8 @@ class CaffeLayerRecord:
     record_d: tuple[DataFactors, ...] = ()
 
     def __post_init__(self) -> None:
-        _store_float32s(self, "scale_w")
-        _store_tuples(self, "offset_w", "shift_bit", "record_d")
+        _convert(self, float32s, "scale_w")
+        _convert(self, tuple, "offset_w", "shift_bit", "record_d")
         indices = [factors.index for factors in self.record_d]
         if len(set(indices)) != len(indices):
             raise RecordError(f"record_d has two entries for one input; the indices are {indices}")
@@ -152,18 +156,8 @@ class CaffeLayerRecord:
         return replace(self, record_d=tuple(sorted([*others, factors], key=lambda one: one.index)))
 
 
-def _store_float32(instance: object, *names: str) -> None:
+def _convert(instance: object, convert: Callable[[Any], object], *names: str) -> None:
     for name in names:
         value = getattr(instance, name)
         if value is not None:
-            object.__setattr__(instance, name, float32(value))
-
-
-def _store_float32s(instance: object, *names: str) -> None:
-    for name in names:
-        object.__setattr__(instance, name, float32s(getattr(instance, name)))
-
-
-def _store_tuples(instance: object, *names: str) -> None:
-    for name in names:
-        object.__setattr__(instance, name, tuple(getattr(instance, name)))
+            object.__setattr__(instance, name, convert(value))

@@ -57,9 +57,29 @@ def positions_of(text: TextMessage) -> Positions:
     )
 
 
-def duplicate_warning(name: str, where: Position | None) -> Problem:
-    """Return the warning about a layer that occurs twice in a file."""
-    return Problem(f'layer "{name}" is given again; the last entry is used', where)
+@dataclass(frozen=True)
+class EntryReader:
+    """Reads the entries of a record message; problems are collected, so that they are reported together."""
+
+    positions: Positions
+    warnings: list[Problem]
+    problems: list[Problem]
+
+    def entries(self, message: Any, *parts: str) -> Iterator[tuple[str, str, Any, Position | None]]:  # noqa: ANN401 - generated class
+        """Yield layer name, part, content and position of each part of each entry; every entry must have a part."""
+        seen = set()
+        for index, entry in enumerate(message.record):
+            where = self.positions.entry(index)
+            present = [part for part in parts if entry.HasField(part)]
+            if not entry.key or not present:
+                missing = " or ".join(parts) if entry.key else "key"
+                self.problems.append(Problem(f"record number {index + 1} has no {missing}", where))
+                continue
+            for part in present:
+                if (entry.key, part) in seen:
+                    self.warnings.append(Problem(f'layer "{entry.key}" is given again; the last entry is used', where))
+                seen.add((entry.key, part))
+                yield entry.key, part, getattr(entry, part), where
 
 
 def set_fields(message: Any, names: Mapping[str, str] | Iterable[str]) -> dict[str, Any]:  # noqa: ANN401 - generated class

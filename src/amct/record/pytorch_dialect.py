@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct.errors import Problem, RecordParseError
 from amct.record.layers import KvCacheRecord, LayerRecord
-from amct.record.messages import Positions, duplicate_warning, fill_message, message_error, set_fields
+from amct.record.messages import EntryReader, Positions, fill_message, message_error, set_fields
 from amct.record.prune import Attribute, AttributeValue, PruneNode, PruneRecord, onnx_type
 from amct.record.records import Record
 from amct.schema import message_class
@@ -39,23 +39,13 @@ def record_from_message(message: Any, source: str, positions: Positions) -> Reco
     """
     layers: dict[str, LayerRecord] = {}
     kv_cache: dict[str, KvCacheRecord] = {}
-    warnings = list(positions.warnings)
-    problems: list[Problem] = []
-    for index, entry in enumerate(message.record):
-        where = positions.entry(index)
-        if not entry.key or not (entry.HasField("value") or entry.HasField("kv_cache_value")):
-            what = "value or kv_cache_value" if entry.key else "key"
-            problems.append(Problem(f"record number {index + 1} has no {what}", where))
-            continue
-        if entry.HasField("value"):
-            if entry.key in layers:
-                warnings.append(duplicate_warning(entry.key, where))
-            layers[entry.key] = _layer(entry.key, entry.value, positions, warnings)
-        if entry.HasField("kv_cache_value"):
-            if entry.key in kv_cache:
-                warnings.append(duplicate_warning(entry.key, where))
-            kv = entry.kv_cache_value
-            kv_cache[entry.key] = KvCacheRecord(scale=tuple(kv.scale), offset=tuple(kv.offset))
+    reader = EntryReader(positions, list(positions.warnings), [])
+    for name, part, content, _ in reader.entries(message, "value", "kv_cache_value"):
+        if part == "value":
+            layers[name] = _layer(name, content, positions, reader.warnings)
+        else:
+            kv_cache[name] = KvCacheRecord(**set_fields(content, ("scale", "offset")))
+    problems = reader.problems
     prune = tuple(_prune(chain, positions.prune(index), problems) for index, chain in enumerate(message.prune_record))
     if problems:
         raise RecordParseError.from_problems(problems)
@@ -65,7 +55,7 @@ def record_from_message(message: Any, source: str, positions: Positions) -> Reco
         prune,
         order=tuple(dict.fromkeys(entry.key for entry in message.record)),
         source=source,
-        warnings=tuple(warnings),
+        warnings=tuple(reader.warnings),
         positions=positions.fields,
     )
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.record.compare import Difference, plain_fields
 from amct.record.files import AnyPath, Form, encode_record, form_of, read_any_record
-from amct.record.float32 import shortest
 from amct.record.records import AnyRecord, CaffeRecord, Dialect, Record
+from amct.schema import shortest_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -146,7 +146,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _number(value: object) -> str:
     if value is None:
         return "-"
-    return str(shortest(value)) if isinstance(value, float) else str(value)
+    return str(shortest_float(value)) if isinstance(value, float) else str(value)
 
 
 def _values(value: object) -> str:
@@ -175,7 +175,7 @@ def _plain_value(value: object) -> Any:  # noqa: ANN401 - plain data
     if isinstance(value, tuple):
         return [_plain_value(item) for item in value]
     if isinstance(value, float):
-        return shortest(value) if math.isfinite(value) else str(value)  # JSON has no infinity and no NaN
+        return shortest_float(value) if math.isfinite(value) else str(value)  # JSON has no infinity and no NaN
     return value
 
 

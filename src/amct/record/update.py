@@ -138,20 +138,15 @@ def _change(
     content: str | bytes, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
 ) -> AnyRecord:
     """Parse a whole file or one block of it, and change one entry."""
-    entry: Any  # its type is ``kind``
-    if kind is CaffeLayerRecord:
-        caffe = parse_caffe_record(content, source) if content else CaffeRecord()
-        entry = caffe.layers.get(layer)
-        entry = change(entry)
-        return caffe.with_layers({layer: entry})
-    record = parse_record(content, source) if content else Record()
+    record: Any = Record() if kind is not CaffeLayerRecord else CaffeRecord()
+    if content:
+        record = parse_caffe_record(content, source) if kind is CaffeLayerRecord else parse_record(content, source)
+    changed: AnyRecord
     if kind is KvCacheRecord:
-        entry = record.kv_cache.get(layer)
-        entry = change(entry)
-        return record.with_kv_cache({layer: entry})
-    entry = record.layers.get(layer)
-    entry = change(entry)
-    return record.with_layers({layer: entry})
+        changed = record.with_kv_cache({layer: change(record.kv_cache.get(layer))})
+    else:
+        changed = record.with_layers({layer: change(record.layers.get(layer))})
+    return changed
 
 
 def _blocks(data: bytes) -> list[bytes] | None:

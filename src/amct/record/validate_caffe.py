@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amct.record.checks import (
-    EPSILON,
     Findings,
     RecordLayer,
     check_expected,
     check_offset,
+    check_range,
     check_weight_lengths,
     check_weight_offsets,
     layer_of,
@@ -17,7 +17,7 @@ from amct.record.checks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from amct.record.layers import CaffeLayerRecord, DataFactors
     from amct.record.records import CaffeRecord
@@ -62,7 +62,7 @@ def _check_factors(name: str, factors: DataFactors, findings: Findings) -> None:
     elif factors.offset is not None:
         check_offset(findings, name, f"offset_d{of}", factors.offset, factors.bits)
     if factors.scale is not None:
-        _check_scales(name, f"scale_d{of}", (factors.scale,), findings)
+        check_range(findings, name, f"scale_d{of}", (factors.scale,))
 
 
 def _check_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findings: Findings) -> None:
@@ -73,7 +73,7 @@ def _check_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findi
         findings.problem(name, f"num_bits_w must be {one_of(WEIGHT_BITS)}, got {entry.weight_bits}", "num_bits_w")
     if check_weight_lengths(findings, layer, ("scale_w", "offset_w"), (entry.scale_w, entry.offset_w)):
         _check_count(name, layer, len(entry.scale_w), findings)
-    _check_scales(name, "scale_w", entry.scale_w, findings)
+    check_range(findings, name, "scale_w", entry.scale_w)
     check_weight_offsets(findings, name, "offset_w", entry.offset_w)
 
 
@@ -89,25 +89,11 @@ def _check_no_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, fi
 
 def _check_count(name: str, layer: RecordLayer, count: int, findings: Findings) -> None:
     if layer.type in PER_CHANNEL_TYPES:
-        if layer.cout is not None and count not in (1, layer.cout):
-            legal = one_of((1, layer.cout))
-            findings.problem(
-                name,
-                f"scale_w must have {legal} values (one for all or one per output channel), got {count}",
-                "scale_w",
-            )
-    elif count not in (1, layer.weight_blobs):
-        findings.problem(
-            name,
-            f"scale_w must have {one_of((1, layer.weight_blobs))} value{'s' if layer.weight_blobs > 1 else ''}, got "
-            f"{count}: type {layer.type} is not quantized channel by channel",
-            "scale_w",
-        )
-
-
-def _check_scales(name: str, what: str, scales: Sequence[float], findings: Findings) -> None:
-    bad = next((scale for scale in scales if not EPSILON <= scale <= 1 / EPSILON), None)
-    if bad is not None:
-        findings.out_of_range_problem(
-            name, f"{what} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", what.split()[0]
-        )
+        wrong = layer.cout is not None and count not in (1, layer.cout)
+        expected = f"{one_of((1, layer.cout or 1))} values (one for all or one per output channel), got {count}"
+    else:
+        wrong = count not in (1, layer.weight_blobs)
+        values = f"{one_of((1, layer.weight_blobs))} value{'s' if layer.weight_blobs > 1 else ''}"
+        expected = f"{values}, got {count}: type {layer.type} is not quantized channel by channel"
+    if wrong:
+        findings.problem(name, f"scale_w must have {expected}", "scale_w")

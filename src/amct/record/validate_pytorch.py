@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from amct.errors import Problem, RecordError, did_you_mean
 from amct.record.checks import (
-    EPSILON,
     Findings,
     RecordLayer,
     check_expected,
     check_offset,
+    check_range,
     check_weight_lengths,
     check_weight_offsets,
     layer_of,
@@ -39,11 +39,9 @@ def check(record: Record, by_name: Mapping[str, RecordLayer], findings: Findings
         if layer is not None:
             _check_layer(layer, entry, findings)
     for name, cache in record.kv_cache.items():
-        cached = by_name.get(name)
-        if cached is None:
-            findings.problem(name, f"the model has no such layer.{did_you_mean(name, by_name)}")
-        else:
-            _check_kv_cache(cached, cache, findings)
+        layer = layer_of(name, by_name, findings, any_type=True)
+        if layer is not None:
+            _check_kv_cache(layer, cache, findings)
     for chain in record.prune:
         for node in chain.nodes:
             _check_node(node, by_name, findings)
@@ -135,11 +133,7 @@ def _check_balance(layer: RecordLayer, entry: LayerRecord, findings: Findings) -
         findings.out_of_range_problem(
             layer.name, f"{name} must have one value per input channel, that is {layer.cin}, got {len(factors)}", name
         )
-    bad = next((factor for factor in factors if not EPSILON <= factor <= 1 / EPSILON), None)
-    if bad is not None:
-        findings.out_of_range_problem(
-            layer.name, f"{name} must lie in [{EPSILON:g}, {1 / EPSILON:g}], got {bad:g}", name
-        )
+    check_range(findings, layer.name, name, factors)
 
 
 def _check_scales(findings: Findings, layer: str, name: str, scales: Sequence[float]) -> None:
@@ -160,10 +154,8 @@ def _check_kv_cache(layer: RecordLayer, entry: KvCacheRecord, findings: Findings
             layer.name, f"kv_cache_value must have {one_of((1, layer.cout))} scale, got {len(entry.scale)}", "scale"
         )
     _check_scales(findings, layer.name, "scale", entry.scale)
-    for offset in entry.offset:
-        if not -128 <= offset <= 127:
-            check_offset(findings, layer.name, "offset", offset, 8)
-            break
+    for offset in dict.fromkeys((min(entry.offset, default=0), max(entry.offset, default=0))):
+        check_offset(findings, layer.name, "offset", offset, 8)
 
 
 def _check_node(node: PruneNode, by_name: Mapping[str, RecordLayer], findings: Findings) -> None:

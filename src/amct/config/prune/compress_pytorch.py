@@ -13,6 +13,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from amct.config.dialect import warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.plan import settings_of
@@ -20,14 +21,11 @@ from amct.config.problems import ProblemList
 from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
 from amct.config.prune.pruners import METHODS, NAME_KEY
 from amct.config.ptq.pytorch_types import QAT_TYPES, SELECTIVE_PRUNE_TYPES
-from amct.config.qat.dialect import SWITCH_KEY
-from amct.config.qat.expand import QatExpander, check_quantization, named, warn_of_refused
-from amct.config.qat.json import make_retrain_plan
+from amct.config.qat.dialect import SWITCH_KEY, QatExpander
 from amct.config.qat.plan import CompressionPlan, PruneLayerPlan, PrunePlan
-from amct.config.qat.pytorch import MESSAGE, PYTORCH_QAT, global_fields
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.config.qat.simple import PRUNE_BLOCK, QUANT_BLOCKS, RetrainSimple, read_retrain_simple, sets
-from amct.config.text.names import check_layer_names, check_type_names
-from amct.config.text.simple_config import Adjustments
+from amct.config.text.names import named
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo], *
             listed.
     """
     problems = ProblemList()
-    message = parse_text(text, descriptor(MESSAGE, schema="pytorch"), source)
+    message = parse_text(text, descriptor(PYTORCH_QAT.message, schema="pytorch"), source)
     simple = read_retrain_simple(message, source, problems)
     return _Compression(simple, LayerList(layers), problems, quantize=quantize).expand()
 
@@ -64,10 +62,9 @@ class _Compression:
         self.simple, self.layers, self.problems, self.quantize = simple, layers, problems, quantize
         self.prunes = simple.asks_for((PRUNE_BLOCK,))
         self.quantizes = quantize and simple.asks_for(QUANT_BLOCKS)
-        self.adjustments = Adjustments()
-        self.pruner = PruneExpander(simple, self.adjustments)
+        self.pruner = PruneExpander(simple, problems)
         overrides_only = simple.blocks(QUANT_BLOCKS).common.block is None
-        self.quantizer = QatExpander(simple, PYTORCH_QAT, self.adjustments, overrides_only=overrides_only)
+        self.quantizer = QatExpander(simple, PYTORCH_QAT, problems, overrides_only=overrides_only)
 
     def expand(self) -> FullConfig:
         self.check()
@@ -75,12 +72,11 @@ class _Compression:
         expanded = [config for config in map(self.layer, self.layers) if config.data]
         self.check_something_left(expanded)
         self.problems.raise_all()
-        self.adjustments.report(self.problems)
         if self.quantizes:
-            warn_of_refused(self.quantizer, self.layers, self.problems)
+            warn_of_refused(self.quantizer.blocks, self.layers, self.problems)
             self.warn_of_prune_only_overrides()
-        self.pruner.warn_of_refused(self.layers, self.problems)
-        fields = global_fields(self.simple)
+        self.pruner.warn_of_refused(self.layers)
+        fields = PYTORCH_QAT.simple_globals(self.simple)
         return FullConfig(
             source=self.simple.source,
             fields=fields if self.quantizes else {"version": fields["version"]},
@@ -104,22 +100,13 @@ class _Compression:
             needed = (PRUNE_BLOCK, *(QUANT_BLOCKS if self.quantize else ()))
             position = self.simple.message.position if self.simple.message else None
             self.problems.add(f"the config asks for nothing to be done. Add {' or '.join(needed)}.", position)
-        self.check_names()
-        self.pruner.check(self.layers, self.problems)
-        if self.quantizes:
-            check_quantization(self.simple, self.layers, PYTORCH_QAT, self.problems)
-
-    def check_names(self) -> None:
-        names = self.simple.names
         compressible = tuple(QAT_TYPES)  # every type that can be pruned is among them
-        skipped = names.get("skip_layers", ())
-        check_layer_names(skipped, "skip_layers", self.layers, compressible, self.problems, verb="compressed")
-        skipped_types = names.get("skip_layer_types", ())
-        check_type_names(skipped_types, "skip_layer_types", compressible, self.problems, verb="compressed")
+        self.simple.check_skips("", self.layers, compressible, self.problems, verb="compressed")
         if self.quantize:
-            skipped = names.get("quant_skip_layers", ())
-            check_layer_names(skipped, "quant_skip_layers", self.layers, compressible, self.problems)
-            check_type_names(names.get("quant_skip_types", ()), "quant_skip_types", compressible, self.problems)
+            self.simple.check_skips("quant_", self.layers, compressible, self.problems)
+        self.pruner.check(self.layers)
+        if self.quantizes:
+            PYTORCH_QAT.check_quantization(self.simple, self.layers, self.problems)
 
     def check_something_left(self, expanded: Sequence[LayerBlock]) -> None:
         """Report a config that leaves nothing to do; warn when that is so of pruning or quantization alone."""
@@ -157,7 +144,7 @@ def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> CompressionPla
     return CompressionPlan(
         source=config.source,
         prune=_prune_plan(config, model) if prunes else None,
-        quant=make_retrain_plan(config, model, PYTORCH_QAT) if quantizes else None,
+        quant=PYTORCH_QAT.make_plan(config, model) if quantizes else None,
         warnings=config.warnings,
     )
 

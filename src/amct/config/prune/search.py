@@ -20,7 +20,7 @@ from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY
 from amct.config.prune.pruners import FILTER, NAME_KEY, read_pruner
 from amct.config.ptq.pytorch_types import QAT_TYPES
 from amct.config.qat.plan import PruneLayerPlan
-from amct.config.qat.pytorch import MESSAGE
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.config.qat.simple import (
     LAYER_OVERRIDES,
     PRUNE_BLOCK,
@@ -32,8 +32,6 @@ from amct.config.qat.simple import (
     sets,
 )
 from amct.config.settings import CheckedSettings
-from amct.config.text.names import check_layer_names, check_type_names
-from amct.config.text.simple_config import Adjustments
 from amct.errors import ParseError
 from amct.schema import descriptor, parse_text
 
@@ -129,11 +127,11 @@ def read_search_config(
     simple = RetrainSimple(source=source)
     if override is not None:
         simple = read_retrain_simple(override, message.get(OVERRIDE_FILE), problems)
-    expander = PruneExpander(simple, Adjustments())
+    expander = PruneExpander(simple, problems)
     if override is not None:
         _check_fields(override, simple, problems)
-        _check_names(simple, model, problems)
-        expander.check(model, problems)
+        simple.check_skips("", model, tuple(QAT_TYPES), problems, verb="compressed")
+        expander.check(model)
     problems.raise_all()
     assert settings is not None
     search, fixed = _sorted_out(expander, model)
@@ -165,7 +163,7 @@ def _read_override(
     except (OSError, ValueError) as error:  # ValueError: a path with a null character
         problems.add(f'{OVERRIDE_FILE}: the file "{path}" cannot be read: {error}', message.where(OVERRIDE_FILE))
         return None
-    return parse_text(data, descriptor(MESSAGE, schema="pytorch"), path)
+    return parse_text(data, descriptor(PYTORCH_QAT.message, schema="pytorch"), path)
 
 
 def _check_fields(override: TextMessage, simple: RetrainSimple, problems: ProblemList) -> None:
@@ -185,13 +183,6 @@ def _check_fields(override: TextMessage, simple: RetrainSimple, problems: Proble
         if pruner is not None and pruner.method is not FILTER:
             what = f"{pruner.method.field} is not possible in {OVERRIDE_FILE}: the search is for {FILTER.field} only"
             problems.add(what, block.where(PRUNE_BLOCK))
-
-
-def _check_names(simple: RetrainSimple, model: LayerList, problems: ProblemList) -> None:
-    types = tuple(QAT_TYPES)
-    check_layer_names(simple.names.get("skip_layers", ()), "skip_layers", model, types, problems, verb="compressed")
-    skipped = simple.names.get("skip_layer_types", ())
-    check_type_names(skipped, "skip_layer_types", types, problems, verb="compressed")
 
 
 def _sorted_out(expander: PruneExpander, model: LayerList) -> tuple[tuple[str, ...], tuple[PruneLayerPlan, ...]]:

@@ -6,9 +6,7 @@ Only ``Linear`` layers, always 8 bits. A layer is quantized when the common bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field, StrictBool
+from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import show
 from amct.config.full_config import FullConfig, LayerBlock
@@ -26,9 +24,9 @@ from amct.config.precedence import DEFAULT, Choice, Level, Origin, read_override
 from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch_types import KV_CACHE_TYPES
 from amct.config.registry import activation_algorithms
-from amct.config.settings import ActivationSettings, CheckedSettings
+from amct.config.settings import ActivationSettings, AtLeastOne, CheckedSettings, Switch
 from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
-from amct.config.text.names import Named, check_layer_names, read_names, without_repeats
+from amct.config.text.names import Named, check_layer_names, named, read_names, without_repeats
 from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.schema import descriptor, parse_text
 
@@ -67,8 +65,8 @@ class KvCachePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Globals(CheckedSettings):
-    batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
-    activation_offset: StrictBool = True
+    batch_num: AtLeastOne = 1
+    activation_offset: Switch = True
 
 
 def default_config(layers: Iterable[LayerInfo], quant_layers: Mapping[str, Sequence[str]]) -> FullConfig:
@@ -90,7 +88,7 @@ def default_config(layers: Iterable[LayerInfo], quant_layers: Mapping[str, Seque
     problems, model = ProblemList(), LayerList(layers)
     names = tuple(Named(name) for name in quant_layers.get(LAYERS_ARGUMENT, ()))
     _check_names(names, "quant_layers", model, problems)
-    choices = {named.name: Choice(None, Origin(Level.ARGUMENT)) for named in names}
+    choices = {each.name: Choice(None, Origin(Level.ARGUMENT)) for each in names}
     return _expand("create_quant_cali_config", _Globals(), choices, model, {}, problems)
 
 
@@ -128,11 +126,10 @@ def _choices(message: TextMessage, model: LayerList, problems: ProblemList) -> d
         names = read_names(common, "quant_layers")
         _check_names(names, "quant_layers", model, problems)
         choice = Choice(common.get("calibration_config"), Origin(Level.COMMON, common.position))
-        choices = {named.name: choice for named in names}
+        choices = {each.name: choice for each in names}
     entries = message.all("override_layers_configs")
-    overrides = read_overrides(entries, "layer_name", lambda entry: entry.get(BLOCK_KEY), problems)
-    named = tuple(Named(name, choice.origin.position) for name, choice in overrides.items())
-    check_layer_names(named, "override_layers_configs", model, KV_CACHE_TYPES, problems)
+    overrides = read_overrides(entries, "layer_name", BLOCK_KEY, problems)
+    check_layer_names(named(overrides), "override_layers_configs", model, KV_CACHE_TYPES, problems)
     return {**choices, **overrides}
 
 
@@ -155,13 +152,7 @@ def _expand(
     problems.raise_all()
     _require_layers(choices, source)
     layers = tuple(
-        _layer_config(
-            name,
-            _read_block(choice),
-            _granularity(choice),
-            fields,
-            origins,
-        )
+        _layer_config(name, _read_block(choice), _granularity(choice), fields, origins)
         for name, choice in choices.items()
     )
     return FullConfig(
@@ -181,7 +172,7 @@ def _require_layers(layers: Iterable[Any], source: str) -> None:
 
 
 def _granularity(choice: Choice) -> tuple[int, Origin]:
-    """The number of the granularity and where it comes from; it stands inside the algorithm's message."""
+    """The number of the granularity, a field of the algorithm's message, and its origin."""
     chosen = choice.block.which("acts_quant_algo") if choice.block is not None else None
     if choice.block is None or chosen is None or not choice.block.get(chosen).has("quant_granularity"):
         return 0, DEFAULT

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field, StrictBool, StrictStr
+from typing import TYPE_CHECKING, Any
 
 from amct.atomic import read_bytes
-from amct.config import registry
 from amct.config.checks import check_settings
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
 from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin
 from amct.config.problems import ProblemList
-from amct.config.ptq import caffe, caffe_json, pytorch, pytorch_json
-from amct.config.settings import CheckedSettings, LayerConfig, WeightRounding, WeightScale
+from amct.config.ptq.pytorch import PYTORCH
+from amct.config.settings import (
+    AtLeastOne,
+    CheckedSettings,
+    LayerConfig,
+    Names,
+    Switch,
+    WeightRounding,
+    WeightScale,
+)
 from amct.config.text.names import Named
 from amct.config.text.simple_config import SimpleConfig
 from amct.errors import ArgumentTypeError, Position
 
 if TYPE_CHECKING:
-    from amct.config.full_config import FullConfig
     from amct.config.layers import LayerList
     from amct.config.plan import Plan
+    from amct.config.ptq.dialect import PtqDialect
 
 SOURCE = "config"
 _ENTRIES = ("common", "types", "layers")
@@ -35,13 +40,13 @@ _ENTRIES = ("common", "types", "layers")
 class _Globals(CheckedSettings):
     """The global fields of a ``QuantConfig`` with their types and ranges."""
 
-    batch_num: Annotated[int, Field(strict=True, ge=1)] | None = None
-    activation_offset: StrictBool = True
-    do_fusion: StrictBool = True
-    skip_layers: tuple[StrictStr, ...] = ()
-    skip_layer_types: tuple[StrictStr, ...] = ()
-    skip_fusion_layers: tuple[StrictStr, ...] = ()
-    force_fp16: StrictBool = False
+    batch_num: AtLeastOne | None = None
+    activation_offset: Switch = True
+    do_fusion: Switch = True
+    skip_layers: Names = ()
+    skip_layer_types: Names = ()
+    skip_fusion_layers: Names = ()
+    force_fp16: Switch = False
     weight_rounding: WeightRounding | None = None
     weight_scale: WeightScale | None = None
 
@@ -87,64 +92,19 @@ class QuantConfig:
 AnyConfig = QuantConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """One of the two kinds of config files, with the functions that read them.
-
-    Attributes:
-        name: As the registry calls it.
-        expand: From a simple config, or what stands for one, to a full config.
-        expand_config: From the text of a ``.cfg`` to a full config.
-        read_config: From the text of a JSON config to a full config.
-        make_plan: From a full config to a plan.
-        weights: The weight algorithms of the dialect.
-        activation_bits: The bits of activations that a ``QuantConfig`` can ask for.
-        balances: Whether the dialect has DMQ and half-precision scales.
-    """
-
-    name: registry.Dialect
-    expand: Callable[[SimpleConfig, LayerList, ProblemList], FullConfig]
-    expand_config: Callable[[str | bytes, str, LayerList], FullConfig]
-    read_config: Callable[[str | bytes, str, LayerList], FullConfig]
-    make_plan: Callable[[FullConfig, LayerList], Plan]
-    weights: tuple[registry.Algorithm, ...]
-    activation_bits: Collection[int]
-    balances: bool
-
-
-PYTORCH = Dialect(
-    name="pytorch",
-    expand=pytorch.expand,
-    expand_config=pytorch.expand_config,
-    read_config=pytorch_json.read_config,
-    make_plan=pytorch_json.make_plan,
-    weights=registry.PYTORCH_WEIGHT,
-    activation_bits=(8, 16),
-    balances=True,
-)
-CAFFE = Dialect(
-    name="caffe",
-    expand=caffe.expand,
-    expand_config=caffe.expand_config,
-    read_config=caffe_json.read_config,
-    make_plan=caffe_json.make_plan,
-    weights=registry.CAFFE_WEIGHT,
-    activation_bits=range(8, 17),
-    balances=False,
-)
-
-
-def plan_of(config: AnyConfig, layers: LayerList, batches: int | None, dialect: Dialect = PYTORCH) -> tuple[Plan, bool]:
+def plan_of(
+    config: AnyConfig, layers: LayerList, batches: int | None, dialect: PtqDialect = PYTORCH
+) -> tuple[Plan, bool]:
     """The plan of a model, and whether the config leaves the number of batches open.
 
     Args:
         config: A simple config or a JSON file, the content of a JSON config as a dict, a ``QuantConfig``, or None.
         layers: The model's layers.
         batches: The number of batches, for a config that leaves it open; None when it is not known.
-        dialect: How the files are written, and what the defaults are.
+        dialect: The format of the files, and the defaults.
 
     Raises:
-        ArgumentTypeError: The config is none of these.
+        ArgumentTypeError: The config is of another type.
         ParseError, ConfigError: The config has mistakes; all of them are listed.
         FileError: The file cannot be read.
     """
@@ -165,7 +125,7 @@ def plan_of(config: AnyConfig, layers: LayerList, batches: int | None, dialect: 
     return dialect.make_plan(full, layers), False
 
 
-def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: Dialect) -> Plan:
+def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: PtqDialect) -> Plan:
     problems = ProblemList()
     values = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in _ENTRIES}
     check_settings(_Globals, values, lambda path: Position(f"{SOURCE}.{path[0]}"), problems)
@@ -183,13 +143,12 @@ def _by_name(entries: Mapping[str, LayerConfig], field_name: str) -> dict[str, L
     return {f'{field_name}["{name}"]': entry for name, entry in entries.items()}
 
 
-def _check_entry(entry: LayerConfig, place: str, dialect: Dialect, problems: ProblemList) -> None:
+def _check_entry(entry: LayerConfig, place: str, dialect: PtqDialect, problems: ProblemList) -> None:
     """Report settings of a class, or a bit width, that the dialect does not have."""
     if not isinstance(entry, LayerConfig):
         problems.add_wrong_type(f"expected a LayerConfig, got {type(entry).__name__}", Position(place))
         return
-    activations = registry.activation_algorithms(dialect.name)
-    for part, algorithms in (("weights", dialect.weights), ("activations", activations)):
+    for part, algorithms in (("weights", dialect.weight), ("activations", dialect.activation)):
         given, known = getattr(entry, part), [each.settings for each in algorithms]
         if given is not None and type(given) not in known:
             names = " or ".join(each.__name__ for each in known)

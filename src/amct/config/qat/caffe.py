@@ -1,4 +1,4 @@
-"""Quantization-aware training of Caffe models: config files and plan.
+"""The configs of quantization-aware training of Caffe models.
 
 The JSON has the guide's keys in the guide's order, layers in the order of the net. Two keys go beyond the guide and are
 written only when given: ``batch_num`` (the simple config has it) and ``fixed_clip`` (the clips are not trained).
@@ -7,50 +7,47 @@ written only when given: ``batch_num`` (the simple config has it) and ``fixed_cl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from amct.config.full_config import FullConfig
-from amct.config.json.blocks import check_members, read_json_object
-from amct.config.layers import LayerList
-from amct.config.precedence import Level, Origin
-from amct.config.problems import ProblemList
+from amct.config.dialect import QuantBlock
 from amct.config.ptq.caffe_types import RETRAIN_TYPES
-from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect, QuantBlock
-from amct.config.qat.expand import VERSION, expand_quantization
-from amct.config.qat.json import make_retrain_plan, read_layers
+from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect
 from amct.config.qat.settings import bits_of
-from amct.config.qat.simple import DATA_BLOCK, WEIGHT_BLOCK, RetrainSimple, part, read_retrain_simple
+from amct.config.qat.simple import DATA_BLOCK, WEIGHT_BLOCK, part
 from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT
-from amct.config.settings import CheckedSettings, Version
-from amct.schema import descriptor, parse_text
+from amct.config.settings import AtLeastOne, CheckedSettings, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from amct.config.layers import LayerInfo
     from amct.config.precedence import Choice
-    from amct.config.qat.plan import RetrainPlan
     from amct.config.text.algorithm_blocks import AlgorithmBlock
 
-MESSAGE = "AMCTCaffeProto.AMCTRetrainConfig"
 DST_TYPES = {DATA_KEY: ("INT8", "INT16"), WEIGHT_KEY: ("INT8",)}
 
 
-class CaffeQat(QatDialect):
-    """The QAT types of Caffe; a bit width is a number, and the simple config may say it by ``dst_type`` too."""
+@dataclass(frozen=True, kw_only=True)
+class _Globals(CheckedSettings):
+    version: Version = 1
+    batch_num: AtLeastOne = 1
 
-    types = MappingProxyType({name: capability.channel_wise for name, capability in RETRAIN_TYPES.items()})
-    activation = CAFFE_RETRAIN_ACTIVATION
+
+class CaffeQat(QatDialect):
+    """The QAT types of Caffe; a bit width is a number, and the simple config can also give it by ``dst_type``."""
+
+    message = "AMCTCaffeProto.AMCTRetrainConfig"
+    schema = "caffe_config"
+    types = RETRAIN_TYPES
+    activations = CAFFE_RETRAIN_ACTIVATION
     weight = CAFFE_RETRAIN_WEIGHT
-    global_keys = ("version", "batch_num")
+    globals = _Globals
+    optional_globals = frozenset({"batch_num"})
     part_name = "layer"
 
-    def read(self, choice: Choice) -> QuantBlock:
-        """The algorithms of a message; ``dst_type`` stands for ``num_bits`` where that is not given."""
-        block = super().read(choice)
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of a message; ``dst_type`` gives ``num_bits`` where that is not given."""
+        block = super().read_choice(choice)
         return QuantBlock(
             activation=_with_dst_type(block.activation, part(choice, DATA_BLOCK), DATA_KEY),
             weight=_with_dst_type(block.weight, part(choice, WEIGHT_BLOCK), WEIGHT_KEY),
@@ -74,7 +71,7 @@ class CaffeQat(QatDialect):
                 )
 
     def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:  # noqa: ARG002  a dialect's signature
-        """Every layer can have every bit width."""
+        """Nothing changes: every layer can have every bit width."""
         return {}
 
 
@@ -92,74 +89,7 @@ def _with_dst_type(block: AlgorithmBlock, choice: Choice, key: str) -> Algorithm
 
 
 CAFFE_QAT = CaffeQat()
-
-
-def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Expand a simple config for a net.
-
-    Args:
-        text: The content of the ``.cfg``.
-        source: Its file name, for positions.
-        layers: The layers of the net, quantizable or not, in its order.
-
-    Raises:
-        ParseError: The text is not a simple config of retraining.
-        ConfigError: It does not fit the net or asks for what cannot be done; all mistakes are listed.
-    """
-    problems = ProblemList()
-    message = parse_text(text, descriptor(MESSAGE, schema="caffe_config"), source)
-    simple = read_retrain_simple(message, source, problems)
-    batch_num = {"batch_num": simple.batch_num} if "batch_num" in simple.origins else {}
-    fields = {"version": VERSION, **batch_num}
-    return expand_quantization(simple, LayerList(layers), CAFFE_QAT, fields, problems)
-
-
-def default_config(layers: Iterable[LayerInfo]) -> FullConfig:
-    """The full config of a net without a simple config: every layer that can be quantized, with defaults.
-
-    Raises:
-        ConfigError: The net has no layer that can be quantized.
-    """
-    simple = RetrainSimple(source="create_quant_retrain_config")
-    return expand_quantization(simple, LayerList(layers), CAFFE_QAT, {"version": VERSION}, ProblemList())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
-    version: Version = 1
-    batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
-
-
-def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Read a JSON config, written by a tool or edited by hand, and check it against a net.
-
-    What the file leaves out takes its default; a layer it does not name is not quantized.
-
-    Args:
-        data: The content of the file.
-        source: Its name, for positions.
-        layers: The layers of the net, quantizable or not, in its order.
-
-    Raises:
-        ParseError: The file is not JSON.
-        ConfigTypeError: A value has the wrong type; all mistakes are listed.
-        ConfigError: Any other mistake; all are listed.
-    """
-    problems = ProblemList()
-    root = read_json_object(data, source, problems)
-    nodes = {key: node for key, node in root.value.items() if key in CAFFE_QAT.global_keys}
-    fields = check_members(_Globals, nodes, problems) or _Globals()
-    read = read_layers(root, LayerList(layers), CAFFE_QAT, problems)
-    problems.raise_all()
-    return FullConfig(
-        source=source,
-        fields={"version": VERSION, **({"batch_num": fields.batch_num} if "batch_num" in nodes else {})},
-        layers=read,
-        origins={key: Origin(Level.FILE, node.key_position) for key, node in nodes.items()},
-        warnings=problems.warnings,
-    )
-
-
-def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> RetrainPlan:
-    """Turn a full config, expanded or read, into the plan for the net it was checked against."""
-    return make_retrain_plan(config, layers, CAFFE_QAT)
+default_config = CAFFE_QAT.default_config
+expand_config = CAFFE_QAT.expand_config
+read_config = CAFFE_QAT.read_config
+make_plan = CAFFE_QAT.make_plan

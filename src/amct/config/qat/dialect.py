@@ -1,103 +1,260 @@
-"""What PyTorch and Caffe spell differently in the configs of quantization-aware training.
-
-A dialect knows its layer types, its algorithms and its rules about bit widths; expanding, reading and planning
-(``qat_expand``, ``qat_json``) are the same for both.
-"""
+"""Quantization-aware training: from a simple or full config to a plan, for both dialects."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from amct.config.precedence import DEFAULT
-from amct.config.qat.simple import DATA_BLOCK, WEIGHT_BLOCK, part
-from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
+from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
+from amct.config.full_config import FullConfig, LayerBlock
+from amct.config.layers import LayerInfo, LayerList
+from amct.config.plan import FORCE_FP16, reasons_not_quantized, settings_of
+from amct.config.precedence import DEFAULT, Origin
+from amct.config.problems import ProblemList
+from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
+from amct.config.qat.simple import (
+    DATA_BLOCK,
+    LAYER_OVERRIDES,
+    QUANT_BLOCKS,
+    TYPE_OVERRIDES,
+    WEIGHT_BLOCK,
+    RetrainSimple,
+    part,
+    read_retrain_simple,
+)
+from amct.config.text.names import check_layer_names, check_type_names, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from amct.config.layers import LayerInfo
+    from amct.config.json.reader import JsonNode
     from amct.config.precedence import Choice
-    from amct.config.problems import ProblemList
     from amct.config.registry import Algorithm
-    from amct.errors import Position
+    from amct.schema import TextMessage
 
+VERSION = 1
 NAME_KEY = "algo"
 SWITCH_KEY = "retrain_enable"
 DATA_KEY = "retrain_data_config"
 WEIGHT_KEY = "retrain_weight_config"
-LAYER_KEYS = (SWITCH_KEY, DATA_KEY, WEIGHT_KEY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuantBlock:
-    """What a block of a file sets of activations and weights."""
+class QatDialect(Dialect):
+    """The configs of quantization-aware training of one framework; ``activations`` are the activation algorithms."""
 
-    activation: AlgorithmBlock
-    weight: AlgorithmBlock
+    activations: ClassVar[tuple[Algorithm, ...]]
+    switch_key = SWITCH_KEY
+    data_key = DATA_KEY
+    weight_key = WEIGHT_KEY
+    name_keys = (NAME_KEY, NAME_KEY)
+    oneofs = ("RetrainDataAlgorithm", "RetrainWeightAlgorithm")
 
-    def position(self, key: str) -> Position | None:
-        """Where the value behind a dotted key of the JSON stands, or the algorithm that has it."""
-        prefix, _, name = key.partition(".")
-        block = self.weight if prefix == WEIGHT_KEY else self.activation
-        return block.positions.get(name, block.position)
+    @property
+    def activation(self) -> tuple[Algorithm, ...]:
+        """The activation algorithms, the default first."""
+        return self.activations
 
-
-class QatDialect(ABC):
-    """The layer types, algorithms and bit widths of one framework.
-
-    Attributes:
-        types: Every layer type that can be trained quantized, and whether its weights can have a scale per channel.
-        activation: The algorithms of activations, the default one first.
-        weight: The algorithms of weights, the default one first.
-        global_keys: The keys of the JSON that are no layers, in the order they are written.
-        part_name: What a layer is called in the framework.
-    """
-
-    types: Mapping[str, bool]
-    activation: tuple[Algorithm, ...]
-    weight: tuple[Algorithm, ...]
-    global_keys: tuple[str, ...]
-    part_name: str
-
-    def read(self, choice: Choice) -> QuantBlock:
-        """The algorithms of the message that applies to a layer."""
-        return QuantBlock(
-            activation=read_algorithm(part(choice, DATA_BLOCK), "RetrainDataAlgorithm", self.activation),
-            weight=read_algorithm(part(choice, WEIGHT_BLOCK), "RetrainWeightAlgorithm", self.weight),
-        )
-
-    def default_block(self, key: str) -> AlgorithmBlock:
-        """The block of a layer whose JSON leaves out ``key``."""
-        algorithms = self.weight if key == WEIGHT_KEY else self.activation
-        return AlgorithmBlock(algorithm=algorithms[0], given={}, positions={}, origin=DEFAULT)
-
-    def check(self, block: QuantBlock, problems: ProblemList) -> None:
-        """Report values of a ``.cfg`` block that are wrong for every layer."""
-        check_block(block.activation, NAME_KEY, problems)
-        check_block(block.weight, NAME_KEY, problems)
-        for key, message in self.illegal(block):
-            problems.add(message, block.position(key))
-
-    @abstractmethod
-    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """What activations and weights cannot have together: the dotted key and what is wrong."""
-
-    def unsupported(self, who: str, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """What was asked for exactly this layer or type and cannot be done: the dotted key and what is wrong."""
-        if block.weight.given.get("channel_wise") is True and not self.types[layer.type]:
-            yield (
-                f"{WEIGHT_KEY}.channel_wise",
-                f"{who}: channel_wise must be false, {layer.type} has no channels of its own",
-            )
+    def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """Scales per channel where this layer or type cannot have them."""
+        if block.weight.given.get("channel_wise") is True and not self.types[layer.type].channel_wise:
+            yield f"{WEIGHT_KEY}.channel_wise", f"channel_wise must be false, {layer.type} has no channels of its own"
 
     @abstractmethod
     def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:
-        """Weight settings that a layer must have instead of what the block says.
+        """By dotted key, weight settings that a layer must have instead of those of the block.
 
         Args:
             layer: The layer.
-            block: What the config says of it.
-            note: Takes the dotted key of a setting and what the user should know about it.
+            block: Its settings in the config.
+            note: Takes the dotted key of a setting and a warning about it.
         """
+
+    # -- simple config -------------------------------------------------------------------------------------------------
+
+    def default_config(self, layers: Iterable[LayerInfo]) -> FullConfig:
+        """The full config of a model without a simple config: every layer that can be quantized, with defaults.
+
+        Raises:
+            ConfigError: The model has no layer that can be quantized.
+        """
+        return self.expand(RetrainSimple(source="create_quant_retrain_config"), LayerList(layers), ProblemList())
+
+    def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """Expand a parsed simple config."""
+        return self.expand(read_retrain_simple(message, source, problems), layers, problems)
+
+    def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """The full config of a model from a simple config without pruning.
+
+        Raises:
+            ConfigError: The config does not fit the model or asks for what cannot be done; all mistakes are listed.
+        """
+        for kind in ("", "quant_"):
+            simple.check_skips(kind, layers, tuple(self.types), problems)
+        self.check_quantization(simple, layers, problems)
+        expander = QatExpander(simple, self, problems)
+        quantizable = layers.quantizable(self.types)
+        if not quantizable:
+            problems.add(f"the model has no layer that can be quantized. Types that can: {', '.join(self.types)}.")
+        elif not any(expander.enabled(layer)[0] for layer in quantizable):
+            problems.add(
+                f"every layer that can be quantized ({len(quantizable)}) is switched off. Leave at least one.",
+                expander.enabled(quantizable[0])[1].position,
+            )
+        problems.raise_all()
+        expanded = []
+        for layer in quantizable:
+            data, origins = expander.expand(layer)
+            expanded.append(LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins))
+        warn_of_refused(expander.blocks, layers, problems)
+        return FullConfig(
+            source=simple.source,
+            fields=self.simple_globals(simple),
+            layers=tuple(expanded),
+            origins=simple.origins,
+            warnings=problems.warnings,
+        )
+
+    def simple_globals(self, simple: RetrainSimple) -> dict[str, Any]:
+        """The global fields of a simple config as the full config has them."""
+        values = {"version": VERSION, "fakequant_precision_mode": simple.precision_mode, "batch_num": simple.batch_num}
+        return {
+            key: values[key] for key in self.global_keys if key not in self.optional_globals or key in simple.origins
+        }
+
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of the message that applies to a layer."""
+        return self.read(part(choice, DATA_BLOCK), part(choice, WEIGHT_BLOCK))
+
+    def check_quantization(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> None:
+        """Report overrides of unknown names, values that are wrong, and what a layer or type cannot do."""
+        blocks = simple.blocks(QUANT_BLOCKS)
+        check_layer_names(named(blocks.by_layer), LAYER_OVERRIDES, layers, tuple(self.types), problems)
+        check_type_names(named(blocks.by_type), TYPE_OVERRIDES, tuple(self.types), problems)
+        self.check_blocks(blocks, layers, problems)
+
+    # -- full config ---------------------------------------------------------------------------------------------------
+
+    def read_layers(
+        self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
+    ) -> tuple[LayerBlock, ...]:
+        """The layers of a JSON config, in model order; a config without a layer to quantize is reported."""
+        read = super().read_layers(root, model, written, problems)
+        if not problems and not any(layer.data[SWITCH_KEY] for layer in read):
+            problems.add(f"no layer is switched on. Set {SWITCH_KEY} to true for at least one.", root.position)
+        return read
+
+    def read_members(
+        self,
+        layer: LayerInfo,
+        members: Mapping[str, JsonNode],
+        enabled: bool,
+        written: Mapping[str, Any],  # noqa: ARG002  no global field matters here
+        origins: dict[str, Origin],
+        problems: ProblemList,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read and check the JSON block of a layer; return it as it is written."""
+        activation, weight = (
+            self.read_block(key, members.get(key), f"{layer.name}.{key}", problems) for key in (DATA_KEY, WEIGHT_KEY)
+        )
+        block = QuantBlock(activation=activation, weight=weight)
+        for key, message in (*self.illegal(block), *self.unsupported(layer, block)):
+            problems.add(f"{label(layer)}: {message}", block.position(key))
+
+        def note(key: str, what: str) -> None:
+            if enabled:
+                problems.adjust(layer.name, what, block.position(key), anywhere=True)
+
+        return self.write(layer, block, self.fit(layer, block, note), enabled, origins), {}
+
+    def write(
+        self,
+        layer: LayerInfo,
+        block: QuantBlock,
+        changed: Mapping[str, Any],
+        enabled: bool,
+        origins: dict[str, Origin],
+    ) -> dict[str, Any]:
+        """The JSON block of a layer; ``changed`` has weight settings, by dotted key, that a rule replaces."""
+        channel_wise = block.weight.given.get("channel_wise", self.types[layer.type].channel_wise)
+        return {
+            SWITCH_KEY: enabled,
+            DATA_KEY: block.activation.write(DATA_KEY, NAME_KEY, origins, {}),
+            WEIGHT_KEY: block.weight.write(WEIGHT_KEY, NAME_KEY, origins, changed, channel_wise=channel_wise),
+        }
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def make_plan(self, config: FullConfig, layers: Iterable[LayerInfo]) -> RetrainPlan:
+        """Turn a full config, expanded or read, into the plan for the model it was checked against."""
+        model = LayerList(layers)
+        blocks = {layer.name: layer for layer in config.layers if SWITCH_KEY in layer.data}
+        common: dict[str, Any] = {
+            "batch_num": config.fields.get("batch_num", 1),
+            "force_fp16": config.fields.get("fakequant_precision_mode") == FORCE_FP16,
+        }
+        plans = tuple(
+            RetrainLayerPlan(
+                name=layer.name,
+                type=layer.type,
+                enabled=data[SWITCH_KEY],
+                activation=settings_of(data[DATA_KEY], self.activation, NAME_KEY),
+                weight=settings_of(data[WEIGHT_KEY], self.weight, NAME_KEY),
+                **common,
+            )
+            for layer in model.quantizable(self.types)
+            if layer.name in blocks and (data := blocks[layer.name].data)
+        )
+        return RetrainPlan(
+            source=config.source,
+            layers=plans,
+            not_quantized=MappingProxyType(reasons_not_quantized(model, self.types, blocks, switch_key=SWITCH_KEY)),
+            warnings=config.warnings,
+            **common,
+        )
+
+
+class QatExpander:
+    """Fills in the quantization part of the full config, layer by layer."""
+
+    def __init__(
+        self, simple: RetrainSimple, dialect: QatDialect, problems: ProblemList, *, overrides_only: bool = False
+    ) -> None:
+        self.dialect = dialect
+        self.problems = problems
+        self.blocks = simple.blocks(QUANT_BLOCKS)
+        self.skips = simple.skips("quant_")
+        self.overrides_only = overrides_only
+
+    def enabled(self, layer: LayerInfo) -> tuple[bool, Origin]:
+        """Whether a layer is quantized and why; an override switches a skipped layer on again."""
+        override = self.blocks.by_layer.get(layer.name) or self.blocks.by_type.get(layer.type)
+        if override is not None:
+            return True, override.origin
+        skipped = self.skips.find(layer)
+        if skipped is not None:
+            return False, skipped
+        return not self.overrides_only, DEFAULT
+
+    def expand(self, layer: LayerInfo) -> tuple[dict[str, Any], dict[str, Origin]]:
+        """The JSON keys of a layer and the origin of each value."""
+        choice = self.blocks.choose(layer)
+        block = self.dialect.read_choice(choice)
+        enabled, why = self.enabled(layer)
+
+        def note(key: str, what: str) -> None:
+            if enabled:
+                self.problems.adjust(layer.name, what, block.position(key))
+
+        if enabled and self.skips.find(layer) is not None:
+            what = "quantized although skipped, because an override names these layers or their type"
+            self.problems.adjust(layer.name, what, why.position)
+        changed: dict[str, Any] = {}
+        if block.weight.given.get("channel_wise") and not self.dialect.types[layer.type].channel_wise:
+            key = f"{WEIGHT_KEY}.channel_wise"
+            changed[key] = False
+            note(key, "channel_wise does not apply to these layers, they are quantized per tensor")
+        changed |= self.dialect.fit(layer, block, note)
+        origins = {"": choice.origin, SWITCH_KEY: why}
+        return self.dialect.write(layer, block, changed, enabled, origins), origins

@@ -1,4 +1,4 @@
-"""Quantization-aware training of PyTorch models: config files and plan.
+"""The configs of quantization-aware training of PyTorch models.
 
 The JSON has AMCT's keys in AMCT's order: version, precision mode, number of batches, then the layers in model order.
 """
@@ -6,48 +6,64 @@ The JSON has AMCT's keys in AMCT's order: version, precision mode, number of bat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from amct.config.full_config import FullConfig
-from amct.config.json.blocks import check_members, read_json_object
-from amct.config.layers import LayerList
-from amct.config.precedence import Level, Origin
-from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch_types import QAT_TYPES, can_int16
-from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect, QuantBlock
-from amct.config.qat.expand import VERSION, expand_quantization
-from amct.config.qat.json import make_retrain_plan, read_layers
-from amct.config.qat.simple import PRUNE_BLOCK, RetrainSimple, read_retrain_simple, sets
+from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect
+from amct.config.qat.simple import PRUNE_BLOCK, sets
 from amct.config.registry import RETRAIN_ACTIVATION, RETRAIN_WEIGHT
-from amct.config.settings import CheckedSettings, Version
-from amct.schema import descriptor, parse_text
+from amct.config.settings import AtLeastOne, CheckedSettings, Version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from amct.config.layers import LayerInfo
-    from amct.config.qat.plan import RetrainPlan
+    from amct.config.dialect import QuantBlock
+    from amct.config.full_config import FullConfig
+    from amct.config.json.reader import JsonNode
+    from amct.config.layers import LayerInfo, LayerList
+    from amct.config.problems import ProblemList
+    from amct.config.qat.simple import RetrainSimple
     from amct.schema import TextMessage
 
-MESSAGE = "AMCTPytorchProto.AMCTRetrainConfig"
+MODE_KEY = "fakequant_precision_mode"
 PRUNE_FIELDS = (PRUNE_BLOCK, "regular_prune_skip_layers", "regular_prune_skip_types")
 MANDATORY = ("version", "batch_num")
 
 
-class PyTorchQat(QatDialect):
-    """The QAT types of torch.nn; bit widths are integer types that go together in pairs."""
+@dataclass(frozen=True, kw_only=True)
+class _Globals(CheckedSettings):
+    version: Version = 1
+    fakequant_precision_mode: Literal["DEFAULT", "FORCE_FP16_QUANT"] = "DEFAULT"
+    batch_num: AtLeastOne = 1
 
-    types = MappingProxyType({name: capability.channel_wise for name, capability in QAT_TYPES.items()})
-    activation = RETRAIN_ACTIVATION
+
+class PyTorchQat(QatDialect):
+    """The QAT types of torch.nn; bit widths are integer types, and only some pairs of them are possible."""
+
+    message = "AMCTPytorchProto.AMCTRetrainConfig"
+    schema = "pytorch"
+    types = QAT_TYPES
+    activations = RETRAIN_ACTIVATION
     weight = RETRAIN_WEIGHT
-    global_keys = ("version", "fakequant_precision_mode", "batch_num")
+    globals = _Globals
+    optional_globals = frozenset({MODE_KEY})
     part_name = "module"
 
+    def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """The full config of a model; every field about pruning is reported."""
+        what = "is about pruning, which quantization-aware training does not do. Remove it, or compress the model."
+        messages: list[tuple[TextMessage, tuple[str, ...]]] = (
+            [] if simple.message is None else [(simple.message, PRUNE_FIELDS)]
+        )
+        messages += [(choice.block, (PRUNE_BLOCK,)) for choice in simple.overrides() if choice.block is not None]
+        for message, names in messages:
+            for name in names:
+                if sets(message, name):
+                    problems.add(f"{name} {what}", message.where(name, 0))
+        return super().expand(simple, layers, problems)
+
     def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """16-bit activations with 4-bit weights are no pair."""
+        """16-bit activations with 4-bit weights."""
         if _types(block) == ("INT16", "INT4"):
             key = WEIGHT_KEY if "dst_type" in block.weight.given else DATA_KEY
             yield (
@@ -56,20 +72,34 @@ class PyTorchQat(QatDialect):
             )
 
     def fit(self, layer: LayerInfo, block: QuantBlock, note: Callable[[str, str], None]) -> dict[str, Any]:
-        """4-bit weights that cannot be packed become 8-bit; odd combinations are only told of."""
+        """4-bit weights that cannot be packed become 8-bit; unusual combinations only give a warning."""
         activation, weight = _types(block)
         changed = {}
         if weight == "INT4" and not layer.can_pack_int4:
-            weight = changed["dst_type"] = "INT8"
+            weight = changed[f"{WEIGHT_KEY}.dst_type"] = "INT8"
             what = "4-bit weights need one group and an even number of input channels, INT8 is used for these layers"
             note(f"{WEIGHT_KEY}.dst_type", what)
         if (activation, weight) == ("INT4", "INT8"):
             what = "INT4 activations with INT8 weights is a pair that AMCT does not train, taken as asked for"
             note(f"{DATA_KEY}.dst_type", what)
-        if activation == "INT16" and not can_int16(layer.type, has_bias=layer.has_bias):
+        if activation == "INT16" and not can_int16(layer):
             what = "INT16 activations can be trained, but not deployed to a chip, for these layers"
             note(f"{DATA_KEY}.dst_type", what)
         return changed
+
+    def global_nodes(
+        self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList
+    ) -> Mapping[str, JsonNode]:
+        """Report missing mandatory fields."""
+        for key in MANDATORY:
+            if key not in nodes:
+                problems.add(f'the key "{key}" is missing. Add "{key}":1.', root.position)
+        return super().global_nodes(nodes, root, model, problems)
+
+    def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
+        """The global fields as they are written: the precision mode only when it is not the default."""
+        written = super().written_globals(settings, given)
+        return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
 
 
 def _types(block: QuantBlock) -> tuple[str, str]:
@@ -77,101 +107,7 @@ def _types(block: QuantBlock) -> tuple[str, str]:
 
 
 PYTORCH_QAT = PyTorchQat()
-
-
-def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Expand a simple config for a model.
-
-    Args:
-        text: The content of the ``.cfg``.
-        source: Its file name, for positions.
-        layers: The layers of the model, quantizable or not, in model order.
-
-    Raises:
-        ParseError: The text is not a simple config of retraining.
-        ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
-    """
-    problems = ProblemList()
-    message = parse_text(text, descriptor(MESSAGE, schema="pytorch"), source)
-    simple = read_retrain_simple(message, source, problems)
-    _refuse_pruning(simple, message, problems)
-    return expand_quantization(simple, LayerList(layers), PYTORCH_QAT, global_fields(simple), problems)
-
-
-def default_config(layers: Iterable[LayerInfo]) -> FullConfig:
-    """The full config of a model without a simple config: every layer that can be quantized, with defaults.
-
-    Raises:
-        ConfigError: The model has no layer that can be quantized.
-    """
-    simple = RetrainSimple(source="create_quant_retrain_config")
-    return expand_quantization(simple, LayerList(layers), PYTORCH_QAT, global_fields(simple), ProblemList())
-
-
-def global_fields(simple: RetrainSimple) -> dict[str, Any]:
-    """The global fields as they are written."""
-    mode = {"fakequant_precision_mode": simple.precision_mode} if simple.precision_mode else {}
-    return {"version": VERSION, **mode, "batch_num": simple.batch_num}
-
-
-def _refuse_pruning(simple: RetrainSimple, message: TextMessage, problems: ProblemList) -> None:
-    """Report every field that speaks of pruning."""
-    what = "speaks of pruning, which quantization-aware training does not do. Remove it, or compress the model instead."
-    for name in PRUNE_FIELDS:
-        if sets(message, name):
-            problems.add(f"{name} {what}", message.where(name, 0))
-    for choice in simple.overrides():
-        assert choice.block is not None
-        if sets(choice.block, PRUNE_BLOCK):
-            problems.add(f"{PRUNE_BLOCK} {what}", choice.block.where(PRUNE_BLOCK))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Globals(CheckedSettings):
-    version: Version = 1
-    fakequant_precision_mode: Literal["DEFAULT", "FORCE_FP16_QUANT"] = "DEFAULT"
-    batch_num: Annotated[int, Field(strict=True, ge=1)] = 1
-
-
-def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Read a JSON config, written by a tool or edited by hand, and check it against a model.
-
-    ``version`` and ``batch_num`` must be there; everything else the file leaves out takes its default. A layer it does
-    not name is not quantized. Weights that cannot have 4 bits get 8, with a warning.
-
-    Args:
-        data: The content of the file.
-        source: Its name, for positions.
-        layers: The layers of the model, quantizable or not, in model order.
-
-    Raises:
-        ParseError: The file is not JSON.
-        ConfigTypeError: A value has the wrong type; all mistakes are listed.
-        ConfigError: Any other mistake; all are listed.
-    """
-    problems = ProblemList()
-    root = read_json_object(data, source, problems)
-    nodes = {key: node for key, node in root.value.items() if key in PYTORCH_QAT.global_keys}
-    for key in MANDATORY:
-        if key not in nodes:
-            problems.add(f'the key "{key}" is missing. Add "{key}":1.', root.position)
-    fields = check_members(_Globals, nodes, problems) or _Globals()
-    read = read_layers(root, LayerList(layers), PYTORCH_QAT, problems)
-    problems.raise_all()
-    mode = fields.fakequant_precision_mode
-    return FullConfig(
-        source=source,
-        fields={
-            "version": VERSION,
-            **({} if mode == "DEFAULT" else {"fakequant_precision_mode": mode}),
-            "batch_num": fields.batch_num,
-        },
-        layers=read,
-        origins={key: Origin(Level.FILE, node.key_position) for key, node in nodes.items()},
-        warnings=problems.warnings,
-    )
-
-
-def make_plan(config: FullConfig, layers: Iterable[LayerInfo]) -> RetrainPlan:
-    """Turn a full config, expanded or read, into the plan for the model it was checked against."""
-    return make_retrain_plan(config, layers, PYTORCH_QAT)
+default_config = PYTORCH_QAT.default_config
+expand_config = PYTORCH_QAT.expand_config
+read_config = PYTORCH_QAT.read_config
+make_plan = PYTORCH_QAT.make_plan

@@ -1,6 +1,6 @@
-"""The settings of retraining: quantizers that learn, and pruners. One frozen class each, as in ``settings``.
+"""The settings of retraining: trained quantizers and pruners. One frozen class each, as in ``settings``.
 
-PyTorch names a bit width by ``dst_type`` (INT4, INT8, INT16), Caffe by ``num_bits``; every class answers ``num_bits``.
+PyTorch gives a bit width by ``dst_type`` (INT4, INT8, INT16), Caffe by ``num_bits``; every class has ``num_bits``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ DataType = Literal["INT4", "INT8", "INT16"]
 WeightType = Literal["INT4", "INT8"]
 
 
-def _decimal(value: Any) -> Any:  # noqa: ANN401  whatever stands in the file
-    """The reference takes ``6.0`` and refuses ``6``; null is no number either."""
+def _decimal(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """AMCT accepts ``6.0`` and refuses ``6``; null is no number either."""
     if type(value) is not float:
         raise PydanticCustomError("decimal_type", "not a number with a decimal point")
     return value
 
 
-def _number(value: Any) -> Any:  # noqa: ANN401  whatever stands in the file
+def _number(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if value is None:
         raise PydanticCustomError("float_type", "not a number")
     return value
 
 
-def _true_or_false(value: Any) -> Any:  # noqa: ANN401  whatever stands in the file
+def _true_or_false(value: Any) -> Any:  # noqa: ANN401  any JSON value
     if value is None:
         raise PydanticCustomError("bool_type", "not true or false")
     return value
 
 
-# None means "not given": the file itself cannot say null.
+# None means "not given": null is not legal in the file.
 DecimalAboveZero = Annotated[Annotated[float, Field(strict=True, gt=0.0)] | None, BeforeValidator(_decimal)]
 DecimalBelowZero = Annotated[Annotated[float, Field(strict=True, lt=0.0)] | None, BeforeValidator(_decimal)]
 NumberAboveZero = Annotated[Annotated[float, Field(strict=True, gt=0.0)] | None, BeforeValidator(_number)]
@@ -44,13 +44,24 @@ NumberBelowZero = Annotated[Annotated[float, Field(strict=True, lt=0.0)] | None,
 OptionalBool = Annotated[StrictBool | None, BeforeValidator(_true_or_false)]
 
 
+class _TypedSettings(CheckedSettings):
+    """Settings whose bit width is given by an integer type."""
+
+    dst_type: DataType
+
+    @property
+    def num_bits(self) -> int:
+        """The bit width of ``dst_type``."""
+        return bits_of(self.dst_type)
+
+
 @dataclass(frozen=True, kw_only=True)
-class UlqSettings(CheckedSettings):
-    """ULQ of activations: learn where to clip.
+class UlqSettings(_TypedSettings):
+    """ULQ of activations: the clips are trained.
 
     Attributes:
-        clip_max: Where the upper clip starts; None: IFMR finds it.
-        clip_min: Where the lower clip starts; None: IFMR finds it.
+        clip_max: Where the upper clip starts; None: IFMR determines it.
+        clip_min: Where the lower clip starts; None: IFMR determines it.
         fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU.
         dst_type: The integer type.
     """
@@ -66,36 +77,21 @@ class UlqSettings(CheckedSettings):
             message = f"{given} needs {missing} beside it. Give both, or neither to let IFMR find them."
             raise SettingsError(given, message)
 
-    @property
-    def num_bits(self) -> int:
-        """The bit width of ``dst_type``."""
-        return bits_of(self.dst_type)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ArqRetrainSettings(CheckedSettings):
+class ArqRetrainSettings(_TypedSettings):
     """ARQ of weights at every step, by their largest absolute value, with a straight-through gradient."""
 
     channel_wise: StrictBool = True
     dst_type: WeightType = "INT8"
 
-    @property
-    def num_bits(self) -> int:
-        """The bit width of ``dst_type``."""
-        return bits_of(self.dst_type)
-
 
 @dataclass(frozen=True, kw_only=True)
-class UlqRetrainSettings(CheckedSettings):
-    """ULQ of weights: learn their scale."""
+class UlqRetrainSettings(_TypedSettings):
+    """ULQ of weights: their scale is trained."""
 
     dst_type: WeightType = "INT8"
     channel_wise: StrictBool = True
-
-    @property
-    def num_bits(self) -> int:
-        """The bit width of ``dst_type``."""
-        return bits_of(self.dst_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +99,8 @@ class CaffeUlqSettings(CheckedSettings):
     """ULQ of activations in a Caffe net; each clip may be given alone.
 
     Attributes:
-        clip_max: Where the upper clip starts; None: IFMR finds it.
-        clip_min: Where the lower clip starts; None: IFMR finds it.
+        clip_max: Where the upper clip starts; None: IFMR determines it.
+        clip_min: Where the lower clip starts; None: IFMR determines it.
         fixed_min: Whether the lower clip stays at 0; None: it does after a ReLU.
         fixed_clip: Whether the clips that are given stay as they are instead of being trained.
         num_bits: 8, or 9 to 16: factors for that width, stored in 16 bits.
@@ -131,10 +127,10 @@ class CaffeArqRetrainSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FilterPruneSettings(CheckedSettings):
-    """Balanced L2-norm filter pruning: take away output channels.
+    """Balanced L2-norm filter pruning: remove output channels.
 
     Attributes:
-        prune_ratio: The share of channels taken away.
+        prune_ratio: The share of channels that is removed.
         ascend_optimized: Whether the number of channels left is a multiple of 16.
     """
 
@@ -147,8 +143,8 @@ class SelectivePruneSettings(CheckedSettings):
     """L1 selective pruning: keep the 2 largest of every 4 weights.
 
     Attributes:
-        n_out_of_m_type: Which pattern; there is one.
-        update_freq: Every how many batches the choice is made again; 0: only at the first batch.
+        n_out_of_m_type: The pattern; there is only one.
+        update_freq: The number of batches between two updates of the mask; 0: only the first batch sets it.
     """
 
     n_out_of_m_type: Literal["M4N2"] = "M4N2"

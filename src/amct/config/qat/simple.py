@@ -1,8 +1,8 @@
-"""The simple config (``.cfg``) of retraining, for PyTorch and Caffe: what it says, before a model is looked at.
+"""The simple config (``.cfg``) of retraining, for PyTorch and Caffe, before it is checked against a model.
 
 It differs from the one of post-training quantization in three ways. Data, weight and prune blocks stand side by side in
-the file and in each override. There are three pairs of skip lists: for everything, for quantization, for pruning. And a
-name given twice in a skip list is only worth a warning.
+the file and in each override. There are three pairs of skip lists: for everything, for quantization, for pruning. A
+name that is repeated in a skip list gives only a warning.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin, read_overrides
-from amct.config.text.names import Named, SkipList, read_names, without_repeats
+from amct.config.text.names import Named, SkipList, check_layer_names, check_type_names, read_names, without_repeats
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from amct.config.layers import LayerList
     from amct.config.problems import ProblemList
     from amct.schema import TextMessage
 
@@ -34,17 +35,17 @@ SCALARS = ("batch_num", "fakequant_precision_mode")
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainSimple:
-    """What a simple config says; all defaults when there is none.
+    """The content of a simple config; all defaults when there is none.
 
     Attributes:
-        source: The file, or what stands for it.
+        source: The file, or the function that was called without one.
         message: The parsed file; None when there is none.
-        batch_num: How many batches find the first clips.
+        batch_num: How many batches determine the initial clips.
         precision_mode: ``FORCE_FP16_QUANT`` or None.
         names: The skip lists by their field names, each name once.
         by_type: The overrides by layer type, whatever blocks they have.
         by_layer: The overrides by layer name.
-        origins: Where the global fields stand.
+        origins: The origins of the global fields.
     """
 
     source: str
@@ -57,18 +58,27 @@ class RetrainSimple:
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def skips(self, kind: str) -> SkipList:
-        """The union of the lists for everything and the lists of one kind (``quant`` or ``regular_prune``)."""
+        """The union of the lists for everything and the lists of one kind (``quant_`` or ``regular_prune_``)."""
+        (all_layers, all_types), (layers, types) = _skip_fields(""), _skip_fields(kind)
         return SkipList(
-            (*self.names.get("skip_layers", ()), *self.names.get(f"{kind}_skip_layers", ())),
-            (*self.names.get("skip_layer_types", ()), *self.names.get(f"{kind}_skip_types", ())),
+            (*self.names.get(all_layers, ()), *self.names.get(layers, ())),
+            (*self.names.get(all_types, ()), *self.names.get(types, ())),
         )
 
+    def check_skips(
+        self, kind: str, layers: LayerList, types: Sequence[str], problems: ProblemList, *, verb: str = "quantized"
+    ) -> None:
+        """Report names in the skip lists of one kind ("" for everything) that are unknown or cannot be ``verb``."""
+        by_layer, by_type = _skip_fields(kind)
+        check_layer_names(self.names.get(by_layer, ()), by_layer, layers, types, problems, verb=verb)
+        check_type_names(self.names.get(by_type, ()), by_type, types, problems, verb=verb)
+
     def blocks(self, fields: tuple[str, ...]) -> Blocks:
-        """The blocks that speak of certain fields, ready to be chosen from."""
+        """The blocks that have certain fields."""
         return Blocks(
             common=self._common(fields),
-            by_type={name: choice for name, choice in self.by_type.items() if _speaks_of(choice, fields)},
-            by_layer={name: choice for name, choice in self.by_layer.items() if _speaks_of(choice, fields)},
+            by_type={name: choice for name, choice in self.by_type.items() if _has_any(choice, fields)},
+            by_layer={name: choice for name, choice in self.by_layer.items() if _has_any(choice, fields)},
         )
 
     def _common(self, fields: tuple[str, ...]) -> Choice:
@@ -88,13 +98,17 @@ class RetrainSimple:
         yield from self.by_layer.values()
 
 
+def _skip_fields(kind: str) -> tuple[str, str]:
+    return f"{kind}skip_layers", f"{kind}skip_types" if kind else "skip_layer_types"
+
+
 def sets(message: TextMessage, name: str) -> bool:
     """Whether a message sets a field; one that its dialect does not have is never set."""
     return name in message.descriptor.fields_by_name and message.has(name)
 
 
-def _speaks_of(choice: Choice, fields: tuple[str, ...]) -> bool:
-    """Whether an override is about these blocks; one without any block asks for quantization with defaults."""
+def _has_any(choice: Choice, fields: tuple[str, ...]) -> bool:
+    """Whether an override has one of these blocks; one without any block asks for quantization with defaults."""
     block = choice.block
     assert block is not None
     if any(sets(block, name) for name in fields):
@@ -103,14 +117,14 @@ def _speaks_of(choice: Choice, fields: tuple[str, ...]) -> bool:
 
 
 def part(choice: Choice, name: str) -> Choice:
-    """One block out of the message that applies to a layer; the other half of an override inherits nothing."""
+    """One block of the message that applies to a layer; an override without it inherits nothing."""
     if choice.block is None or not sets(choice.block, name):
         return Choice(None, choice.origin)
     return Choice(choice.block.get(name), Origin(choice.origin.level, choice.block.where(name)))
 
 
 def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList) -> RetrainSimple:
-    """Take a parsed ``.cfg`` apart; overrides given twice are reported, names given twice in a list warned of."""
+    """Read a parsed ``.cfg``; a repeated override is reported, a repeated name in a skip list gives a warning."""
     for warning in message.warnings:
         problems.warn(warning.message, warning.position)
     names = {
@@ -127,11 +141,7 @@ def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList
         batch_num=batch_num,
         precision_mode=message.get("fakequant_precision_mode") if sets(message, "fakequant_precision_mode") else None,
         names=names,
-        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", _itself, problems),
-        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", _itself, problems),
+        by_type=read_overrides(message.all(TYPE_OVERRIDES), "layer_type", None, problems),
+        by_layer=read_overrides(message.all(LAYER_OVERRIDES), "layer_name", None, problems),
         origins={name: Origin(Level.GLOBAL, message.where(name)) for name in SCALARS if sets(message, name)},
     )
-
-
-def _itself(entry: TextMessage) -> TextMessage:
-    return entry

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct.config.checks import check_settings
-from amct.config.precedence import DEFAULT, Origin
+from amct.config.precedence import DEFAULT, Level, Origin
 from amct.errors import Position
 
 if TYPE_CHECKING:
@@ -51,6 +51,28 @@ class AlgorithmBlock:
         if name_key is not None and self.position is not None:
             origins[f"{prefix}.{name_key}"] = Origin(self.origin.level, self.position)
         return origins
+
+    def write(
+        self,
+        prefix: str,
+        name_key: str,
+        origins: dict[str, Origin],
+        changed: Mapping[str, Any],
+        **values: Any,  # noqa: ANN401
+    ) -> dict[str, Any]:
+        """The JSON block in its written order; ``origins`` takes the origin of each value.
+
+        Args:
+            prefix: The key of the block in the layer's JSON.
+            name_key: The key that holds the algorithm's name.
+            origins: By dotted key.
+            changed: By dotted key, values that a rule of the layer type replaces; keys of other blocks are ignored.
+            values: Values that replace what is given, or the default.
+        """
+        own = {key.partition(".")[2]: value for key, value in changed.items() if key.startswith(f"{prefix}.")}
+        origins |= self.origins(prefix, name_key)
+        origins |= {f"{prefix}.{key}": Origin(Level.RULE, self.positions.get(key)) for key in own}
+        return self.to_json(name_key, **{**values, **own})
 
     def to_json(self, name_key: str | None, **changed: Any) -> dict[str, Any]:  # noqa: ANN401  JSON values
         """The JSON block in its written order.

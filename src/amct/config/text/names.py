@@ -1,4 +1,4 @@
-"""Lists of layer names and layer types in a simple config: are they repeated, known, and of a kind that fits?"""
+"""Lists of layer names and layer types in a config: repeated, unknown and unsuitable names are reported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from amct.config.precedence import Level, Origin
 from amct.config.problems import shorten
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from amct.config.layers import LayerInfo, LayerList
+    from amct.config.precedence import Choice
     from amct.config.problems import ProblemList
     from amct.errors import Position
     from amct.schema import TextMessage
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Named:
-    """A name in a list, and where it stands (None: it came from a function argument)."""
+    """A name in a list, and its position (None: it is a function argument)."""
 
     name: str
     position: Position | None = None
 
 
 class SkipList:
-    """What a config switches off by name and by type, with the place of each."""
+    """The layers and types that a config switches off, with the position of each."""
 
     def __init__(self, layers: Iterable[Named] = (), types: Iterable[Named] = ()) -> None:
         self._origins: dict[tuple[str, str], Origin] = {}
@@ -36,8 +37,13 @@ class SkipList:
                 self._origins.setdefault((kind, named.name), Origin(level, named.position))
 
     def find(self, layer: LayerInfo) -> Origin | None:
-        """Where a layer, or its type, is switched off; None when it is not."""
+        """The origin of the switch-off of a layer or of its type; None when it is on."""
         return self._origins.get(("layer", layer.name)) or self._origins.get(("type", layer.type))
+
+
+def named(choices: Mapping[str, Choice]) -> tuple[Named, ...]:
+    """The names of overrides, with their positions."""
+    return tuple(Named(name, choice.origin.position) for name, choice in choices.items())
 
 
 def read_names(message: TextMessage, field: str) -> tuple[Named, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from amct.config.text.names import (
     SkipList,
     check_layer_names,
     check_type_names,
+    named,
     read_names,
     without_repeats,
 )
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from amct.config.layers import LayerInfo, LayerList
     from amct.config.problems import ProblemList
-    from amct.errors import Position
     from amct.schema import TextMessage
 
 
@@ -49,7 +48,7 @@ class SimpleConfig:
         return SkipList(self.skip_layers, self.skip_layer_types)
 
     def skipped(self, layer: LayerInfo) -> Origin | None:
-        """Where a layer, or its type, is switched off; None when it is not."""
+        """The origin of the switch-off of a layer or of its type; None when it is on."""
         return self._skips.find(layer)
 
     def fields(self, keys: Collection[str]) -> dict[str, Any]:
@@ -83,14 +82,11 @@ def read_simple_config(message: TextMessage, source: str, problems: ProblemList)
 
 
 def _read_blocks(message: TextMessage, problems: ProblemList) -> Blocks:
-    def block_of(entry: TextMessage) -> TextMessage:
-        block: TextMessage = entry.get("calibration_config")
-        return block
-
+    by_type, by_layer = message.all("override_layer_types"), message.all("override_layer_configs")
     return Blocks(
         common=read_common(message, "common_config"),
-        by_type=read_overrides(message.all("override_layer_types"), "layer_type", block_of, problems),
-        by_layer=read_overrides(message.all("override_layer_configs"), "layer_name", block_of, problems),
+        by_type=read_overrides(by_type, "layer_type", "calibration_config", problems),
+        by_layer=read_overrides(by_layer, "layer_name", "calibration_config", problems),
     )
 
 
@@ -110,19 +106,15 @@ def check_simple_config(
     check_layer_names(
         config.skip_fusion_layers, "skip_fusion_layers", layers, fusible_types, problems, verb="fused with BatchNorm"
     )
-    check_layer_names(_names(config.blocks.by_layer), "override_layer_configs", layers, types, problems)
-    check_type_names(_names(config.blocks.by_type), "override_layer_types", types, problems)
+    check_layer_names(named(config.blocks.by_layer), "override_layer_configs", layers, types, problems)
+    check_type_names(named(config.blocks.by_type), "override_layer_types", types, problems)
     _check_something_left(config, layers, types, problems)
-
-
-def _names(choices: Mapping[str, Any]) -> tuple[Named, ...]:
-    return tuple(Named(name, choice.origin.position) for name, choice in choices.items())
 
 
 def _check_something_left(
     config: SimpleConfig, layers: LayerList, types: Collection[str], problems: ProblemList
 ) -> None:
-    quantizable = quantizable_layers(layers, types)
+    quantizable = layers.quantizable(types)
     if not quantizable:
         problems.add(f"the model has no layer that can be quantized. Types that can: {', '.join(types)}.")
     elif all(config.skipped(layer) for layer in quantizable):
@@ -132,35 +124,3 @@ def _check_something_left(
             " Leave at least one.",
             first.position if first else None,
         )
-
-
-def quantizable_layers(layers: LayerList, types: Collection[str]) -> tuple[LayerInfo, ...]:
-    """The layers a config can speak of, in model order: of a type in the table, and not refused."""
-    return tuple(layer for layer in layers if layer.type in types and layer.refusal is None)
-
-
-def warn_of_refused(config: SimpleConfig, layers: LayerList, problems: ProblemList) -> None:
-    """Warn of overrides that cannot act because the layer cannot be quantized."""
-    for name, choice in config.blocks.by_layer.items():
-        layer = layers.find(name)
-        if layer is not None and layer.refusal is not None:
-            problems.warn(
-                f'the override of "{name}" has no effect: the layer cannot be quantized ({layer.refusal})',
-                choice.origin.position,
-            )
-
-
-class Adjustments:
-    """Settings that a layer could not take as they came from a common block: one warning for all layers alike."""
-
-    def __init__(self) -> None:
-        self._layers: dict[tuple[str, Position | None], list[str]] = defaultdict(list)
-
-    def note(self, layer: str, what: str, position: Position | None) -> None:
-        """Note that ``what`` happened to a layer because of the setting at ``position``."""
-        self._layers[what, position].append(layer)
-
-    def report(self, problems: ProblemList) -> None:
-        """Turn the notes into warnings."""
-        for (what, position), names in self._layers.items():
-            problems.warn(f"{what}: {', '.join(names)}", position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from amct.errors import ExportError, did_you_mean
@@ -21,6 +21,7 @@ from amct.export.onnx.messages import (
     copied_node,
     copy_fields,
     make_attribute,
+    model_opset,
     reads,
     tensor_array,
 )
@@ -55,10 +56,11 @@ _LARGEST_FOLD = 2**26
 _NEVER = 2**31
 
 
-class OnnxGraph:
+class OnnxGraph(TensorIndex[NodeProto]):
     """The main graph of a model, open for editing."""
 
     def __init__(self, model: ModelProto) -> None:
+        super().__init__()
         self._source = model
         self.nodes: list[NodeProto] = [copied_node(node) for node in model.graph.node]
         self._initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -67,8 +69,6 @@ class OnnxGraph:
         ]
         self._outputs = {value.name for value in model.graph.output}
         self._value_info = {value.name: value for value in model.graph.value_info}
-        self._tensors: TensorIndex[NodeProto] = TensorIndex()
-        self._producers = self._tensors.producers
         self._captured: set[str] = set()
         self._by_name: dict[str, NodeProto] = {}
         self._folded: dict[str, NDArray[Any]] = {}
@@ -81,7 +81,7 @@ class OnnxGraph:
     @property
     def opset(self) -> int:
         """The version of the standard operators."""
-        return next((entry.version for entry in self._source.opset_import if entry.domain in ("", "ai.onnx")), 1)
+        return model_opset(self._source)
 
     def node(self, name: str) -> NodeProto:
         """The node of that name.
@@ -96,14 +96,6 @@ class OnnxGraph:
                 "Bind the layer to a node of the model that is exported"
             )
         return found
-
-    def producer(self, tensor: str) -> NodeProto | None:
-        """The node that computes a tensor; None for graph inputs, initializers and absent inputs."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> list[NodeProto]:
-        """Nodes that take a tensor as an explicit input, each once."""
-        return self._tensors.consumers(tensor)
 
     def is_output(self, tensor: str) -> bool:
         """Whether the tensor is an output of the graph."""
@@ -124,20 +116,20 @@ class OnnxGraph:
         """ONNX's element type of a tensor as the model declares it; FLOAT where it does not say."""
         if tensor in self._initializers:
             return self._initializers[tensor].data_type
-        declared = self._value_info.get(tensor)
-        for value in (declared, *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.elem_type:
-                return value.type.tensor_type.elem_type
-        return TensorProto.FLOAT
+        return next((each.elem_type for each in self._declared(tensor) if each.elem_type), TensorProto.FLOAT)
 
     def rank(self, tensor: str) -> int | None:
         """How many dimensions a tensor has, where the model says it."""
         if tensor in self._initializers:
             return len(self._initializers[tensor].dims)
-        for value in (self._value_info.get(tensor), *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.HasField("shape"):
-                return len(value.type.tensor_type.shape.dim)
-        return None
+        return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
+
+    def _declared(self, tensor: str) -> Iterator[TypeProto.Tensor]:
+        """The declarations of a tensor."""
+        declared = self._value_info.get(tensor)
+        for value in (*self.inputs, *self._source.graph.output) if declared is None else (declared,):
+            if value.name == tensor:
+                yield value.type.tensor_type
 
     def constant(self, tensor: str) -> NDArray[Any] | None:
         """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
@@ -167,7 +159,7 @@ class OnnxGraph:
         while waiting:
             name = waiting[-1]
             own = self._stored_depth(name)
-            sources = [] if own is not None else [each for each in self._producers[name].input if each]
+            sources = [] if own is not None else [each for each in self.producers[name].input if each]
             missing = [each for each in sources if each not in depths and each not in entered]
             if missing and name not in entered:
                 entered.add(name)
@@ -275,7 +267,7 @@ class OnnxGraph:
     def fresh_name(self, name: str) -> str:
         """``name``, or with a number behind it when a node or tensor is already called so."""
         candidate, number = name, 1
-        while candidate in self._by_name or candidate in self._producers or candidate in self._initializers:
+        while candidate in self._by_name or candidate in self.producers or candidate in self._initializers:
             candidate, number = f"{name}_{number}", number + 1
         return candidate
 
@@ -287,14 +279,14 @@ class OnnxGraph:
         old = node.input[index]
         node.input[index] = tensor
         if old and old not in node.input:
-            self._tensors.disconnect(old, node)
+            self.disconnect(old, node)
         if tensor:
-            self._tensors.connect(tensor, node)
+            self.connect(tensor, node)
 
     def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
         """Replace all inputs of a node."""
         for name in node.input:
-            self._tensors.disconnect(name, node)
+            self.disconnect(name, node)
         del node.input[:]
         for index, tensor in enumerate(tensors):
             self.set_input(node, index, tensor)
@@ -322,7 +314,7 @@ class OnnxGraph:
         if self.is_output(tensor) or self.is_captured(tensor):
             hidden = self.fresh_name(f"{producer.name}_output0")
             producer.output[list(producer.output).index(tensor)] = hidden
-            self._producers[hidden] = self._producers.pop(tensor)
+            self.producers[hidden] = self.producers.pop(tensor)
             self._constant_depths.clear()
             return hidden, tensor
         for user in self.consumers(tensor):
@@ -341,10 +333,10 @@ class OnnxGraph:
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
-            self._tensors.disconnect(name, node)
+            self.disconnect(name, node)
         for name in node.output:
-            if self._producers.get(name) is node:
-                del self._producers[name]
+            if self.producers.get(name) is node:
+                del self.producers[name]
 
     def take_output(self, node: NodeProto, successor: NodeProto) -> None:
         """Let a node make what its successor made, under that name; the successor goes."""
@@ -352,8 +344,8 @@ class OnnxGraph:
         self._constant_depths.clear()
         self.remove_node(successor)
         node.output[0] = new
-        self._producers.pop(old, None)
-        self._producers[new] = node
+        self.producers.pop(old, None)
+        self.producers[new] = node
         self._value_info.pop(old, None)
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -376,13 +368,13 @@ class OnnxGraph:
     def live_nodes(self) -> list[NodeProto]:
         """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
         alive: set[int] = set()
-        pending = [self._producers[name] for name in self._outputs if name in self._producers]
+        pending = [self.producers[name] for name in self._outputs if name in self.producers]
         while pending:
             node = pending.pop()
             if id(node) in alive:
                 continue
             alive.add(id(node))
-            pending.extend(self._producers[name] for name in reads(node) if name in self._producers)
+            pending.extend(self.producers[name] for name in reads(node) if name in self.producers)
         return [node for node in self._sorted_nodes() if id(node) in alive]
 
     def _sorted_nodes(self) -> Iterator[NodeProto]:
@@ -398,12 +390,12 @@ class OnnxGraph:
                     yield node
                     continue
                 stack.append((node, True))
-                needed = (self._producers[name] for name in reversed(reads(node)) if name in self._producers)
+                needed = (self.producers[name] for name in reversed(reads(node)) if name in self.producers)
                 stack.extend((producer, False) for producer in needed if id(producer) not in done)
 
     def _index(self, node: NodeProto) -> None:
         if not node.name:
             node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
         self._by_name.setdefault(node.name, node)
-        self._tensors.add(node, filter(None, node.input), filter(None, node.output))
+        self.add(node, filter(None, node.input), filter(None, node.output))
         self._captured.update(captures(node))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import torch
 from onnx import TensorProto
 
 from amct.errors import ExportError, did_you_mean
@@ -17,6 +18,7 @@ from amct.export.onnx.layer import Layer
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
 from amct.model.kinds import LayerKind
+from amct.numerics.dmq import balance_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -225,16 +227,8 @@ def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, grou
     """The weight times its DMQ factors, which run along the input channels."""
     if factors.balance is None or factors.weight_is_balanced:
         return weight
-    along = np.ones(weight.ndim, dtype=int)
-    if kind is LayerKind.CONV_TRANSPOSE:
-        along[0] = -1
-        return np.asarray(weight * factors.balance.reshape(along))
-    if kind is LayerKind.CONV and groups > 1:
-        per_group = factors.balance.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
-        grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-        return np.asarray((grouped * per_group).reshape(weight.shape))
-    along[1] = -1
-    return np.asarray(weight * factors.balance.reshape(along))
+    wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))
+    return balance_weight(wide, torch.from_numpy(factors.balance), kind.weight_kind, groups).numpy()
 
 
 def _weight(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int) -> NDArray[Any]:

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from amct.model.kinds import LayerKind
+from amct.numerics.arq import channels_first, from_channels_first
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,13 +102,9 @@ _SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     """A layer whose output channels are divided: the same integers, smaller steps."""
     assert layer.weight is not None
-    if layer.kind is LayerKind.CONV_TRANSPOSE:
-        inputs, outputs, *kernel = layer.weight.shape
-        grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)
-        along = divisor.reshape(layer.groups, 1, outputs, *[1] * len(kernel))
-        weight = (grouped / along).reshape(layer.weight.shape)
-    else:
-        weight = layer.weight / divisor.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    kind = layer.kind.weight_kind
+    rows = channels_first(torch.tensor(layer.weight), kind, layer.groups) / torch.from_numpy(divisor)[:, None]
+    weight = from_channels_first(rows, layer.weight.shape, kind, layer.groups).numpy()
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor
     return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales), rescaled=True)

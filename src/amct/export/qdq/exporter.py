@@ -73,9 +73,9 @@ def qdq_model(
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
             "export it with a newer one"
         )
-    nodes = QdqNodes(graph, _choice(Target, target, "target"))
+    nodes = QdqNodes(graph, choice(Target, target, "target"))
     placed = FastPlacement()
-    if _choice(Placement, placement, "placement") is Placement.FAST:
+    if choice(Placement, placement, "placement") is Placement.FAST:
         if tensors is not None and all(layer.is_wide_float for layer in layers):
             nodes.fast = True
             layers = fold_balance(graph, layers)
@@ -165,7 +165,12 @@ def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dic
 _Choice = TypeVar("_Choice", Placement, Target)
 
 
-def _choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+def choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+    """The placement or target of a name.
+
+    Raises:
+        ArgumentError: there is none of this name; lists those that exist.
+    """
     try:
         return kind(value)
     except ValueError as error:

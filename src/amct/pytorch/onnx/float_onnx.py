@@ -17,8 +17,9 @@ from onnx import TensorProto, helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
+from amct.export.onnx.messages import model_opset
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
-from amct.export.writer import check_opset, model_opset
+from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.arrays import as_array
 from amct.pytorch.capture.program import failure_of, quiet_exporters

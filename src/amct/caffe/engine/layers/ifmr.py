@@ -27,7 +27,7 @@ from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
 from amct.record import update_inputs
-from amct.record.float32 import shortest
+from amct.schema import shortest_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -105,10 +105,10 @@ class IFMR(Layer):
             return IfmrSettings(
                 num_bits=options.num_bits_d,
                 asymmetric=options.with_offset,
-                max_percentile=shortest(options.max_percentile),
-                min_percentile=shortest(options.min_percentile),
-                search_range=(shortest(options.search_range_start), shortest(options.search_range_end)),
-                search_step=shortest(options.search_step),
+                max_percentile=shortest_float(options.max_percentile),
+                min_percentile=shortest_float(options.min_percentile),
+                search_range=(shortest_float(options.search_range_start), shortest_float(options.search_range_end)),
+                search_step=shortest_float(options.search_step),
             )
         except (AmctError, json.JSONDecodeError) as error:
             raise self.error(f"settings: {error}" if options.settings else str(error)) from error

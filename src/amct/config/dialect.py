@@ -1,0 +1,287 @@
+"""One kind of config (post-training quantization, retraining) as one framework writes it.
+
+A dialect has the layer types, algorithms, keys and rules of its files. Expanding a simple config, reading a full config
+and checking both against a model are the same for all dialects.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amct.config.full_config import FullConfig, LayerBlock
+from amct.config.json.blocks import (
+    check_members,
+    find_layer,
+    is_object,
+    known_members,
+    read_algorithm_block,
+    read_bool,
+    read_json_object,
+)
+from amct.config.layers import LayerInfo, LayerList
+from amct.config.precedence import DEFAULT, Level, Origin
+from amct.config.problems import ProblemList
+from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
+from amct.schema import ExtraField, descriptor, parse_text
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from amct.config.json.reader import JsonNode
+    from amct.config.layers import Capability
+    from amct.config.precedence import Blocks, Choice
+    from amct.config.registry import Algorithm
+    from amct.config.settings import CheckedSettings
+    from amct.errors import Position
+    from amct.schema import Schema, TextMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantBlock:
+    """What a block of a file sets for activations, for weights, and as the strength of DMQ balancing."""
+
+    activation: AlgorithmBlock
+    weight: AlgorithmBlock
+    strength: float | None = None
+    strength_position: Position | None = None
+
+    def position(self, key: str) -> Position | None:
+        """The position of the value of a dotted JSON key, or of the algorithm it belongs to."""
+        part, _, name = key.partition(".")
+        if part == "dmq_balancer_param":
+            return self.strength_position
+        block = self.weight if "weight" in part else self.activation
+        return block.positions.get(name, block.position)
+
+
+class Dialect(ABC):
+    """The files of one framework for one kind of config.
+
+    Attributes:
+        message: The protobuf message of the simple config.
+        schema: The schema that has it.
+        types: The layer types that can be quantized.
+        weight: The weight algorithms, the default first.
+        globals: The settings class of the global fields; its fields are the keys in written order.
+        optional_globals: Global keys that are written only when the file has them.
+        part_name: The framework's word for a layer.
+        switch_key: The JSON key that switches a layer on or off.
+        data_key: The JSON key of a layer's activation block.
+        weight_key: The JSON key of a layer's weight block.
+        name_keys: The JSON keys that name the algorithms of activations and weights.
+        oneofs: The oneofs of the simple config that choose these algorithms.
+        more_layer_keys: Further keys of a layer's JSON block.
+    """
+
+    message: ClassVar[str]
+    schema: ClassVar[Schema]
+    types: ClassVar[Mapping[str, Capability]]
+    weight: ClassVar[tuple[Algorithm, ...]]
+    globals: ClassVar[type[CheckedSettings]]
+    optional_globals: ClassVar[frozenset[str]] = frozenset()
+    part_name: ClassVar[str]
+    switch_key: ClassVar[str]
+    data_key: ClassVar[str]
+    weight_key: ClassVar[str]
+    name_keys: ClassVar[tuple[str, str]]
+    oneofs: ClassVar[tuple[str, str]]
+    more_layer_keys: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abstractmethod
+    def activation(self) -> tuple[Algorithm, ...]:
+        """The activation algorithms, the default first."""
+
+    @property
+    def global_keys(self) -> tuple[str, ...]:
+        """The top-level JSON keys that are not layers, in written order."""
+        return tuple(item.name for item in fields(self.globals))  # type: ignore[arg-type]  # a dataclass
+
+    def extra_fields(self) -> tuple[ExtraField, ...]:
+        """The fields that registered extensions add to the simple config."""
+        return ()
+
+    # -- simple config -------------------------------------------------------------------------------------------------
+
+    def expand_config(self, text: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
+        """Expand a simple config for a model.
+
+        Args:
+            text: The content of the ``.cfg``.
+            source: Its file name, for positions.
+            layers: The layers of the model, quantizable or not, in model order.
+
+        Raises:
+            ParseError: The text is not a simple config of this kind.
+            ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
+        """
+        root = descriptor(self.message, schema=self.schema, extra=self.extra_fields())
+        return self.expand_message(parse_text(text, root, source), source, LayerList(layers), ProblemList())
+
+    @abstractmethod
+    def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """Expand a parsed simple config."""
+
+    def read(self, data: Choice, weight: Choice) -> QuantBlock:
+        """The algorithms of the blocks that apply to the activations and weights of a layer."""
+        return QuantBlock(
+            activation=read_algorithm(data, self.oneofs[0], self.activation),
+            weight=read_algorithm(weight, self.oneofs[1], self.weight),
+        )
+
+    @abstractmethod
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of the block that applies to a layer."""
+
+    def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
+        """Report illegal values of any block, unsupported values of overrides, and layers named like a global field."""
+        for choice in blocks.all():
+            block = self.read_choice(choice)
+            check_block(block.activation, self.name_keys[0], problems)
+            check_block(block.weight, self.name_keys[1], problems)
+            for key, message in self.illegal(block):
+                problems.add(message, block.position(key))
+        for layer_type, choice in blocks.by_type.items():
+            if layer_type in self.types:
+                average = any(layer.average_pooling for layer in layers if layer.type == layer_type)
+                self.check_override(choice, LayerInfo(name="", type=layer_type, average_pooling=average), problems)
+        for name, choice in blocks.by_layer.items():
+            found = layers.find(name)
+            if found is not None and found.type in self.types:
+                self.check_override(choice, found, problems)
+        for layer in layers.quantizable(self.types):
+            if layer.name in self.global_keys:
+                problems.add(
+                    f'the layer "{layer.name}" has the name of a global field of the config.'
+                    f" Rename the {self.part_name}."
+                )
+
+    def check_override(self, choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:
+        """Report what an override asks for and its layer, or its type (a layer without a name), cannot do."""
+        block = self.read_choice(choice)
+        for key, message in self.unsupported(layer, block):
+            problems.add(f"{label(layer)}: {message}", block.position(key))
+
+    @abstractmethod
+    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """Values that no layer can have: the dotted key and the message."""
+
+    @abstractmethod
+    def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """Values that this layer or type cannot have: the dotted key and the message."""
+
+    # -- full config ---------------------------------------------------------------------------------------------------
+
+    def read_config(self, data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
+        """Read a JSON config, written by a tool or edited by hand, and check it against a model.
+
+        Values that the file leaves out take their defaults; a layer that it does not name is not quantized.
+
+        Args:
+            data: The content of the file.
+            source: Its name, for positions.
+            layers: The layers of the model, quantizable or not, in model order.
+
+        Raises:
+            ParseError: The file is not JSON.
+            ConfigTypeError: A value has the wrong type; all mistakes are listed.
+            ConfigError: Any other mistake; all are listed.
+        """
+        problems, model = ProblemList(), LayerList(layers)
+        root = read_json_object(data, source, problems)
+        nodes = {key: node for key, node in root.value.items() if key in self.global_keys}
+        settings = check_members(self.globals, self.global_nodes(nodes, root, model, problems), problems)
+        written = self.written_globals(settings or self.globals(), nodes)
+        read = self.read_layers(root, model, written, problems)
+        problems.raise_all()
+        return FullConfig(
+            source=source,
+            fields=written,
+            layers=read,
+            origins={key: Origin(Level.FILE, node.key_position) for key, node in nodes.items()},
+            warnings=problems.warnings,
+        )
+
+    def global_nodes(
+        self,
+        nodes: Mapping[str, JsonNode],
+        root: JsonNode,  # noqa: ARG002  for dialects with mandatory fields
+        model: LayerList,  # noqa: ARG002  for dialects whose fields name layers
+        problems: ProblemList,  # noqa: ARG002
+    ) -> Mapping[str, JsonNode]:
+        """Check the global fields beyond what their settings class checks; return those that the class checks."""
+        return nodes
+
+    def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
+        """The global fields as they are written."""
+        values: dict[str, Any] = asdict(settings)  # type: ignore[call-overload]  # a dataclass
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in values.items()
+            if key not in self.optional_globals or key in given
+        }
+
+    def read_layers(
+        self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
+    ) -> tuple[LayerBlock, ...]:
+        """The layers of a JSON config, in model order."""
+        read = {}
+        for name, node in root.value.items():
+            if name in self.global_keys:
+                continue
+            layer = find_layer(name, node, model, self.types, self.global_keys, problems, switch_key=self.switch_key)
+            if layer is not None:
+                read[name] = self._read_layer(layer, node, written, problems)
+        return tuple(read[layer.name] for layer in model if layer.name in read)
+
+    def _read_layer(
+        self, layer: LayerInfo, node: JsonNode, written: Mapping[str, Any], problems: ProblemList
+    ) -> LayerBlock:
+        members: Mapping[str, JsonNode] = {}
+        if is_object(node, layer.name, problems):
+            keys = (self.switch_key, *self.more_layer_keys, self.data_key, self.weight_key)
+            members = known_members(node, keys, layer.name, problems)
+        origins = {"": Origin(Level.FILE, node.key_position)}
+        origins |= {key: Origin(Level.FILE, member.key_position) for key, member in members.items()}
+        enabled = read_bool(members, self.switch_key, True, layer.name, problems)
+        data, implied = self.read_members(layer, members, enabled, written, origins, problems)
+        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+
+    @abstractmethod
+    def read_members(
+        self,
+        layer: LayerInfo,
+        members: Mapping[str, JsonNode],
+        enabled: bool,
+        written: Mapping[str, Any],
+        origins: dict[str, Origin],
+        problems: ProblemList,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read and check the JSON block of a layer; return it as it is written, and values that hold without it."""
+
+    def read_block(self, key: str, node: JsonNode | None, what: str, problems: ProblemList) -> AlgorithmBlock:
+        """One JSON block of a layer; the default algorithm when it is missing or has mistakes."""
+        weights = key == self.weight_key
+        algorithms = self.weight if weights else self.activation
+        block = None
+        if node is not None:
+            block = read_algorithm_block(node, algorithms, self.name_keys[weights], what, problems)
+        return block or AlgorithmBlock(algorithm=algorithms[0], given={}, positions={}, origin=DEFAULT)
+
+
+def label(layer: LayerInfo) -> str:
+    """What messages call a layer, or a layer type (a layer without a name)."""
+    return f'layer "{layer.name}"' if layer.name else f"type {layer.type}"
+
+
+def warn_of_refused(blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
+    """Warn of overrides without effect because the layer cannot be quantized."""
+    for name, choice in blocks.by_layer.items():
+        layer = layers.find(name)
+        if layer is not None and layer.refusal is not None:
+            problems.warn(
+                f'the override of "{name}" has no effect: the layer cannot be quantized ({layer.refusal})',
+                choice.origin.position,
+            )

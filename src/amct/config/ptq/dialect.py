@@ -1,0 +1,333 @@
+"""Post-training quantization: from a simple or full config to a plan, for both dialects."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from amct.config import registry
+from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
+from amct.config.full_config import FullConfig, LayerBlock
+from amct.config.json.blocks import check_skip_fusion
+from amct.config.layers import LayerInfo, LayerList
+from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
+from amct.config.precedence import DEFAULT, Level, Origin
+from amct.config.problems import ProblemList
+from amct.config.settings import BatchNormUpdate
+from amct.config.text.algorithm_blocks import AlgorithmBlock
+from amct.config.text.names import Named, without_repeats
+from amct.config.text.simple_config import SimpleConfig, check_simple_config, read_simple_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from amct.config.json.reader import JsonNode
+    from amct.config.precedence import Choice
+    from amct.config.settings import WeightRounding, WeightScale, WeightSettings
+    from amct.errors import Position
+    from amct.schema import ExtraField, TextMessage
+
+    Note = Callable[[str, Position | None], None]
+
+_LayerT = TypeVar("_LayerT", LayerInfo, LayerBlock)
+
+BALANCE_KEY = "dmq_balancer_param"
+DATA_KEY = "activation_quant_params"
+WEIGHT_KEY = "weight_quant_params"
+UNPACKABLE = "4-bit weights need one group and an even number of input channels"
+
+
+class PtqDialect(Dialect):
+    """The configs of post-training quantization of one framework.
+
+    Attributes:
+        name: Its name in the registry.
+        activation_bits: The bits of activations that a ``QuantConfig`` can ask for.
+        balances: Whether the dialect has DMQ and half-precision scales.
+        sorted_by_name: Whether the layers are written in the order of their names, not of the model.
+        weight_rounding: How uniform weights are rounded by default.
+        weight_scale: What the largest absolute weight is divided by by default.
+    """
+
+    switch_key = "quant_enable"
+    data_key = DATA_KEY
+    weight_key = WEIGHT_KEY
+    name_keys = ("act_algo", "wts_algo")
+    oneofs = ("acts_quant_algo", "wts_quant_algo")
+    name: ClassVar[registry.Dialect]
+    activation_bits: ClassVar[Collection[int]]
+    balances: ClassVar[bool]
+    sorted_by_name: ClassVar[bool] = False
+    weight_rounding: ClassVar[WeightRounding]
+    weight_scale: ClassVar[WeightScale]
+
+    @property
+    def activation(self) -> tuple[registry.Algorithm, ...]:
+        """The registered activation algorithms, the default first."""
+        return registry.activation_algorithms(self.name)
+
+    def extra_fields(self) -> tuple[ExtraField, ...]:
+        """The fields that registered activation algorithms add to the simple config."""
+        return registry.extra_fields(self.name)
+
+    @property
+    def _fusible(self) -> tuple[str, ...]:
+        return tuple(name for name, capability in self.types.items() if capability.fusible)
+
+    # -- simple config -------------------------------------------------------------------------------------------------
+
+    def default_config(
+        self,
+        layers: Iterable[LayerInfo],
+        *,
+        batch_num: int = 1,
+        activation_offset: bool = True,
+        skip_layers: Iterable[str] = (),
+    ) -> FullConfig:
+        """The full config of a model without a simple config.
+
+        Raises:
+            ConfigError: A layer to skip is unknown, repeated or cannot be quantized, nothing is left to quantize, or
+                ``batch_num`` is below 1.
+        """
+        problems = ProblemList()
+        simple = SimpleConfig(
+            source=NO_CONFIG,
+            batch_num=batch_num,
+            activation_offset=activation_offset,
+            skip_layers=without_repeats([Named(name) for name in skip_layers], "skip_layers", problems),
+            origins={key: Origin(Level.ARGUMENT) for key in ("batch_num", "activation_offset")},
+        )
+        return self.expand(simple, LayerList(layers), problems)
+
+    def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """Expand a parsed simple config."""
+        simple = self.with_own_fields(read_simple_config(message, source, problems), message, problems)
+        return self.expand(simple, layers, problems)
+
+    @abstractmethod
+    def with_own_fields(self, simple: SimpleConfig, message: TextMessage, problems: ProblemList) -> SimpleConfig:
+        """Add the global fields that only this dialect has."""
+
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of a ``CalibrationConfig`` or of an entry of a ``QuantConfig``."""
+        return self.read(choice, choice)
+
+    def expand(self, simple: SimpleConfig, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """The full config of a model from a simple config or its equivalent.
+
+        Raises:
+            ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
+        """
+        check_simple_config(simple, layers, tuple(self.types), self._fusible, problems)
+        self.check_blocks(simple.blocks, layers, problems)
+        problems.raise_all()
+        quantizable = self._ordered(layers.quantizable(self.types))
+        expanded = tuple(self._expand_layer(layer, simple, problems) for layer in quantizable)
+        warn_of_refused(simple.blocks, layers, problems)
+        return FullConfig(
+            source=simple.source,
+            fields=simple.fields(self.global_keys),
+            layers=expanded,
+            origins=simple.origins,
+            warnings=problems.warnings,
+        )
+
+    def _ordered(self, layers: Iterable[_LayerT]) -> tuple[_LayerT, ...]:
+        return tuple(sorted(layers, key=lambda layer: layer.name) if self.sorted_by_name else layers)
+
+    def _expand_layer(self, layer: LayerInfo, simple: SimpleConfig, problems: ProblemList) -> LayerBlock:
+        capability = self.types[layer.type]
+        choice = simple.blocks.choose(layer)
+        block = self.read_choice(choice)
+        why = simple.skipped(layer) or (DEFAULT if capability.on_by_default else Origin(Level.RULE))
+        enabled = why is DEFAULT
+        origins = {"": choice.origin, self.switch_key: why}
+
+        def note(what: str, position: Position | None) -> None:
+            if enabled:
+                problems.adjust(layer.name, what, position)
+
+        data: dict[str, Any] = {self.switch_key: enabled}
+        implied: dict[str, Any] = {}
+        if block.strength is not None and capability.dmq:
+            data[BALANCE_KEY] = block.strength
+            origins[BALANCE_KEY] = Origin(choice.origin.level, block.strength_position)
+        elif block.strength is not None:
+            note("dmq_balancer does not apply to these layers", block.strength_position)
+        changed: dict[str, Any] = {}
+        if block.weight.given.get("channel_wise") and self.is_per_tensor(layer):
+            changed[f"{WEIGHT_KEY}.channel_wise"] = False
+            what = "channel_wise does not apply to these layers, they are quantized per tensor"
+            note(what, block.weight.positions["channel_wise"])
+        changed |= self.fitted_bits(layer, block, note)
+        inputs = [block.activation] * layer.inputs
+        offset = self.offset(simple, block.activation)
+        data[DATA_KEY] = self.write_inputs(layer, inputs, offset, changed, origins, implied)
+        self._write_weight(layer, self.fitted_weight(layer, block.weight, note), changed, data, origins, implied)
+        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+
+    @abstractmethod
+    def is_per_tensor(self, layer: LayerInfo) -> bool:
+        """Whether a layer can only be quantized with one scale for all channels."""
+
+    def fitted_bits(self, layer: LayerInfo, block: QuantBlock, note: Note) -> dict[str, Any]:  # noqa: ARG002  for dialects with such rules
+        """By dotted key, the bit widths that a layer must have instead of those of the block."""
+        return {}
+
+    @abstractmethod
+    def fitted_weight(self, layer: LayerInfo, block: AlgorithmBlock, note: Note) -> AlgorithmBlock | None:
+        """The weight block of a layer: the given one or, where that cannot be, another; None: it is not written."""
+
+    def offset(self, simple: SimpleConfig, block: AlgorithmBlock) -> tuple[bool, Origin]:  # noqa: ARG002  for dialects where it matters
+        """Whether activations have an offset where their block does not specify it, and the origin of that."""
+        return simple.activation_offset, simple.origins.get("activation_offset", DEFAULT)
+
+    @abstractmethod
+    def write_inputs(
+        self,
+        layer: LayerInfo,
+        inputs: Sequence[AlgorithmBlock],
+        offset: tuple[bool, Origin],
+        changed: Mapping[str, Any],
+        origins: dict[str, Origin],
+        implied: dict[str, Any],
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """The activation block of a layer as it is written; ``implied`` takes the values that hold without it."""
+
+    def _write_weight(
+        self,
+        layer: LayerInfo,
+        block: AlgorithmBlock | None,
+        changed: Mapping[str, Any],
+        data: dict[str, Any],
+        origins: dict[str, Origin],
+        implied: dict[str, Any],
+    ) -> None:
+        channel_wise = self.types[layer.type].channel_wise
+        if block is not None:
+            channel_wise = block.given.get("channel_wise", channel_wise)
+            data[WEIGHT_KEY] = block.write(WEIGHT_KEY, "wts_algo", origins, changed, channel_wise=channel_wise)
+        elif self.types[layer.type].weights:
+            implied |= {f"{WEIGHT_KEY}.{key}": value for key, value in self._default_weight(channel_wise).items()}
+
+    def _default_weight(self, channel_wise: bool) -> dict[str, Any]:
+        default = AlgorithmBlock(algorithm=self.weight[0], given={}, positions={}, origin=DEFAULT)
+        return default.to_json("wts_algo", channel_wise=channel_wise)
+
+    # -- full config ---------------------------------------------------------------------------------------------------
+
+    def global_nodes(
+        self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList
+    ) -> Mapping[str, JsonNode]:
+        """Check ``skip_fusion_layers`` against the model."""
+        check_skip_fusion(nodes.get("skip_fusion_layers"), model, self._fusible, problems)
+        return super().global_nodes(nodes, root, model, problems)
+
+    def read_layers(
+        self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
+    ) -> tuple[LayerBlock, ...]:
+        """The layers of a JSON config in the order they are written."""
+        return self._ordered(super().read_layers(root, model, written, problems))
+
+    def read_members(
+        self,
+        layer: LayerInfo,
+        members: Mapping[str, JsonNode],
+        enabled: bool,
+        written: Mapping[str, Any],
+        origins: dict[str, Origin],
+        problems: ProblemList,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read and check the JSON block of a layer; return it as it is written, and values that hold without it."""
+        data: dict[str, Any] = {self.switch_key: enabled}
+        implied: dict[str, Any] = {}
+        inputs = self.read_inputs(layer, members.get(DATA_KEY), problems)
+        weight_name = f"{layer.name}.{WEIGHT_KEY}"
+        weight = self.read_block(WEIGHT_KEY, members.get(WEIGHT_KEY), weight_name, problems)
+        balance = members.get(BALANCE_KEY)
+        if balance is not None:
+            data[BALANCE_KEY] = self.read_strength(layer.name, balance, problems)
+        position = balance.key_position if balance is not None else None
+        for name, activation in inputs:
+            block = QuantBlock(activation=activation, weight=weight, strength_position=position)
+            for key, message in self.illegal(block):
+                where = weight_name if key.startswith(WEIGHT_KEY) else name
+                problems.add(f"{where}: {message}", block.position(key))
+            for key, message in self.unsupported(layer, block):
+                problems.add(f"{label(layer)}: {message}", block.position(key))
+        offset = written["activation_offset"], DEFAULT
+        blocks = [block for _, block in inputs]
+        data[DATA_KEY] = self.write_inputs(layer, blocks, offset, {}, origins, implied)
+        given = weight if weight.position is not None and self.has_weight_block(layer) else None
+        self._write_weight(layer, given, {}, data, origins, implied)
+        return data, implied
+
+    def read_inputs(
+        self, layer: LayerInfo, node: JsonNode | None, problems: ProblemList
+    ) -> list[tuple[str, AlgorithmBlock]]:
+        """The activation blocks of a layer, each with its name for messages."""
+        name = f"{layer.name}.{DATA_KEY}"
+        return [(name, self.read_block(DATA_KEY, node, name, problems))]
+
+    def read_strength(self, name: str, node: JsonNode, problems: ProblemList) -> float | None:
+        """The strength of DMQ balancing; only dialects with the key ``dmq_balancer_param`` have it."""
+        raise NotImplementedError
+
+    def has_weight_block(self, layer: LayerInfo) -> bool:  # noqa: ARG002  for dialects where it depends on the layer
+        """Whether the JSON block of a layer can have a weight block."""
+        return True
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def make_plan(self, config: FullConfig, layers: Iterable[LayerInfo]) -> Plan:
+        """Turn a full config, expanded or read, into the plan for the model it was checked against."""
+        model, problems, fields = LayerList(layers), ProblemList(), config.fields
+        blocks = {layer.name: layer for layer in config.layers}
+        planned = [layer for layer in model.quantizable(self.types) if layer.name in blocks]
+        return Plan(
+            source=config.source,
+            batch_num=fields["batch_num"],
+            activation_offset=fields["activation_offset"],
+            do_fusion=fields["do_fusion"],
+            skip_fusion_layers=tuple(fields["skip_fusion_layers"]),
+            force_fp16=fields.get("fakequant_precision_mode") == FORCE_FP16,
+            layers=tuple(self._plan_layer(layer, blocks[layer.name], fields, problems) for layer in planned),
+            not_quantized=MappingProxyType(reasons_not_quantized(model, self.types, blocks)),
+            warnings=(*config.warnings, *problems.warnings),
+            update_bn=BatchNormUpdate(**fields["bn_update_config"]) if fields.get("update_bn") else None,
+        )
+
+    def _plan_layer(
+        self, layer: LayerInfo, block: LayerBlock, fields: Mapping[str, Any], problems: ProblemList
+    ) -> LayerPlan:
+        inputs = block.data[DATA_KEY]
+        return LayerPlan(
+            name=layer.name,
+            type=layer.type,
+            enabled=block.data[self.switch_key],
+            activations=tuple(
+                settings_of(item, self.activation, "act_algo", asymmetric=fields["activation_offset"])
+                for item in (inputs if isinstance(inputs, list) else [inputs] * layer.inputs)
+            ),
+            weight=self._plan_weight(layer, block, problems),
+            migration_strength=block.data.get(BALANCE_KEY),
+            force_fp16=fields.get("fakequant_precision_mode") == FORCE_FP16,
+            skip_fusion=layer.name in fields["skip_fusion_layers"],
+            batch_num=fields["batch_num"],
+            weight_rounding=fields.get("weight_rounding", self.weight_rounding),
+            weight_scale=fields.get("weight_scale", self.weight_scale),
+        )
+
+    def _plan_weight(self, layer: LayerInfo, block: LayerBlock, problems: ProblemList) -> WeightSettings | None:
+        capability = self.types[layer.type]
+        if not capability.weights:
+            return None
+        data = block.data.get(WEIGHT_KEY) or self._default_weight(capability.channel_wise)
+        if data["num_bits"] == 4 and not layer.can_pack_int4:
+            position = block.origin(f"{WEIGHT_KEY}.num_bits").position
+            problems.warn(f'{UNPACKABLE}: 8 bits are used for "{layer.name}"', position)
+            data = {**data, "num_bits": 8}
+        settings: WeightSettings = settings_of(data, self.weight, "wts_algo")
+        return settings
