@@ -69,7 +69,7 @@ def _check_exists(node: NodeProto, opset: int) -> None:
         for body in (attribute.g, *attribute.graphs):
             for inner in body.node:
                 if inner.op_type in _RULES:
-                    _refuse(inner, f"it stands inside {node.op_type}, where it cannot be rewritten for opset {opset}")
+                    _refuse(inner, f"it is inside {node.op_type}, where it cannot be rewritten for opset {opset}")
                 _check_exists(inner, opset)
 
 
