@@ -1,11 +1,11 @@
 """Pruning, and pruning combined with quantization-aware training (PyTorch): from a simple config to a plan.
 
-AMCT has no file between the two; the full config made here has the keys of its in-memory config, so that it can be
-explained like any other. What the config asks for is told by its blocks: a ``prune_config`` anywhere switches pruning
-on, a data or weight block anywhere switches quantization on.
+AMCT has no file between the two; the full config has the keys of AMCT's in-memory config, so that it can be explained
+like any other. A ``prune_config`` anywhere in the file switches pruning on, a data or weight block anywhere switches
+quantization on.
 
 An override of pruning does not switch a skipped layer on again, one of quantization does. An override without a
-quantization block leaves the quantization of its layers alone, one without a ``prune_config`` their pruning.
+quantization block does not change the quantization of its layers, one without a ``prune_config`` their pruning.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Compression:
         )
 
     def layer(self, layer: LayerInfo) -> LayerBlock:
-        """What is done to one layer; no data when nothing is."""
+        """The full config of one layer; without data when the layer is neither quantized nor pruned."""
         data: dict[str, Any] = {}
         origins: dict[str, Origin] = {}
         if self.quantizes and layer.type in QAT_TYPES and layer.refusal is None:
@@ -109,7 +109,7 @@ class _Compression:
             PYTORCH_QAT.check_quantization(self.simple, self.layers, self.problems)
 
     def check_something_left(self, expanded: Sequence[LayerBlock]) -> None:
-        """Report a config that leaves nothing to do; warn when that is so of pruning or quantization alone."""
+        """Report a config without a layer to compress; warn when only pruning or only quantization has none."""
         left = {
             "prune": any(config.data.get(PRUNE_SWITCH_KEY) for config in expanded),
             "quantize": any(config.data.get(SWITCH_KEY) for config in expanded),
@@ -122,7 +122,7 @@ class _Compression:
             (self.problems.warn if any(left.values()) else self.problems.add)(message, position)
 
     def warn_of_prune_only_overrides(self) -> None:
-        """AMCT resets the quantization of such layers to the defaults, which nobody asked for."""
+        """Warn of a difference from AMCT, which resets the quantization of such layers to the defaults."""
         found: list[Named] = []
         for choices in (self.simple.by_type, self.simple.by_layer):
             for item in named(choices):
