@@ -8,9 +8,9 @@ from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
-from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.ptq.fold import fuse
 from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight
 from amct.numerics.min_max import MinMaxObserver
@@ -55,14 +55,15 @@ class Ranges:
             if node.layer.type in (wanted if types is None else types) and not node.layer.name.endswith("_split")
         ]
         self.inputs = {(n.layer.name, i): MinMaxObserver() for n in self.quantized for i in range(len(n.bottoms))}
-        self.blobs = BlobRanges(blobs)
+        self.blobs = {name: MinMaxObserver() for name in blobs}
 
     def observe(self):
         """Look at what the last forward left in the blobs."""
         for node in self.quantized:
             for index, blob in enumerate(node.bottoms):
                 self.inputs[node.layer.name, index].observe(self.net.graph.blobs[blob].tensor)
-        self.blobs.observe(self.net)
+        for name, observer in self.blobs.items():
+            observer.observe(self.net.blob(name).tensor)
 
     def record(self):
         layers = {}
@@ -77,7 +78,7 @@ class Ranges:
         return CaffeRecord(layers)
 
     def tensors(self):
-        return self.blobs.factors()
+        return observed_factors({name: observer.result() for name, observer in self.blobs.items()})
 
 
 def fake_quantized_outputs(net, record):

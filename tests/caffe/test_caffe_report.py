@@ -108,8 +108,9 @@ def test_inputs_are_those_of_the_float_net(resnet):
     (factors,) = resnet.quantized.record["conv1"].record_d
     integers = np.rint(x / np.float32(factors.scale)) + factors.offset
     assert first.clipped == pytest.approx(np.mean((integers < -128) | (integers > 127)), abs=1 / x.size)
-    assert (first.activation.minimum, first.activation.maximum) == (x.min(), x.max())
-    assert (first.scale, first.offset, first.activation_bits, first.weight_bits) == (
+    given = first.inputs[0]
+    assert (given.activation.minimum, given.activation.maximum) == (x.min(), x.max())
+    assert (given.scale, given.offset, given.bits, first.weight_bits) == (
         factors.scale,
         factors.offset,
         8,
@@ -321,7 +322,7 @@ def test_mistakes_write_nothing(resnet, tmp_path):
         quantized.compare({"x": resnet.data[0][0]})
     with pytest.raises(ArgumentError, match="arrays of numbers, got str"):
         quantized.compare(["pictures"])
-    with pytest.raises(FileError, match="cannot look at"):
+    with pytest.raises(FileError, match="cannot be read"):
         quantized.report(target, resnet.data, files=[tmp_path / "missing.onnx"])
     with pytest.raises(FileError, match="is a folder"):
         quantized.report(tmp_path, resnet.data)

@@ -14,9 +14,8 @@ from onnx_running import feed, session
 
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
-from amct.errors import ArgumentError, CalibrationError, RecordError
+from amct.errors import ArgumentError, RecordError
 from amct.export.onnx.inspect import count_integer_kernels
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
@@ -271,29 +270,3 @@ def test_wrong_choices(conv, wrong):
     net, record = conv
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         quantized_onnx(net, record, **wrong)
-
-
-def test_blob_ranges_are_those_of_all_forwards():
-    net = net_of(LAYERS % SINGLE["convolution"])
-    ranges = BlobRanges(["y"])
-    assert ranges.names == ("y",)
-    with pytest.raises(CalibrationError, match="no activation values were observed"):
-        ranges.factors()
-    low, high = 0.0, 0.0
-    for seed in (1, 2):
-        fed(net, seed)
-        ranges.observe(net)
-        low, high = min(low, net.blob("y").data.min()), max(high, net.blob("y").data.max())
-    found = ranges.factors()["y"]
-    # the range holds 255 steps, shifted so that 0 is one of the integers: half a step to either side
-    assert found.scale == pytest.approx((high - low) / 255, rel=1e-5)
-    assert (-128 - found.zero_point) * found.scale == pytest.approx(low, abs=0.51 * found.scale)
-
-
-def test_blob_ranges_need_their_blobs():
-    net = net_of(LAYERS % SINGLE["convolution"])
-    with pytest.raises(ArgumentError, match="z"):
-        BlobRanges(["z"]).observe(net)
-    net.blob("y").data[...] = np.nan
-    with pytest.raises(CalibrationError, match=r"NaN|nan"):
-        BlobRanges(["y"]).observe(net)

@@ -15,7 +15,8 @@ from toy_activation import TOY, ToyObserver, ToySettings
 import amct.onnx_model
 import amct.pytorch
 import amct_caffe
-from amct import extend
+from amct import caffe, extend
+from amct.caffe import pycaffe
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, ConfigTypeError, ParseError
 
 IMAGES = np.random.default_rng(8).normal(0.3, 1.0, size=(4, 3, 8, 8)).astype(np.float32)
@@ -160,15 +161,32 @@ def test_mistakes_in_an_object_name_their_place():
 # -- the Caffe dialect -------------------------------------------------------------------------------------------------
 
 
-def caffe_config(folder, cfg):
-    """What ``create_quant_config`` writes for a small net."""
+def caffe_files(folder):
     model, weights = folder / "net.prototxt", folder / "net.caffemodel"
     model.write_text(PROTOTXT)
-    from amct.caffe import pycaffe
-
     pycaffe.Net(str(model), pycaffe.TEST).save(str(weights))
-    amct_caffe.create_quant_config(str(folder / "quant.json"), str(model), str(weights), config_defination=str(cfg))
+    return str(model), str(weights)
+
+
+def caffe_config(folder, cfg):
+    """What ``create_quant_config`` writes for a small net."""
+    amct_caffe.create_quant_config(str(folder / "quant.json"), *caffe_files(folder), config_defination=str(cfg))
     return json.loads((folder / "quant.json").read_text())
+
+
+def test_a_caffe_model_is_quantized_with_it_from_every_form_of_config(tmp_path):
+    files = caffe_files(tmp_path)
+    (tmp_path / "toy.cfg").write_text(CFG)
+    block = {"act_algo": "toy", "num_bits": 8, "k": 2.5, "mode": "std", "limits": [-1.5, 9.0]}
+    full = {"conv": {"activation_quant_params": block}, "sum": {"activation_quant_params": [block, block]}}
+    (tmp_path / "toy.json").write_text(json.dumps(full))
+    config = caffe.QuantConfig(common=caffe.LayerConfig(activations=SETTINGS))
+    records = [
+        caffe.quantize(*files, [IMAGES], form).record
+        for form in (tmp_path / "toy.cfg", tmp_path / "toy.json", full, config)
+    ]
+    assert all(record == records[0] for record in records)
+    assert records[0]["conv"].record_d[0].scale == pytest.approx(expected_scale(), rel=1e-5)
 
 
 def test_the_caffe_json_names_the_algorithm_when_it_is_not_ifmr(tmp_path):

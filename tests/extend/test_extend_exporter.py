@@ -14,8 +14,10 @@ from onnx import helper, numpy_helper
 from torch import nn
 from typer.testing import CliRunner
 
+import amct.caffe
 import amct.onnx_model
 import amct.pytorch
+from amct.caffe import pycaffe
 from amct.cli.app import app
 from amct.errors import ArgumentError
 from amct.extend import register_exporter
@@ -65,6 +67,44 @@ def quantized(request, onnx_file):
     if request.param == "pytorch":
         return amct.pytorch.quantize(network(), torch.from_numpy(IMAGES))
     return amct.onnx_model.quantize(onnx_file, IMAGES)
+
+
+CAFFE_NET = """
+name: "toy"
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 4 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "last" type: "Convolution" bottom: "conv" top: "last"
+  convolution_param { num_output: 2 kernel_size: 1 weight_filler { type: "gaussian" std: 0.3 } } }
+"""
+
+
+@pytest.fixture
+def caffe_net(tmp_path):
+    files = tmp_path / "toy.prototxt", tmp_path / "toy.caffemodel"
+    files[0].write_text(CAFFE_NET)
+    net = pycaffe.Net(str(files[0]), pycaffe.TEST)
+    net.save(str(files[1]))
+    return net, files
+
+
+def test_the_caffe_door_and_its_command_offer_the_format(caffe_net, tmp_path):
+    net, files = caffe_net
+    amct.caffe.quantize(*files, [IMAGES]).save(tmp_path / "q", formats=("toy", "toy_text", "deploy"))
+    assert (tmp_path / "q_deploy_model.prototxt").exists()
+    assert len((tmp_path / "q_scales.txt").read_text().splitlines()) == 2
+    net.blobs["data"].data[...] = IMAGES
+    expected = net.forward()["last"]
+    got = onnxruntime.InferenceSession(tmp_path / "q_toy_model.onnx").run(None, {"data": IMAGES})[0]
+    assert 0 < np.abs(got - expected).max() < 0.05 * np.abs(expected).max()
+    listed = json.loads((tmp_path / "q_quant.json").read_text())["files"]
+    assert {"q_toy_model.onnx", "q_scales.txt"} <= set(listed)
+    np.save(tmp_path / "images.npy", IMAGES)
+    command = ["quantize", *map(str, files), "--data", str(tmp_path / "images.npy"), "-o", str(tmp_path / "c")]
+    result = CliRunner().invoke(app, [*command, "--formats", "toy"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "c_toy_model.onnx").exists()
 
 
 def check_file(path):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import ModelError
-from amct.model import Graph, LayerFacts, Node, Skip
+from amct.model import Graph, Node, Skip
 
 
 def node(name: str, op: str, inputs: str = "", outputs: str = "") -> Node:
@@ -106,8 +106,3 @@ def test_predecessors_and_successors_agree(reads: list[list[int]]):
 
 def test_skip_reads_as_a_sentence():
     assert str(Skip("conv1", "called twice")) == '"conv1": called twice'
-
-
-@pytest.mark.parametrize(("channels", "groups", "expected"), [(8, 8, True), (8, 4, False), (1, 1, False)])
-def test_depthwise(channels: int, groups: int, expected: bool):
-    assert LayerFacts(name="a", type="Conv2d", in_channels=channels, groups=groups).is_depthwise is expected

@@ -25,7 +25,7 @@ from amct.numerics.arq import (
     quantize_weight,
     reorder_gates,
 )
-from amct.numerics.fold import fold_batch_norm
+from amct.numerics.fold import ChannelAffine, fold_after
 
 LSTM_GATES, GRU_GATES = LayerKind.LSTM.onnx_gates, LayerKind.GRU.onnx_gates
 
@@ -238,9 +238,8 @@ def folded_weight(reference, layer, epsilon=1e-5):
     if f"{layer}/gamma" not in reference:
         return weight
     parts = (reference[f"{layer}/{name}"] for name in ("mean", "variance"))
-    return fold_batch_norm(
-        weight, None, CONV, 1, *parts, epsilon, reference[f"{layer}/gamma"], reference[f"{layer}/beta"]
-    )[0]
+    norm = ChannelAffine.batch_norm(*parts, epsilon, reference[f"{layer}/gamma"], reference[f"{layer}/beta"])
+    return fold_after(weight, None, CONV, 1, norm)[0]
 
 
 def assert_reproduced(scale, recorded):
@@ -303,8 +302,7 @@ def test_biases_of_resnet20(reference, layer):
         name: reference[f"resnet20/{layer}/{name}"]
         for name in ("weight", "mean", "variance", "gamma", "beta", "scale_d", "bias_range", "scale_w/default")
     }
-    _, bias = fold_batch_norm(
-        part["weight"], None, CONV, 1, part["mean"], part["variance"], 1e-5, part["gamma"], part["beta"]
-    )
+    norm = ChannelAffine.batch_norm(part["mean"], part["variance"], 1e-5, part["gamma"], part["beta"])
+    _, bias = fold_after(part["weight"], None, CONV, 1, norm)
     integers = quantize_bias(bias, part["scale_w/default"], part["scale_d"])
     assert [integers.min(), integers.max()] == part["bias_range"].tolist()

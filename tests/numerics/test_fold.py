@@ -11,9 +11,21 @@ from torch import nn
 
 from amct.errors import ArgumentError, ModelError
 from amct.numerics.arq import WeightKind
-from amct.numerics.fold import ChannelAffine, fold_after, fold_batch_norm, fold_before, fold_bias, fold_scale
+from amct.numerics.fold import ChannelAffine, fold_after, fold_before
 
 CONV, TRANSPOSE, LINEAR = WeightKind.CONV, WeightKind.CONV_TRANSPOSE, WeightKind.LINEAR
+
+
+def fold_batch_norm(weight, bias, kind, groups, *parts):
+    return fold_after(weight, bias, kind, groups, ChannelAffine.batch_norm(*parts))
+
+
+def fold_scale(weight, bias, kind, groups, *parts):
+    return fold_after(weight, bias, kind, groups, ChannelAffine.scale(*parts))
+
+
+def fold_bias(weight, bias, kind, groups, addend):
+    return fold_after(weight, bias, kind, groups, ChannelAffine.bias(addend))
 
 
 def layer_cases():

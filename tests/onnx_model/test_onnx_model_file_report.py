@@ -42,10 +42,8 @@ def test_a_fake_quant_file_tells_what_the_model_in_memory_tells(saved):
     assert (content.fused, content.skipped, content.config) == (expected.fused, expected.skipped, expected.config)
     assert [layer.name for layer in content.layers] == [layer.name for layer in expected.layers]
     for mine, other in zip(content.layers, expected.layers, strict=True):
-        assert (mine.type, mine.scale, mine.offset, mine.activation_bits, mine.weight_bits) == (
-            (other.type, other.scale, other.offset, other.activation_bits, other.weight_bits)
-        )
-        assert (mine.sqnr, mine.activation, mine.weights) == (other.sqnr, other.activation, other.weights)
+        assert (mine.type, mine.inputs, mine.weight_bits) == (other.type, other.inputs, other.weight_bits)
+        assert (mine.sqnr, mine.weights) == (other.sqnr, other.weights)
     assert [file.name for file in content.files] == ["q_quant.json"]
     assert found.measured.batches == 2
 
@@ -58,8 +56,9 @@ def test_grids_of_a_qdq_file_stand_in_the_file(saved, tmp_path):
     assert [layer.name for layer in content.layers] == [name for name in quantized.layers if name != "/pointwise/Conv"]
     for layer in content.layers:
         entry = quantized.record[layer.name]
-        assert layer.scale == pytest.approx(entry.scale_d, rel=1e-6)
-        assert (layer.offset, layer.activation_bits) == (entry.offset_d, 8)
+        (given,) = layer.inputs
+        assert given.scale == pytest.approx(entry.scale_d, rel=1e-6)
+        assert (given.offset, given.bits) == (entry.offset_d, 8)
     assert content.config == "not known: there is no quant.json beside the model"
     beside = files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4)).content
     assert [layer.name for layer in beside.layers] == list(quantized.layers)
@@ -95,7 +94,7 @@ def test_what_cannot_be_reported(saved, tmp_path):
     (tmp_path / "q_record.txt").write_text((folder / "q_record.txt").read_text().replace('key: "/', 'key: "other/'))
     with pytest.raises(ModelError, match=r"q_record\.txt beside it has none either"):
         files_report(folder / "float.onnx", tmp_path / "q_fake_quant_model.onnx", images(4))
-    with pytest.raises(FileError, match="cannot look at"):
+    with pytest.raises(FileError, match="cannot be read"):
         files_report(folder / "float.onnx", folder / "q_qdq_model.onnx", images(4), files=["nothing"])
     with pytest.raises(ModelError, match="already quantized"):
         files_report(folder / "q_qdq_model.onnx", folder / "q_qdq_model.onnx", images(4))

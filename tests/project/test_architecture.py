@@ -52,6 +52,45 @@ def test_every_module_says_what_it_is():
     assert bare == []
 
 
+LARGEST_ROOM = 20
+LARGE_ROOMS = {"src/amct/caffe/engine/layers": "one file per layer or small family"}
+
+
+def test_no_room_has_more_files_than_a_reader_can_hold():
+    rooms = {}
+    for path in SOURCES:
+        rooms.setdefault(relative(path.parent), []).append(path.name)
+    crowded = {room: len(files) for room, files in rooms.items() if len(files) > LARGEST_ROOM}
+    assert set(crowded) <= set(LARGE_ROOMS), crowded
+
+
+def test_the_walk_names_at_most_25_files_each_once():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walk = text[text.index("## The walk") : text.index("## Rooms")]
+    files = re.findall(r"`(src/amct/[\w/]+\.py)`", walk)
+    assert len(files) == len(set(files))
+    assert 10 < len(files) <= 25
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_only_the_flow_quantizes():
+    """Each door hands over to the one flow, and the result class exists once."""
+    classes = [
+        f"{relative(path)}:{node.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and node.name in {"QuantizedModel", "LayerWeights", "Batches", "Skip", "QuantConfig"}
+    ]
+    assert sorted(name.rpartition(":")[2] for name in classes) == [
+        "Batches",
+        "LayerWeights",
+        "QuantConfig",
+        "QuantizedModel",
+        "Skip",
+    ]
+
+
 LEAN_MODULES = ["amct", "amct.errors", "amct.cli", "amct.cli.app", "amct.schema", "amct.config", "amct.record"]
 
 

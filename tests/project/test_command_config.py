@@ -131,7 +131,7 @@ def test_explain_other_kinds_of_config(folder, capsys, kind):
 
 BAD = {
     "unknown layer": (["check", "bad.cfg", "--model", "layers.txt"], 'bad.cfg:1:1: .*"conv3".* Did you mean "conv'),
-    "no such config": (["check", "none.cfg", "--model", "layers.txt"], "none.cfg: cannot be read"),
+    "no such config": (["check", "none.cfg", "--model", "layers.txt"], '"none.cfg" does not exist'),
     "no such model": (["check", "quant.cfg", "--model", "none.prototxt"], "none.prototxt"),
     "no model at all": (["check", "quant.cfg", "--model", "layers"], "package.module:factory"),
     "no such layer list": (["check", "quant.cfg", "--model", "none.txt"], "none.txt: cannot be read"),

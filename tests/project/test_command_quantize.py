@@ -54,6 +54,39 @@ def test_quantize_a_caffe_pair(folder, capsys):
     assert all((folder / name).exists() for name in result["files"])
 
 
+@pytest.mark.parametrize("model", [["net.prototxt", "net.caffemodel"], ["my_nets_of_quantize_test:build"]])
+@pytest.mark.usefixtures("folder")
+def test_the_numbers_shown_are_those_of_the_file(capsys, model):
+    """SQNR of outputs and layers is that of the QDQ file in onnxruntime, computed here from its outputs."""
+    arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net"]
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["measured"] == "out/net_qdq_model.onnx"
+    session = onnxruntime.InferenceSession("out/net_qdq_model.onnx")
+    data = np.load("data.npy")
+    name = session.get_inputs()[0].name
+    got = np.concatenate([session.run(None, {name: data[i : i + 2]})[0] for i in (0, 2)]).astype(np.float64)
+    expected = float_outputs(model, data).astype(np.float64)
+    sqnr = 10 * np.log10((expected**2).sum() / ((expected - got) ** 2).sum())
+    assert result["outputs"][0]["sqnr"] == pytest.approx(sqnr, abs=0.01)
+    assert main(arguments) == 0
+    assert "measured on the calibration data, of net_qdq_model.onnx" in capsys.readouterr().out
+
+
+def float_outputs(model, data):
+    if len(model) == 2:
+        from amct_caffe import caffe
+
+        net = caffe.Net(*model, caffe.TEST)
+        return np.concatenate([net.forward(data=data[i : i + 2])["fc"].copy() for i in (0, 2)])
+    import importlib
+
+    import torch
+
+    with torch.no_grad():
+        return importlib.import_module("my_nets_of_quantize_test").build()(torch.from_numpy(data)).numpy()
+
+
 def test_quantize_an_equalized_caffe_pair(folder, capsys):
     from amct_caffe import caffe
 

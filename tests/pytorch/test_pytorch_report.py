@@ -84,10 +84,11 @@ def test_clipped_share_and_range_are_those_of_the_inputs(quantized, batches):
     x = np.concatenate([images.numpy().reshape(-1) for images, _ in batches])
     entry = quantized.record["conv1"]
     integers = np.rint(x / np.float32(entry.scale_d)) + entry.offset_d
-    assert first.activation.clipped == pytest.approx(np.mean((integers < -128) | (integers > 127)), abs=1 / x.size)
-    assert (first.activation.minimum, first.activation.maximum) == (x.min(), x.max())
-    assert (first.scale, first.offset) == (entry.scale_d, entry.offset_d)
-    found = first.activation.histogram
+    given = first.inputs[0]
+    assert given.activation.clipped == pytest.approx(np.mean((integers < -128) | (integers > 127)), abs=1 / x.size)
+    assert (given.activation.minimum, given.activation.maximum) == (x.min(), x.max())
+    assert (given.scale, given.offset) == (entry.scale_d, entry.offset_d)
+    found = given.activation.histogram
     assert sum(found.counts) + found.below + found.above == x.size
 
 
@@ -140,7 +141,7 @@ def test_config_text_tells_what_differs(model, batches):
             torch.relu(model.conv2(torch.relu(model.bn1(model.conv1(images))))).mean((2, 3))
         ) for images, _ in batches])  # fmt: skip
     divided = x / torch.tensor(balanced.record["fc"].tensor_balance_factor)
-    seen = content.layers[-1].activation
+    seen = content.layers[-1].inputs[0].activation
     assert (seen.minimum, seen.maximum) == pytest.approx((float(divided.min()), float(divided.max())), rel=1e-4)
 
 
@@ -193,7 +194,7 @@ def test_mistakes_write_nothing(quantized, batches, tmp_path):
         quantized.report(target, [])
     with pytest.raises(ArgumentTypeError, match="expected a tensor, an iterable"):
         quantized.report(target, 5)
-    with pytest.raises(FileError, match="cannot look at"):
+    with pytest.raises(FileError, match="cannot be read"):
         quantized.report(target, batches, files=[tmp_path / "missing.onnx"])
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError):

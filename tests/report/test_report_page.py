@@ -14,7 +14,7 @@ import pytest
 from report_examples import HOSTILE, activation, layer, small_report
 
 from amct.errors import FileError
-from amct.report.content import LayerContent, LayerNote, ReportContent
+from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
 from amct.report.page import bounded, page, worst_layers, write_page
 
 
@@ -49,7 +49,7 @@ def test_the_data_of_every_layer_is_on_the_page():
     content = small_report()
     layers = data_of(Reader(page(content)))["layers"]
     assert [entry["name"] for entry in layers] == [layer.name for layer in content.layers]
-    seen = content.layers[0].activation
+    seen = content.layers[0].inputs[0].activation
     assert layers[0]["inputs"][0]["bars"] == {
         "low": seen.histogram.low,
         "high": seen.histogram.high,
@@ -157,7 +157,7 @@ def test_a_big_model_stays_below_ten_megabytes():
     content = ReportContent(
         model="Big",
         measured_on="1 batch",
-        layers=(replace(big, weights=ragged, activation=seen),) * 2000,
+        layers=(replace(big, weights=ragged, inputs=(replace(big.inputs[0], activation=seen),)),) * 2000,
         skipped=(LayerNote(layer="x" * 500, text="y" * 5000),) * 20_000,
         config="z" * 10_000_000,
     )
@@ -170,7 +170,9 @@ def test_a_big_model_stays_below_ten_megabytes():
 
 def test_too_many_layers_are_cut_and_the_page_says_so():
     content = ReportContent(
-        model="Big", measured_on="1 batch", layers=(LayerContent(name="a", type="Linear", activation_bits=8),) * 3001
+        model="Big",
+        measured_on="1 batch",
+        layers=(LayerContent(name="a", type="Linear", inputs=(InputContent(bits=8),)),) * 3001,
     )
     assert "1 of 3001 layers are not shown" in page(content)
 

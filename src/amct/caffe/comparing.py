@@ -92,7 +92,7 @@ def float_side(pair: object, argument: str = "float_model") -> ModelSide:
     """The float model in a pair of files.
 
     Raises:
-        ArgumentTypeError: it is no pair.
+        ArgumentTypeError: The argument is not a pair of paths.
         FileError, ParseError, ModelError: the files are not what they should be.
     """
     return ModelSide(read_model(*_files(pair, argument)))

@@ -25,9 +25,14 @@ def layer_list(prototxt: str | os.PathLike[str]) -> LayerList:
         ParseError: it is no prototxt.
         ModelError: it is not a valid net.
     """
+    return layer_infos(read_test_phase(prototxt))
+
+
+def read_test_phase(prototxt: str | os.PathLike[str]) -> ProtoMessage:
+    """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
     net = upgrade_net(read_message(prototxt, "NetParameter"), str(prototxt))
     net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
-    return layer_infos(filter_net(net))
+    return filter_net(net)
 
 
 def layer_infos(net: ProtoMessage) -> LayerList:

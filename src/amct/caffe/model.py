@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.build.filter_rules import filter_net
-from amct.caffe.engine.build.upgrade import upgrade_net
-from amct.caffe.engine.messages import new_message, read_message
-from amct.caffe.engine.weights import is_hdf5, read_file
+from amct.caffe.engine.weights import is_hdf5, open_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
+from amct.caffe.layer_list import TEST_PHASE, read_test_phase
 from amct.caffe.uninplace import remove_in_place
-from amct.errors import FileError, ModelError, ParseError
+from amct.errors import ModelError, ParseError
 from amct.model import Graph, Node
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
     AnyPath = str | os.PathLike[str]
 
-TEST_PHASE = 1
 FEEDFORWARD_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.folds_batch_norm)
 """Types with weights and without a hidden state: convolutions and inner products."""
 RECURRENT_TYPES = tuple(name for name, kind in KIND_OF_CAFFE_TYPE.items() if kind.is_recurrent)
@@ -114,9 +111,7 @@ def read_net(model_file: AnyPath) -> ProtoMessage:
 
 def read_test_net(model_file: AnyPath) -> ProtoMessage:
     """The layers of the TEST phase in the current format, of a float or quantized model; errors as ``read_model``."""
-    net = upgrade_net(read_message(model_file, "NetParameter"), str(model_file))
-    net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
-    filter_net(net)
+    net = read_test_phase(model_file)
     net.ClearField("state")
     for layer in net.layer:
         layer.ClearField("include")
@@ -159,39 +154,30 @@ def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, lis
             contents = [read_blob(blob.SerializeToString(), "prototxt") for blob in layer.blobs]
             layer.ClearField("blobs")
             yield layer.name, [_tensor(blob, layer, index, "prototxt") for index, blob in enumerate(contents)]
-    stored = _read_hdf5(net, path) if is_hdf5(path) else _read_caffemodel(path)
+    if is_hdf5(path):
+        stored = list(_read_hdf5(net, path))
+    else:
+        stored = [(layer.name, layer.blobs) for layer in read_weights(read_file(path), str(path))]
     for name, blobs in stored:
         if name in layers and blobs:
             yield name, [_tensor(blob, layers[name], index, str(path)) for index, blob in enumerate(blobs)]
 
 
-def _read_caffemodel(path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
-    for layer in read_weights(read_file(path), str(path)):
-        yield layer.name, layer.blobs
-
-
 def _read_hdf5(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
-    import h5py
-
     owners: dict[str, tuple[str, int]] = {}
-    try:
-        with h5py.File(path, "r") as file:
-            if "data" not in file:
-                raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "data"')
-            for layer in net.layer:
-                blobs = []
-                group = file["data"].get(layer.name, {})
-                for index in range(max(len(group), len(layer.param))):
-                    shared = layer.param[index].name if index < len(layer.param) else ""
-                    place = owners.setdefault(shared, (layer.name, index)) if shared else (layer.name, index)
-                    key = f"{place[0]}/{place[1]}"
-                    if key not in file["data"]:
-                        break
-                    values = file["data"][key][()]
-                    blobs.append(StoredBlob(values.shape, values.reshape(-1)))
-                yield layer.name, blobs
-    except OSError as error:
-        raise FileError(f"Couldn't open {path}: {error}") from error
+    with open_hdf5(path) as data:
+        for layer in net.layer:
+            blobs = []
+            group = data.get(layer.name, {})
+            for index in range(max(len(group), len(layer.param))):
+                shared = layer.param[index].name if index < len(layer.param) else ""
+                place = owners.setdefault(shared, (layer.name, index)) if shared else (layer.name, index)
+                key = f"{place[0]}/{place[1]}"
+                if key not in data:
+                    break
+                values = data[key][()]
+                blobs.append(StoredBlob(values.shape, values.reshape(-1)))
+            yield layer.name, blobs
 
 
 def _tensor(blob: StoredBlob, layer: ProtoMessage, index: int, source: str) -> torch.Tensor:

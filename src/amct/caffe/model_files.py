@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import os
 
     from amct.atomic import FileGroup
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
 
 
@@ -36,13 +37,10 @@ def caffemodel_parts(model: CaffeModel) -> list[bytes | memoryview]:
     return parts
 
 
-def _head(layer: object) -> bytes:
-    """What a caffemodel holds of a layer besides its weights: the names; its options are in the prototxt."""
-    head = new_message("LayerParameter", name=layer.name, type=layer.type)  # type: ignore[attr-defined]
-    head.bottom.extend(layer.bottom)  # type: ignore[attr-defined]
-    head.top.extend(layer.top)  # type: ignore[attr-defined]
-    data: bytes = head.SerializeToString()
-    return data
+def _head(layer: ProtoMessage) -> bytes:
+    """The names of a layer and its blobs; a caffemodel holds no options, which are in the prototxt."""
+    head = new_message("LayerParameter", name=layer.name, type=layer.type, bottom=layer.bottom, top=layer.top)
+    return bytes(head.SerializeToString())
 
 
 def _blob(tensor: torch.Tensor) -> list[bytes | memoryview]:

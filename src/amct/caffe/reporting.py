@@ -103,8 +103,8 @@ def files_report(
         quantized_model: Prototxt and caffemodel.
         data: Batches.
         metric: ``metric(outputs, batch)``.
-        inputs: Makes of a batch what the net takes.
-        files: Whose sizes are shown, besides those of the two pairs.
+        inputs: Turns a batch into the net's inputs.
+        files: Files whose sizes are shown, besides those of the two pairs.
 
     Raises:
         ArgumentError, ArgumentTypeError, CalibrationError: an argument, data or metric cannot be used.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from amct.numerics.observer import ActivationFactors
     from amct.record import CaffeRecord, Record
 
-RECORDED_BITS = (4, 6, 7, 8)
-
 
 def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -> Iterator[Stream]:
     """What is observed of each layer: its input, and the hidden state of the ``recurrent`` ones."""
@@ -30,34 +28,6 @@ def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -
                 batch_num=layer.batch_num,
                 force_fp16=layer.force_fp16,
             )
-
-
-def recorded_bits(bits: int, *, can_pack: bool) -> int:
-    """The bit width that the record has for weights: the next that it knows; 4 only where two share a byte."""
-    return next(known for known in RECORDED_BITS if known >= bits and (known > 4 or can_pack))
-
-
-def weight_record(
-    scales: Sequence[float], *, state: Sequence[float] = (), bits: int = 8, balance: Sequence[float] = ()
-) -> LayerRecord:
-    """The entry of a layer before its activations are known.
-
-    Args:
-        scales: of the weights, in the order of the record; empty for a layer without.
-        state: of the second matrix of a recurrent layer.
-        bits: as ``recorded_bits`` has them.
-        balance: DMQ's factors.
-    """
-    if not scales:
-        return LayerRecord(scale_w=(1.0,), offset_w=(0,))
-    return LayerRecord(
-        scale_w=tuple(scales),
-        offset_w=(0,) * len(scales),
-        scale_r=tuple(state),
-        offset_r=(0,) * len(state),
-        wts_type=f"INT{bits}",
-        tensor_balance_factor=tuple(balance),
-    )
 
 
 def complete_record(record: Record, result: CalibrationResult) -> Record:

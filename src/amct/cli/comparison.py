@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.cli.data_options import full_batches
 from amct.cli.model_pair import Kind, ModelPair, parse_models
 from amct.cli.printing import comparison_row
 from amct.errors import ArgumentError, CalibrationError
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     _Found = tuple[Measured, ReportContent | None]
     Batch = tuple[NDArray[np.float32], NDArray[np.int64]]
-
-logger = logging.getLogger(__name__)
 
 Models = Annotated[
     list[str],
@@ -61,7 +59,7 @@ class Request:
     top1: bool = False
 
     def run(self) -> dict[str, Any]:
-        """Compare, write the report, and tell what was found.
+        """Compare, write the report, and return the results as plain data.
 
         Raises:
             AmctError: a subclass says what is wrong: words, files, models or data.
@@ -78,10 +76,10 @@ class Request:
 
             assert content is not None
             write_page(self.report, content)
-        return self._told(pair, measured)
+        return self._result(pair, measured)
 
     def batches(self, fixed_size: int | None = None) -> Iterator[Batch]:
-        """Values and labels; a model that fixes its batch size gets full batches only.
+        """Values and labels; a model with a fixed batch size gets full batches only.
 
         Raises:
             CalibrationError: there are not as many samples as the model takes at once.
@@ -89,29 +87,21 @@ class Request:
         import numpy as np
 
         options = self.data if fixed_size is None else replace(self.data, batch_size=fixed_size)
-        count = 0
-        for values, labels in options.labelled():
-            if fixed_size is not None and len(values) < fixed_size:
-                if count:
-                    logger.warning("%d samples are left out: the model takes %d at once", len(values), fixed_size)
-                break
+        for values, labels in full_batches(options.labelled(), fixed_size, self.data.data):
             if self.top1 and None in labels:
                 raise ArgumentError(
                     f"--top1: {self.data.data} has samples without a label; give folders named by class, a list with "
                     "labels, an .npz with labels, an LMDB or idx files"
                 )
-            count += 1
             yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
-        if count == 0 and fixed_size is not None:
-            raise CalibrationError(f"{self.data.data}: the model takes {fixed_size} samples at once, there are fewer")
 
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
-        """What counts the right answers, if that is wanted."""
+        """The metric that counts correct labels, with ``--top1``."""
         return top1 if self.top1 else None
 
-    def _told(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
-        told: dict[str, Any] = {
+    def _result(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
+        result: dict[str, Any] = {
             "float": list(pair.float_model),
             "quantized": list(pair.quantized_model),
             "batches": measured.batches,
@@ -119,10 +109,10 @@ class Request:
             "layers": [comparison_row(each) for each in measured.layers.values()],
         }
         if measured.metric is not None:
-            told["top1"] = {"float": measured.metric[0], "quantized": measured.metric[1]}
+            result["top1"] = {"float": measured.metric[0], "quantized": measured.metric[1]}
         if self.report is not None:
-            told["report"] = str(self.report)
-        return told
+            result["report"] = str(self.report)
+        return result
 
 
 def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays of which the first counts

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.errors import ArgumentError, FileError
+from amct.cli.printing import JsonOption, aligned
+from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,7 +67,6 @@ KindOption = Annotated[
         "quantization, or the kv-cache.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
 @app.command()
@@ -126,9 +126,9 @@ def explain(
     if as_json:
         typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
     elif layer is not None:
-        _echo_table([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])
+        typer.echo("\n".join(aligned([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])))
     else:
-        _echo_table(_layer_lines(rows))
+        typer.echo("\n".join(aligned(_layer_lines(rows))))
     _show_warnings(full)
 
 
@@ -140,14 +140,10 @@ def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tupl
 
 
 def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
-    """A simple or full config as a full one; which it is, its name or first character tells."""
+    """A simple or full config as a full one; its name or first character shows which it is."""
     from amct import atomic
 
-    atomic.check_whole(config)
-    try:
-        data = config.read_bytes()
-    except OSError as error:
-        raise FileError(f"{config}: cannot be read: {error.strerror}") from error
+    data = atomic.read_bytes(config)
     is_json = config.suffix == ".json" or data.lstrip().startswith(b"{")
     from_simple, from_full = _readers(dialect, kind)
     if is_json and from_full is None:
@@ -157,7 +153,7 @@ def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> 
 
 
 def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
-    """What reads the simple and the full form of a kind of config; some have no full form."""
+    """The readers of the simple and the full form of a kind of config; some have no full form."""
     from amct.cli.model_layers import Dialect
     from amct.config.prune import compress_pytorch
     from amct.config.ptq import caffe as ptq_caffe
@@ -242,14 +238,6 @@ def _plain(row: ExplainedSetting) -> dict[str, Any]:
         "line": position.line if position else None,
         "column": position.column if position else None,
     }
-
-
-def _echo_table(rows: list[tuple[str, ...]]) -> None:
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _show_warnings(config: FullConfig) -> None:

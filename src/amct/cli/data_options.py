@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import wraps
 from itertools import islice
@@ -11,22 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from amct.errors import ArgumentError
+from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
 
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Where data is and how it is prepared, as given on the command line.
 
-    Going through it reads one batch after the other, any number of times.
+    It can be iterated any number of times and reads one batch at a time.
     """
 
     data: Annotated[Path, typer.Option(help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
@@ -53,10 +56,6 @@ class DataOptions:
             raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
         return islice(self._batches(), self.batches)
 
-    def open(self) -> list[NDArray[np.float32]]:
-        """All batches, read."""
-        return list(self)
-
     def _batches(self) -> Iterator[LabelledBatch]:
         import numpy as np
 
@@ -70,6 +69,25 @@ class DataOptions:
             scale=self.scale,
         )
         yield from batches(open_samples(self.data, preparation), self.batch_size)
+
+
+def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iterator[Any]:
+    """The batches without a last one that has fewer samples than the model takes; ``size`` None: all of them.
+
+    A batch is an array, a dict of arrays by input, or an array and its labels.
+
+    Raises:
+        CalibrationError: there are not as many samples in ``source`` as the model takes at once.
+    """
+    for count, batch in enumerate(batches):
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        length = len(parts[0]) if isinstance(parts, (list, tuple)) else len(parts)
+        if size is not None and length < size:
+            if count == 0:
+                raise CalibrationError(f"{source}: the model takes {size} samples at once, there are {length}")
+            logger.warning("%d samples are left out: the model takes %d at once", length, size)
+            return
+        yield batch
 
 
 def takes_data(command: Callable[..., None]) -> Callable[..., None]:

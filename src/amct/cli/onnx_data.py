@@ -6,26 +6,24 @@ from an array file: an .npz whose arrays are called as the inputs are, or a .npy
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from amct.errors import ArgumentError, CalibrationError
+from amct.cli.data_options import full_batches
+from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
 
     from amct.cli.data_options import DataOptions
 
-logger = logging.getLogger(__name__)
-
 
 def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
-    """Batches for a model, which can be gone through any number of times.
+    """Batches for a model, which can be iterated any number of times.
 
     Raises:
         AmctError: the model or the data cannot be read, or the data does not fit.
@@ -38,11 +36,14 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
     if size is not None:
         options = replace(options, batch_size=size)
     if is_plain(proto):
-        return _FullBatches(options=options, size=size)
+        return _Batches(lambda: full_batches(options, size, options.data))
     if not is_array_file(options.data):
         names = ", ".join(value.name for value in proto.graph.input)
         raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")
-    return _NamedArrays(options=options, arrays=_arrays(proto, options), full=size is not None)
+    arrays = _arrays(proto, options)
+    return _Batches(
+        lambda: islice(full_batches(_slices(arrays, options.batch_size), size, options.data), options.batches)
+    )
 
 
 def fixed_batch_size(proto: ModelProto) -> int | None:
@@ -61,41 +62,19 @@ def is_plain(proto: ModelProto) -> bool:
     return len(names) == 1 and element_dtype(proto, names[0]).startswith("float")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FullBatches:
-    options: DataOptions
-    size: int | None
+@dataclass(frozen=True)
+class _Batches:
+    """An iterable that starts anew each time; ``start`` returns an iterator over all batches."""
+
+    start: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return _full(self.options, self.size, self.options)
+        return self.start()
 
 
-def _full(batches: Iterable[Any], size: int | None, options: DataOptions) -> Iterator[Any]:
-    """Without a last batch that has fewer samples than the model takes."""
-    for count, batch in enumerate(batches):
-        length = len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch)
-        if size is not None and length < size:
-            if count == 0:
-                raise CalibrationError(f"{options.data}: the model takes {size} samples at once, there are {length}")
-            logger.warning("%d samples are left out: the model takes %d at once", length, size)
-            return
-        yield batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NamedArrays:
-    options: DataOptions
-    arrays: Mapping[str, NDArray[Any]]
-    full: bool
-
-    def __iter__(self) -> Iterator[Any]:
-        size = self.options.batch_size
-        length = len(next(iter(self.arrays.values())))
-        slices = (
-            {name: array[start : start + size] for name, array in self.arrays.items()}
-            for start in range(0, length, size)
-        )
-        return islice(_full(slices, size if self.full else None, self.options), self.options.batches)
+def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str, NDArray[Any]]]:
+    for start in range(0, len(next(iter(arrays.values()))), size):
+        yield {name: array[start : start + size] for name, array in arrays.items()}
 
 
 def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
@@ -117,6 +96,6 @@ def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
         )
     lengths = {name: len(found[name]) if found[name].ndim else 0 for name in names}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ArgumentError(f"{options.data}: expected as many samples in every array, got {told}")
+        counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ArgumentError(f"{options.data}: expected as many samples in every array, got {counts}")
     return {name: found[name] for name in names}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
 def as_json(content: object) -> str:
@@ -29,7 +33,7 @@ def comparison_row(compared: Any, what: str = "layer") -> dict[str, Any]:  # noq
 
 
 def most_harmed(rows: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The rows with the lowest SQNR, the worst first; layers without any error are not among them."""
+    """The rows with the lowest SQNR, the worst first, without layers that have no error."""
     harmed = [row for row in rows if row["sqnr"] != math.inf]
     return sorted(harmed, key=lambda row: -math.inf if math.isnan(row["sqnr"]) else row["sqnr"])[:count]
 

@@ -12,7 +12,7 @@ import typer
 from amct.cli import printing
 from amct.cli.data_options import DataOptions, takes_data
 from amct.cli.model_layers import ONNX_ENDING
-from amct.cli.printing import comparison_row, most_harmed
+from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 
@@ -48,7 +48,7 @@ def quantize(  # noqa: PLR0913  the options of a command
     formats: Annotated[
         str | None, typer.Option(help='Which files, such as "qdq,record"; all that the model can have unless given.')
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Quantize a model with some calibration data.
 
@@ -66,13 +66,7 @@ def quantize(  # noqa: PLR0913  the options of a command
                 f'got only "{model}"'
             )
         files.check()
-        if weights is not None:
-            quantized, batches = _quantize_caffe(model, weights, data, config, equalize=equalize)
-        elif model.endswith(ONNX_ENDING):
-            quantized, batches = _quantize_onnx(model, data, config)
-        else:
-            quantized, batches = _quantize_torch(model, data, config)
-        result = _result(quantized, batches, files)
+        result = _result(*_quantized(model, weights, data, config, equalize=equalize), files)
     typer.echo(printing.as_json(result) if as_json else _as_text(result))
 
 
@@ -105,31 +99,29 @@ class _Files:
         return files
 
 
-def _quantize_caffe(
-    model: str, weights: Path, options: DataOptions, config: Path | None, *, equalize: bool
+def _quantized(
+    model: str, weights: Path | None, data: DataOptions, config: Path | None, *, equalize: bool
 ) -> tuple[QuantizedModel, Iterable[Any]]:
-    import amct.caffe as front_door
+    """The quantized model and the batches that it was calibrated with."""
+    batches: Iterable[Any]
+    if weights is not None:
+        import amct.caffe
 
-    batches = options.open()
-    return front_door.quantize(model, weights, batches, config=config, equalize=equalize), batches
+        batches = list(data)
+        return amct.caffe.quantize(model, weights, batches, config=config, equalize=equalize), batches
+    if model.endswith(ONNX_ENDING):
+        import amct.onnx_model
+        from amct.cli.onnx_data import onnx_data
 
-
-def _quantize_torch(reference: str, options: DataOptions, config: Path | None) -> tuple[QuantizedModel, Iterable[Any]]:
+        batches = onnx_data(model, data)
+        return amct.onnx_model.quantize(model, batches, config=config), batches
     import torch
 
-    import amct.pytorch as front_door
+    import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = [torch.from_numpy(batch) for batch in options.open()]
-    return front_door.quantize(load_reference(reference), batches, config=config), batches
-
-
-def _quantize_onnx(model: str, options: DataOptions, config: Path | None) -> tuple[QuantizedModel, Iterable[Any]]:
-    import amct.onnx_model as front_door
-    from amct.cli.onnx_data import onnx_data
-
-    batches = onnx_data(model, options)
-    return front_door.quantize(model, batches, config=config), batches
+    batches = [torch.from_numpy(batch) for batch in data]
+    return amct.pytorch.quantize(load_reference(model), batches, config=config), batches
 
 
 def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) -> dict[str, Any]:
@@ -193,7 +185,7 @@ def inspect(
     input_shape: Annotated[
         str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the layers of a model, which of them can be quantized, and why not.
 
@@ -208,9 +200,8 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    names, types = (max((len(row[key]) for row in rows), default=0) for key in ("layer", "type"))
-    for row in rows:
-        typer.echo(f"{row['layer']:<{names}}  {row['type']:<{types}}  {row['verdict']}")
+    for line in aligned([list(row.values()) for row in rows]):
+        typer.echo(line)
     typer.echo(f"{sum(row['verdict'] == 'quantized' for row in rows)} of {len(rows)} layers are quantized by default")
 
 

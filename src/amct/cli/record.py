@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from amct.cli.printing import JsonOption  # noqa: TC001 - typer reads it at run time
+
 if TYPE_CHECKING:
     from amct.record import Dialect
 
@@ -41,7 +43,6 @@ class FormChoice(str, Enum):
 DialectOption = Annotated[
     DialectChoice, typer.Option("--dialect", help="Whose record it is; auto tells it from the content.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
 def _dialect(choice: DialectChoice) -> Dialect | None:

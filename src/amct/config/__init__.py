@@ -1,6 +1,5 @@
-"""From a config file to a plan.
+"""From a config file or a ``QuantConfig`` to a plan with one immutable ``LayerPlan`` per layer.
 
-A simple config (``.cfg``) is expanded for a model into a full config (JSON), and a full config becomes a plan with one
-immutable entry per layer. ``dialect`` has the steps that all kinds of config share; ``ptq``, ``qat`` and ``prune`` are
-the kinds, ``text`` and ``json`` read the two file formats, ``registry`` has the algorithms that a config can name.
+``text`` reads simple configs (``.cfg``), ``json`` full configs; ``ptq``, ``qat``, ``prune`` are the kinds of configs.
+``dialect`` has the steps that all kinds share, ``settings`` the settings of every algorithm, ``registry`` their names.
 """

@@ -109,7 +109,8 @@ def _report(
     elif kind == "too_long" or (kind == "missing" and isinstance(path[-1], int)):
         problems.add_wrong_type(f"{name.partition('[')[0]} must be {_WRONG_TYPE['tuple_type']}", locate(path[:1]))
     elif kind in _WRONG_TYPE:
-        problems.add_wrong_type(f"{name} must be {_WRONG_TYPE[kind]}, got {show(given)}", locate(path))
+        expected = "list_type" if kind == "tuple_type" and _defaults(settings).get(str(path[0])) == () else kind
+        problems.add_wrong_type(f"{name} must be {_WRONG_TYPE[expected]}, got {show(given)}", locate(path))
     elif kind in _OUT_OF_RANGE:
         words, key = _OUT_OF_RANGE[kind]
         problems.add(f"{name} must be {words} {context[key]:g}, got {show(given)}", locate(path))

@@ -58,7 +58,7 @@ def ascend_model(
         factors: by layer name; a bound layer without factors stays float.
 
     Raises:
-        ExportError: the graph does not look as bound, a bias does not fit int32, an INT4 weight cannot be packed, or a
+        ExportError: a node does not match its binding, a bias does not fit int32, an INT4 weight cannot be packed, or a
             recurrent layer has a form that Ascend's operators lack.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)

@@ -1,4 +1,4 @@
-"""What an exporter is told: which ONNX node is which layer, and the quantization factors of each layer.
+"""What an exporter reads: which ONNX node is which layer, and the quantization factors of each layer.
 
 A front door fills these in; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
 """
@@ -59,7 +59,7 @@ class LayerFactors:
 
     Attributes:
         scale_d: step of the layer's input.
-        offset_d: integer that stands for zero, in -2^(b-1)..2^(b-1)-1.
+        offset_d: integer that represents zero, in -2^(b-1)..2^(b-1)-1.
         act_bits: 4, 8 or 16.
         scale_w: float32, one or one per output channel. LSTM and GRU: one, one per gate or one per row of W, in ONNX's
             gate order (the record's). Average pooling: one, usually 1.
@@ -99,6 +99,12 @@ class LayerFactors:
                 object.__setattr__(self, name, _positive(name, value))
         for name in ("offset_d", "offset_h"):
             _check_offset(name, getattr(self, name), self.act_bits)
+
+
+def placeholder_factors(offset_d: int = 0) -> LayerFactors:
+    """Factors that fit every layer, to read the layers of a model that is not calibrated yet."""
+    one = np.ones(1, dtype=np.float32)
+    return LayerFactors(scale_d=1.0, offset_d=offset_d, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
 
 
 @dataclass(frozen=True, kw_only=True)

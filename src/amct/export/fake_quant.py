@@ -40,7 +40,7 @@ def fake_quant_model(
         factors: by layer name; a bound layer without factors stays float.
 
     Raises:
-        ExportError: the graph does not look as bound, or a bias does not fit int32.
+        ExportError: a node does not match its binding, or a bias does not fit int32.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
     quantizers: dict[tuple[str, float, int, int], str] = {}

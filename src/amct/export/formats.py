@@ -18,7 +18,7 @@ from amct.errors import ArgumentError, did_you_mean
 from amct.export.ascend import ascend_model
 from amct.export.exported import ExportedModel
 from amct.export.fake_quant import fake_quant_model
-from amct.export.qdq.exporter import Placement, qdq_model
+from amct.export.qdq.exporter import Placement, choice, qdq_model
 from amct.export.qdq.nodes import Target
 
 if TYPE_CHECKING:
@@ -45,11 +45,8 @@ class ExportOptions:
     target: str = Target.PORTABLE.value
 
     def __post_init__(self) -> None:
-        for argument, kind in (("placement", Placement), ("target", Target)):
-            known = [item.value for item in kind]
-            value = getattr(self, argument)
-            if value not in known:
-                raise ArgumentError(f"{argument}: expected one of {', '.join(known)}, got {value!r}")
+        choice(Placement, self.placement, "placement")
+        choice(Target, self.target, "target")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,11 +99,6 @@ def register_exporter(*, name: str, exporter: Exporter, file_name: str | None = 
     if name in _FORMATS:
         raise ArgumentError(f'name: an exporter "{name}" is registered already; choose another name')
     _FORMATS[name] = Format(exporter=exporter, file_name=file_name or f"{name}_model.onnx")
-
-
-def format_names() -> tuple[str, ...]:
-    """The names of all formats, in the order of registration."""
-    return tuple(_FORMATS)
 
 
 def file_name(name: str) -> str:

@@ -36,7 +36,7 @@ DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
 
 
 def layer_factors(entry: LayerRecord) -> LayerFactors:
-    """What the record says of a layer, as the exporters want it."""
+    """The factors of a layer in the form that exporters take."""
     assert entry.scale_d is not None
     assert entry.offset_d is not None
     one = (1.0,)
@@ -67,7 +67,7 @@ class ModelNotes(Protocol):
 
     @property
     def config(self) -> str:
-        """The config used, as text for people."""
+        """The config used, as readable text."""
 
 
 @dataclass(frozen=True, kw_only=True)

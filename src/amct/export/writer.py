@@ -37,7 +37,7 @@ EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
 LONGEST_PREFIX = 241
 OPSETS = range(16, 22)
-"""Opsets that can be asked for."""
+"""Opsets that users can choose."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,13 @@ class SavePath:
 
 
 def check_opset(opset: int) -> None:
-    """Check an opset that a user asks for.
+    """Check an opset that a user chose.
 
     Raises:
         ArgumentError: it is not one of 16..21.
     """
     if opset not in OPSETS:
         raise ArgumentError(f"opset: expected {OPSETS[0]}..{OPSETS[-1]}, got {opset}")
-
-
-def model_opset(model: ModelProto) -> int:
-    """The version of the standard operators that a model uses."""
-    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
 
 
 def save_models(
@@ -112,7 +107,7 @@ def save_models(
         external_threshold: serialized size from which on tensors get files of their own.
 
     Returns:
-        The files: models, quant.json, others.
+        The files, in the order of writing.
 
     Raises:
         ExportError: a model cannot be made small enough.
@@ -130,11 +125,12 @@ def save_models(
                 written += add_model(group, path, content, name, external_threshold)
         for path, data in (others or {}).items():
             group.write_bytes(path, data)
+            written.append(path)
         if document is not None:
             _warn_of_overwrite(save_path.quant_json)
             write_quant_json(group, save_path.quant_json, document)
             written.append(save_path.quant_json)
-    return [*written, *(others or {})]
+    return written
 
 
 def save_model(

@@ -4,17 +4,20 @@ Each front door (PyTorch, Caffe, ONNX) describes its model as a ``Graph`` of ``N
 ``LayerFacts``. A layer that is left out is reported as a ``Skip`` with the reason. Nothing here imports torch.
 """
 
-from amct.model.fusion import Fusion, FusionPattern, find_fusions, find_leading_fusions
-from amct.model.graph import Graph, Node
+from amct.model.fusion import Folded, Fusion, FusionPattern, find_fusions, find_leading_fusions, fold_batch_norms
+from amct.model.graph import Graph, Node, TensorIndex
 from amct.model.layers import LayerFacts, Skip
 
 __all__ = [
+    "Folded",
     "Fusion",
     "FusionPattern",
     "Graph",
     "LayerFacts",
     "Node",
     "Skip",
+    "TensorIndex",
     "find_fusions",
     "find_leading_fusions",
+    "fold_batch_norms",
 ]

@@ -1,15 +1,22 @@
 """Which layers may be folded into which: Conv → BatchNorm, and Caffe's Conv → BatchNorm → Scale → Bias.
 
-This module only finds the fusions in the graph; the front door folds the weights.
+Fusions are found in the graph here; the front door folds the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from amct.errors import AmctError
 from amct.model.graph import Graph, Node
 from amct.model.layers import Skip
+
+logger = logging.getLogger(__name__)
+
+_Model = TypeVar("_Model")
 
 Refusal = Callable[[Node, Node], str | None]
 """Called with (head, candidate): None allows the fold, a text is the reason against it."""
@@ -34,6 +41,56 @@ class Fusion:
 
     head: Node
     folded: tuple[Node, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folded(Generic[_Model]):
+    """A copy of a model with folded batch norms.
+
+    Attributes:
+        model: The copy.
+        fusions: By layer: the batch norm folded into it.
+        skips: The batch norms that were not folded, with the reason.
+    """
+
+    model: _Model
+    fusions: Mapping[str, str]
+    skips: tuple[Skip, ...]
+
+    @classmethod
+    def unchanged(cls, model: _Model, norms: Iterable[str], reason: str) -> Folded[_Model]:
+        """A model in which nothing is folded."""
+        return cls(model=model, fusions={}, skips=tuple(Skip(name, f"not folded: {reason}") for name in norms))
+
+
+def fold_batch_norms(
+    graph: Graph,
+    pattern: FusionPattern,
+    fold: Callable[[Node, Node], None],
+    *,
+    skip: Collection[str] = (),
+    refuse: Refusal | None = None,
+) -> tuple[dict[str, str], tuple[Skip, ...]]:
+    """Find every batch norm that can be folded, and call ``fold(layer, norm)`` for it.
+
+    A pair for which ``fold`` raises an ``AmctError`` stays as it is.
+
+    Returns:
+        By layer the batch norm folded into it, and every batch norm that stays, with the reason.
+    """
+    found, skips = find_fusions(graph, pattern, skip=skip, refuse=refuse)
+    fusions: dict[str, str] = {}
+    refused: list[Skip] = []
+    for fusion in found:
+        head, norm = fusion.head, fusion.folded[0]
+        try:
+            fold(head, norm)
+        except AmctError as error:
+            refused.append(Skip(norm.name, f'not folded into "{head.name}": {error}'))
+            logger.warning("%s", refused[-1])
+        else:
+            fusions[head.name] = norm.name
+    return fusions, (*skips, *refused)
 
 
 def find_fusions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from amct.errors import ModelError, did_you_mean
 
@@ -26,15 +26,50 @@ class Node:
     attributes: Mapping[str, object] = field(default_factory=dict)
 
 
-class Graph:
-    """Nodes in execution order; answers who makes a tensor and who reads it. Never changes once built."""
+N = TypeVar("N")
+
+
+class TensorIndex(Generic[N]):
+    """Which node makes each tensor and which nodes read it; nodes are compared by identity. Base of every graph."""
+
+    def __init__(self) -> None:
+        self.producers: dict[str, N] = {}
+        self._consumers: dict[str, list[N]] = {}
+
+    def add(self, node: N, inputs: Iterable[str], outputs: Iterable[str]) -> None:
+        """Add a node with the tensors it reads and makes."""
+        for tensor in dict.fromkeys(inputs):
+            self._consumers.setdefault(tensor, []).append(node)
+        for tensor in outputs:
+            self.producers[tensor] = node
+
+    def producer(self, tensor: str) -> N | None:
+        """The node that makes ``tensor``; None for graph inputs and stored values."""
+        return self.producers.get(tensor)
+
+    def consumers(self, tensor: str) -> tuple[N, ...]:
+        """The nodes that read ``tensor``, in the order in which they were added, each once."""
+        return tuple(self._consumers.get(tensor, ()))
+
+    def connect(self, tensor: str, node: N) -> None:
+        """Let a node read a tensor."""
+        readers = self._consumers.setdefault(tensor, [])
+        if not any(reader is node for reader in readers):
+            readers.append(node)
+
+    def disconnect(self, tensor: str, node: N) -> None:
+        """Let a node no longer read a tensor."""
+        self._consumers[tensor] = [reader for reader in self._consumers.get(tensor, ()) if reader is not node]
+
+
+class Graph(TensorIndex[Node]):
+    """Nodes in execution order; never changes once built."""
 
     def __init__(self, nodes: Iterable[Node], *, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
+        super().__init__()
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self._nodes: dict[str, Node] = {}
-        self._producers: dict[str, Node] = {}
-        self._consumers: dict[str, list[Node]] = {}
         known = set(self.inputs)
         for node in nodes:
             self._add(node, known)
@@ -48,12 +83,11 @@ class Graph:
         for tensor in dict.fromkeys(node.inputs):
             if tensor not in known:
                 raise ModelError(f'node "{node.name}" reads "{tensor}", which nothing before it makes')
-            self._consumers.setdefault(tensor, []).append(node)
         for tensor in node.outputs:
             if tensor in known:
                 raise ModelError(f'node "{node.name}" makes "{tensor}", which exists already')
             known.add(tensor)
-            self._producers[tensor] = node
+        self.add(node, node.inputs, node.outputs)
         self._nodes[node.name] = node
 
     def __iter__(self) -> Iterator[Node]:
@@ -69,14 +103,6 @@ class Graph:
         if name not in self._nodes:
             raise ModelError(f'no node is named "{name}".{did_you_mean(name, self._nodes)}')
         return self._nodes[name]
-
-    def producer(self, tensor: str) -> Node | None:
-        """The node that makes ``tensor``; None for a graph input."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> tuple[Node, ...]:
-        """The nodes that read ``tensor``, in execution order, each once."""
-        return tuple(self._consumers.get(tensor, ()))
 
     def predecessors(self, node: Node) -> tuple[Node, ...]:
         """The nodes whose outputs ``node`` reads, in the order of its inputs, each once."""

@@ -41,8 +41,3 @@ class LayerFacts:
     dtype: str = "float32"
     input_shapes: tuple[tuple[int | None, ...], ...] = ()
     attributes: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether every input channel has filters of its own (more than one channel, as many groups as channels)."""
-        return self.in_channels is not None and self.groups == self.in_channels > 1

@@ -127,7 +127,7 @@ class QuantJson:
         """The bits of each layer's weights in one of the files."""
         entry = self.files.get(file_name)
         found = {name: layer.files.get(entry.format if entry else "") for name, layer in self.layers.items()}
-        return {name: told.weight_bits for name, told in found.items() if told and told.weight_bits}
+        return {name: each.weight_bits for name, each in found.items() if each and each.weight_bits}
 
 
 _ADAPTER = TypeAdapter(QuantJson)

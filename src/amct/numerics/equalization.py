@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.numerics.rounding_noise import RoundingNoise
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-DATA_STEPS, WEIGHT_STEPS = 255.0, 127.0
 EXPONENTS = (0.25, 0.5, 0.75, 1.0)
 FLOORS = (1 / 2, 1 / 4, 1 / 8, 1 / 32)
 """Smallest factors tried. No channel is enlarged more than 32 times: few samples may underestimate its range."""
@@ -94,13 +95,9 @@ class ConsumerNoise:
     """
 
     def __init__(self, weight: Tensor, ranges: ChannelRanges, *, one_scale: bool = False) -> None:
-        wide = weight.detach().double()
         self.ranges = ranges
         self.factors = torch.ones_like(ranges.variance)
-        self._largest = wide.abs().amax(3)
-        self._energy = wide.square().sum((1, 3)).reshape(-1)
-        self._taps = weight.shape[3]
-        self._one_scale = one_scale
+        self._noise = RoundingNoise(weight.double(), ranges.low, ranges.high, ranges.variance, one_scale=one_scale)
 
     def with_factors(self, factors: Tensor, first: int) -> Tensor:
         """Return the factors of all channels ``[Cin]``, with those from ``first`` on replaced by ``factors``."""
@@ -109,20 +106,8 @@ class ConsumerNoise:
         return changed
 
     def noise(self, factors: Tensor) -> float:
-        """Return the power of the quantization noise in the outputs when input channels are divided by ``factors``.
-
-        Zeros have no rounding error but are counted like other values.
-        """
-        ranges = self.ranges
-        step = ((ranges.high / factors).max() - (ranges.low / factors).min()) / DATA_STEPS
-        from_data = step.square() / 12 * (factors.square() * self._energy).sum()
-        grouped = factors.reshape(self._largest.shape[0], 1, -1)
-        scales = (self._largest * grouped).amax(2) / WEIGHT_STEPS
-        if self._one_scale:
-            scales = scales.max().expand_as(scales)
-        power = (ranges.variance / factors.square()).reshape(grouped.shape).sum(2)
-        from_weights = (scales.square() / 12 * self._taps * power).sum()
-        return float(from_data + from_weights)
+        """Return the power of the quantization noise in the outputs when input channels are divided by ``factors``."""
+        return self._noise.power(factors)
 
 
 def choose_factors(consumers: Sequence[tuple[ConsumerNoise, int]], count: int) -> Tensor | None:

@@ -146,40 +146,6 @@ def _expand_to_rows(values: Tensor, weight: Tensor, kind: WeightKind, groups: in
     return per_group.repeat_interleave(rows.shape[0] // groups, dim=0)
 
 
-def fold_batch_norm(  # noqa: PLR0913  a batch norm has five parts, a layer four
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: WeightKind,
-    groups: int,
-    mean: Tensor,
-    variance: Tensor,
-    epsilon: float,
-    gamma: Tensor | None = None,
-    beta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``fold_after`` with a batch norm."""
-    return fold_after(weight, bias, kind, groups, ChannelAffine.batch_norm(mean, variance, epsilon, gamma, beta))
-
-
-def fold_scale(
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: WeightKind,
-    groups: int,
-    multiplier: Tensor,
-    addend: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``fold_after`` with a Scale layer."""
-    return fold_after(weight, bias, kind, groups, ChannelAffine.scale(multiplier, addend))
-
-
-def fold_bias(
-    weight: Tensor, bias: Tensor | None, kind: WeightKind, groups: int, addend: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``fold_after`` with a Bias layer."""
-    return fold_after(weight, bias, kind, groups, ChannelAffine.bias(addend))
-
-
 def _check_kind(kind: WeightKind) -> None:
     if kind is WeightKind.RNN:
         raise ArgumentError("no layer can be folded into the weights of a recurrent layer")

@@ -20,6 +20,7 @@ from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import ActivationFactors, finite_range
+from amct.numerics.rounding_noise import RoundingNoise
 
 SAMPLES_PER_BATCH, POSITIONS_PER_SAMPLE = 16, 64
 """Subsampling of convolution inputs: enough for a mean, and cheap, because most of the input is not read again."""
@@ -105,19 +106,18 @@ class LayerInputObserver:
         largest = torch.maximum(-self._minimum, self._maximum)
         columns = weight.abs().amax(0)
         choices = [balance_factors(largest, columns, strength) for strength in STRENGTHS]
-        noises = [self._noise(weight, factors) for factors in choices]
+        noise = RoundingNoise(
+            weight[None, :, :, None],
+            self._minimum,
+            self._maximum,
+            self._squares / self._count,
+            data_steps=2**self.bits - 1,
+            weight_steps=2 ** (WEIGHT_BITS - 1) - 1,
+        )
+        noises = [noise.power(factors) for factors in choices]
         best = int(np.argmin(noises))
-        plain = self._noise(weight, torch.ones_like(largest))
-        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= plain else None
-
-    def _noise(self, weight: Tensor, factors: Tensor) -> float:
-        """Return the expected squared error of the outputs, for independent rounding errors uniform over a step."""
-        balanced = weight * factors
-        width = float((self._maximum / factors).max() - (self._minimum / factors).min())
-        of_input = (width / (2**self.bits - 1)) ** 2 * balanced.square().sum()
-        steps = balanced.abs().amax(1) / (2 ** (WEIGHT_BITS - 1) - 1)
-        power = self._squares / self._count / factors.double() ** 2
-        return float(of_input + steps.square().sum() * power.sum()) / 12
+        unbalanced = noise.power(torch.ones_like(largest))
+        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= unbalanced else None
 
 
 def _subsample(x: Tensor) -> Tensor:

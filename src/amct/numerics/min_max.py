@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -89,8 +90,8 @@ class RunningRange:
 
 
 @dataclass(kw_only=True, eq=False)
-class MinMaxObserver:
-    """Observer whose range covers all values, outliers included."""
+class RangeObserver(ABC):
+    """Base of the observers: settings, running range, and the factors of the range that a subclass chooses."""
 
     bits: int = 8
     asymmetric: bool = True
@@ -107,6 +108,27 @@ class MinMaxObserver:
         """How many tensors were observed."""
         return self._range.batches
 
+    def result(self) -> ActivationFactors:
+        """Return scale and offset for all data observed so far."""
+        self._range.require_values()
+        minimum, maximum = self.limits()
+        shape = () if self.channel_axis is None else (-1,)
+        return ActivationFactors.from_range(
+            minimum.reshape(shape),
+            maximum.reshape(shape),
+            self.bits,
+            asymmetric=self.asymmetric,
+            symmetric_scale=self.symmetric_scale,
+        )
+
+    @abstractmethod
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the ends of the quantized range of every channel, ``[channels]`` each."""
+
+
+class MinMaxObserver(RangeObserver):
+    """Observer whose range covers all values, outliers included."""
+
     def observe(self, x: Tensor) -> None:
         """Add one tensor."""
         self._range.add(x)
@@ -117,14 +139,6 @@ class MinMaxObserver:
         assert isinstance(other, MinMaxObserver)
         self._range.merge(other._range)
 
-    def result(self) -> ActivationFactors:
-        """Return the factors that cover all observed values."""
-        self._range.require_values()
-        shape = () if self.channel_axis is None else (-1,)
-        return ActivationFactors.from_range(
-            self._range.minimum.reshape(shape),
-            self._range.maximum.reshape(shape),
-            self.bits,
-            asymmetric=self.asymmetric,
-            symmetric_scale=self.symmetric_scale,
-        )
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the exact minimum and maximum."""
+        return self._range.minimum, self._range.maximum

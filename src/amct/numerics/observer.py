@@ -58,27 +58,6 @@ class ActivationFactors:
         )
 
 
-class Observer(Protocol):
-    """The interface of every observer."""
-
-    @property
-    def batches(self) -> int:
-        """How many tensors were observed."""
-        ...
-
-    def observe(self, x: Tensor) -> None:
-        """Add one tensor; no reference to it is kept, and it is not changed."""
-        ...
-
-    def merge(self, other: Observer) -> None:
-        """Add all data observed by ``other``, an observer with the same settings."""
-        ...
-
-    def result(self) -> ActivationFactors:
-        """Return scale and offset for all data observed so far."""
-        ...
-
-
 class TensorObserver(Protocol):
     """The interface of an observer of a tensor between layers, which may need no factors."""
 
@@ -93,6 +72,18 @@ class TensorObserver(Protocol):
 
     def result(self) -> ActivationFactors | None:
         """Return scale and offset for all data observed so far, or None if the tensor needs none."""
+        ...
+
+
+class Observer(TensorObserver, Protocol):
+    """The interface of an observer of a layer's input, which always gives factors and can be merged."""
+
+    def merge(self, other: Observer) -> None:
+        """Add all data observed by ``other``, an observer with the same settings."""
+        ...
+
+    def result(self) -> ActivationFactors:
+        """Return scale and offset for all data observed so far."""
         ...
 
 

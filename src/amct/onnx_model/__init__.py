@@ -12,7 +12,7 @@ from __future__ import annotations
 from amct.config.ptq.quant_config import QuantConfig
 from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
 from amct.onnx_model.comparing import compare, measure
-from amct.onnx_model.quantize import quantize
+from amct.onnx_model.door import quantize
 from amct.ptq.quantized_model import QuantizedModel
 from amct.record import Record
 

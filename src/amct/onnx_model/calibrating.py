@@ -1,6 +1,6 @@
-"""Calibration: the model runs in onnxruntime with its rounded weights, and observers see what the layers are given.
+"""Calibration: the model runs in onnxruntime with its rounded weights, and a session observes the layer inputs.
 
-Of one batch the watched tensors are in memory, of all batches only what the observers keep.
+The watched tensors of one batch are in memory at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from amct.calibration import BalanceSession, CalibrationSession
 from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
-from amct.errors import AmctError, CalibrationError
+from amct.export.binding import placeholder_factors
 from amct.export.onnx.layer_lookup import find_layers
-from amct.numerics.dmq import balance_activation, dmq
-from amct.onnx_model.layers import find_all_layers, placeholder_factors
+from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.runtime import Runner, as_tensor
 from amct.onnx_model.weights import weight_parts
 from amct.ptq.door import Calibration
+from amct.ptq.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The tensors that tell of a layer: its input; of a recurrent one its first state (if given) and its outputs."""
+    """The observed tensors of a layer: its input; of a recurrent one also its initial state (if given) and output."""
 
     input: str
     state: str | None = None
@@ -87,17 +87,13 @@ def _observe(
     values: Mapping[str, NDArray[Any]],
 ) -> None:
     for name, tensors in watched.items():
-        x = as_tensor(values[tensors.input])
-        weights = prepared.weights[name]
-        if weights.balance is not None:
-            x = balance_activation(x, weights.balance, weights.channel_axis)
-        session.observe(name, x)
+        session.observe(name, prepared.weights[name].balanced_input(as_tensor(values[tensors.input])))
         if tensors.output is not None:
             session.observe(name, tensors.hidden(values), HIDDEN)
 
 
 def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:
-    """Which tensors of a model (with the folded model's nodes) tell of each quantized layer.
+    """The tensors to observe for each quantized layer, in a model with the nodes of the folded one.
 
     Returns:
         The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
@@ -131,10 +127,10 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
     Raises:
         CalibrationError: the data of a layer cannot be used; names the layer.
     """
-    strengths = {layer.name: layer.migration_strength or 0.0 for layer in plan.balanced}
-    if not strengths:
+    plans = {layer.name: layer for layer in plan.balanced}
+    if not plans:
         return {}
-    layers = {name: found.layer for name, found in find_all_layers(model).found.items() if name in strengths}
+    layers = {name: found.layer for name, found in find_all_layers(model).found.items() if name in plans}
     maxima: dict[str, Tensor] = {}
     session = BalanceSession(layers, maxima.update)
     runner = Runner(model, [layer.node.input[0] for layer in layers.values()])
@@ -143,12 +139,7 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
         with session.batch():
             for name, layer in layers.items():
                 session.observe(name, as_tensor(values[layer.node.input[0]]), layer.kind.channel_axis)
-    return {name: _balance(layers[name], maximum, strengths[name]) for name, maximum in maxima.items()}
-
-
-def _balance(layer: Layer, maximum: Tensor, strength: float) -> Tensor:
-    try:
-        part = weight_parts(layer)[0]
-        return dmq(maximum, part.tensor, part.kind, part.groups, strength)
-    except AmctError as error:
-        raise CalibrationError(f'layer "{layer.name}": {error}') from error
+    return {
+        name: layer_balance_factors(plans[name], weight_parts(layers[name])[0], maximum)
+        for name, maximum in maxima.items()
+    }

@@ -6,6 +6,7 @@ compared behind it. One batch at a time is in memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, ClassVar
 from amct.errors import ModelError
 from amct.export.exported import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
-from amct.numerics.dmq import balance_activation
 from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
@@ -21,19 +21,18 @@ from amct.onnx_model.runtime import Runner, as_tensor
 from amct.ptq import compare as flow_compare
 from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
+from amct.ptq.weights import LayerWeights
 from amct.report.filling import input_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from onnx import ModelProto, NodeProto
-    from torch import Tensor
 
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
-    from amct.ptq.weights import LayerWeights
     from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured
 
@@ -90,18 +89,8 @@ def measure(
     return flow_compare.measure(*pair.models(), batches.with_originals())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WatchedInputs:
-    """The quantized input of a layer: its tensor in the float model, and the weights that may balance it."""
-
-    tensor: str
-    weights: LayerWeights | None = None
-
-    def values(self, x: Tensor) -> Tensor:
-        """The values that are rounded to the grid: the input, divided by DMQ's factors where there are any."""
-        if self.weights is None or self.weights.balance is None:
-            return x
-        return balance_activation(x, self.weights.balance, self.weights.channel_axis)
+WatchedInputs = Mapping[str, tuple[str, LayerWeights]]
+"""By layer: the tensor of its quantized input in the float model, and the weights that may balance it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +102,7 @@ class OnnxRun:
         feeds: By input of the float model: that of this one.
         outputs: By output of the float model: that of this one.
         layers: By layer: the tensor with its output.
-        inputs: By layer: its quantized input.
+        inputs: The layer inputs that can be watched.
     """
 
     shapes_vary: ClassVar[bool] = False
@@ -121,21 +110,21 @@ class OnnxRun:
     feeds: Mapping[str, str]
     outputs: Mapping[str, str]
     layers: Mapping[str, str]
-    inputs: Mapping[str, WatchedInputs]
+    inputs: WatchedInputs
 
     @contextmanager
     def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Feeds], ModelOutput]]:
         """A function that runs the model on one batch."""
         watched = self.inputs if inputs is not None else {}
-        runner = Runner(self.model, [*(each.tensor for each in watched.values()), *self.layers.values()])
+        runner = Runner(self.model, [*(tensor for tensor, _ in watched.values()), *self.layers.values()])
 
         def run(feeds: Feeds) -> ModelOutput:
             values = runner.run({self.feeds[name]: value for name, value in feeds.items()})
             for layer, tensor in self.layers.items():
                 outputs(layer, as_tensor(values[tensor]))
-            for layer, each in watched.items():
+            for layer, (tensor, weights) in watched.items():
                 assert inputs is not None
-                inputs(input_key(layer), each.values(as_tensor(values[each.tensor])))
+                inputs(input_key(layer), weights.balanced_input(as_tensor(values[tensor])))
             found = {name: values[own] for name, own in self.outputs.items()}
             value = next(iter(found.values())) if len(found) == 1 else found
             floats = [(name, as_tensor(array)) for name, array in found.items() if array.dtype.kind == "f"]
@@ -178,7 +167,7 @@ class Pair:
             reference=reference, other=other, inputs=inputs, outputs=outputs, layers=common_layers(reference, other)
         )
 
-    def models(self, inputs: Mapping[str, WatchedInputs] | None = None) -> tuple[OnnxRun, OnnxRun]:
+    def models(self, inputs: WatchedInputs | None = None) -> tuple[OnnxRun, OnnxRun]:
         """Both models, ready to be compared; ``inputs`` are those of the reference that are watched."""
         own = OnnxRun(
             model=self.reference,

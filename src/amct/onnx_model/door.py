@@ -1,33 +1,30 @@
-"""The front door of float ONNX models: folded as graphs, calibrated and simulated in onnxruntime."""
+"""The front door of float ONNX models, and quantization in one call."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
+from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.qdq.exporter import observed_tensors
+from amct.export.onnx.messages import model_opset
 from amct.export.saving import layer_factors
-from amct.export.writer import model_opset
-from amct.model.kinds import LayerKind
-from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
-from amct.onnx_model.comparing import Pair, WatchedInputs
+from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, placeholder_factors
+from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.opset import with_opset
+from amct.onnx_model.reading import read_model
 from amct.onnx_model.runtime import Runner
 from amct.onnx_model.weights import put_weights, weight_parts
+from amct.ptq import flow
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 
@@ -43,12 +40,11 @@ if TYPE_CHECKING:
     from amct.numerics.observer import TensorObserver
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.layers import Layers
-    from amct.onnx_model.reading import SourceModel
+    from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.ptq.batches import Batches, BatchInputs
     from amct.ptq.door import Calibration, ComparedModel
+    from amct.ptq.quantized_model import QuantizedModel
     from amct.record import Record
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,37 +71,16 @@ class OnnxPreparation(Preparation):
     @cached_property
     def intermediate_tensors(self) -> tuple[str, ...] | None:
         """The tensors between layers that the fast QDQ placement wants observed; None where it is not possible."""
-        if not all(layer.is_wide_float for layer in self.onnx_layers.values()):
-            logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
-            return None
-        return observed_tensors(
-            self.folded,
-            self.bindings,
-            balanced=[name for name, weights in self.weights.items() if weights.balance is not None],
-            other_bits=[layer.name for layer in self.layer_plans if layer.activation.num_bits != 8],
-        )
+        is_float32 = all(layer.is_wide_float for layer in self.onnx_layers.values())
+        return self.fast_tensors(self.folded, self.bindings, is_float32=is_float32)
 
     def tensor_observers(self) -> dict[str, TensorObserver]:
         """Observers of the tensors that only the QDQ file needs: between layers, and layer inputs by channel."""
         if self.intermediate_tensors is None:
             return {}
-        return {**self._input_observers(), **{name: MinMaxObserver() for name in self.intermediate_tensors}}
-
-    def _input_observers(self) -> dict[str, TensorObserver]:
-        """Of the inputs of 8-bit convolutions and linear layers, whose weights the QDQ file may round anew."""
-        readers: dict[str, list[str]] = {}
-        for plan in self.layer_plans:
-            weights, layer = self.weights[plan.name], self.onnx_layers[plan.name]
-            eight_bits = plan.activation.num_bits == weights.bits == 8
-            plain = weights.balance is None and not weights.custom_rounding
-            if layer.kind in (LayerKind.CONV, LayerKind.LINEAR) and eight_bits and plain:
-                readers.setdefault(layer.reader.input[0], []).append(plan.name)
-        found: dict[str, TensorObserver] = {}
-        for tensor, names in readers.items():
-            is_linear = all(self.onnx_layers[name].kind is LayerKind.LINEAR for name in names)
-            rows = torch.cat([self.weights[name].parts[0].tensor for name in names]) if is_linear else None
-            found[tensor] = LayerInputObserver(channel_axis=-1 if is_linear else 1, weight=rows)
-        return found
+        inputs = self.layer_inputs({name: layer.reader.input[0] for name, layer in self.onnx_layers.items()})
+        observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
+        return observers | {name: MinMaxObserver() for name in self.intermediate_tensors}
 
     def rounded_model(self) -> ModelProto:
         """The folded model with the quantized weights in float."""
@@ -144,10 +119,7 @@ class OnnxPreparation(Preparation):
 
     def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the fake-quant one, in onnxruntime."""
-        inputs = {
-            name: WatchedInputs(tensor=layer.reader.input[0], weights=self.weights[name])
-            for name, layer in self.onnx_layers.items()
-        }
+        inputs = {name: (layer.reader.input[0], self.weights[name]) for name, layer in self.onnx_layers.items()}
         return Pair.of(self.folded, self.simulation(record, deploy=deploy)).models(inputs)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
@@ -228,3 +200,24 @@ def _refuse_adaround(plan: Plan) -> None:
             f'{plan.source}: layer "{learned[0]}": ada_quantize learns in PyTorch and is not possible for an ONNX '
             "file; use arq_quantize, or quantize the PyTorch model"
         )
+
+
+def quantize(
+    model: AnyModel, calibration_data: object, config: AnyConfig = None, *, inputs: BatchInputs | None = None
+) -> QuantizedModel:
+    """Quantize a float ONNX model: fold batch norms, quantize weights, find the ranges of activations.
+
+    Without a config: IFMR with offset for activations, ARQ per output channel for weights, 8 bits, every layer that can
+    be quantized, all the data. A layer has the name of its node; its type in a config is that of the same layer in
+    PyTorch ("Conv2d", "Linear", "AvgPool2d", "LSTM", …).
+
+    Args:
+        model: The path of a file, its bytes, or a ModelProto, which stays as it is.
+        calibration_data: An array, a dict of arrays by input name, or an iterable of batches; see ``onnx_batches``.
+        config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
+        inputs: Turns a batch into the model's inputs, where its form does not tell them: ``lambda b: b["image"]``.
+
+    Raises:
+        AmctError: A subclass says what is wrong: model, config, data or files.
+    """
+    return flow.quantize(OnnxDoor(read_model(model)), calibration_data, config, inputs)

@@ -18,7 +18,7 @@ from amct.export.exported import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count
-from amct.onnx_model.comparing import Pair, WatchedInputs
+from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, reads_rescaled
 from amct.onnx_model.reading import read_model
@@ -106,9 +106,7 @@ def files_report(
         skipped=notes.skipped,
         config=notes.config,
     )
-    watched = {
-        each.found.name: WatchedInputs(tensor=each.found.layer.reader.input[0], weights=each.weights) for each in layers
-    }
+    watched = {each.found.name: (each.found.layer.reader.input[0], each.weights) for each in layers}
     measured = measure(
         *Pair.of(reference, other).models(watched),
         onnx_batches(reference, data, inputs).with_originals(),

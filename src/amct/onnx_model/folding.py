@@ -6,49 +6,35 @@ values in both.
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from amct.errors import AmctError
-from amct.export.binding import LayerBinding
+from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_weight
-from amct.model import FusionPattern, Node, Skip, find_fusions
+from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_OPERATOR
-from amct.numerics.fold import fold_batch_norm
-from amct.onnx_model.layers import BATCH_NORM, placeholder_factors, topology
+from amct.numerics.fold import ChannelAffine, fold_after
+from amct.onnx_model.layers import BATCH_NORM, topology
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
 
-logger = logging.getLogger(__name__)
-
 _HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # a MatMul has no place for the bias
 _PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Folded:
-    """A folded copy. ``fusions`` maps a layer to the batch norm folded into it, by node name."""
-
-    model: ModelProto
-    fusions: Mapping[str, str]
-    skips: tuple[Skip, ...]
-
-
-def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded:
+def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded[ModelProto]:
     """Fold every batch norm that is the only reader of a convolution or Gemm; report each that stays, with the reason.
 
     Args:
@@ -58,26 +44,17 @@ def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = (
     """
     if not do_fusion:
         norms = [node.name for node in model.graph.node if node.op_type == BATCH_NORM]
-        skips = tuple(Skip(name, "not folded: do_fusion is false") for name in norms)
-        return Folded(model=model, fusions={}, skips=skips)
+        return Folded.unchanged(model, norms, "do_fusion is false")
     graph = OnnxGraph(model)
 
     def refuse(head: Node, norm: Node) -> str | None:
         return _refusal(graph, graph.node(head.name), graph.node(norm.name))
 
-    found, skips = find_fusions(topology(model), _PATTERN, skip=skip, refuse=refuse)
-    fusions: dict[str, str] = {}
-    refused: list[Skip] = []
-    for fusion in found:
-        head, norm = fusion.head.name, fusion.folded[0].name
-        try:
-            _fold_one(graph, graph.node(head), graph.node(norm))
-        except AmctError as error:
-            logger.warning('"%s" is not folded into "%s": %s', norm, head, error)
-            refused.append(Skip(norm, f'not folded into "{head}": {error}'))
-        else:
-            fusions[head] = norm
-    return Folded(model=graph.build(), fusions=fusions, skips=(*skips, *refused))
+    def fold_one(head: Node, norm: Node) -> None:
+        _fold_one(graph, graph.node(head.name), graph.node(norm.name))
+
+    fusions, skips = fold_batch_norms(topology(model), _PATTERN, fold_one, skip=skip, refuse=refuse)
+    return Folded(model=graph.build(), fusions=fusions, skips=skips)
 
 
 def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
@@ -112,17 +89,9 @@ def _fold_one(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> None:
     assert not isinstance(layer, str)  # checked by _refusal
     assert layer.weight is not None
     scale, shift, mean, variance = (_tensor(graph.constant(name)) for name in norm.input[1:])
-    weight, bias = fold_batch_norm(
-        _tensor(layer.weight),
-        None if layer.bias is None else _tensor(layer.bias),
-        layer.kind.weight_kind,
-        layer.groups,
-        mean,
-        variance,
-        float(attribute_value(norm, "epsilon", 1e-5)),
-        scale,
-        shift,
-    )
+    affine = ChannelAffine.batch_norm(mean, variance, float(attribute_value(norm, "epsilon", 1e-5)), scale, shift)
+    old_bias = None if layer.bias is None else _tensor(layer.bias)
+    weight, bias = fold_after(_tensor(layer.weight), old_bias, layer.kind.weight_kind, layer.groups, affine)
     replace_weight(graph, layer, weight.numpy())
     name = f"{head.name}.bias"
     name = owned_name(graph, head, 2, name) if layer.bias is not None else graph.fresh_name(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.config.layers import LayerInfo, LayerList
-from amct.export.binding import LayerBinding, LayerFactors
+from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value, subgraphs
@@ -28,12 +28,6 @@ _OTHER_WEIGHTED = frozenset(
 )
 """Operators with weights that have no quantized form; they are reported as skipped."""
 _FLOATS = (np.float32, np.float16)
-
-
-def placeholder_factors() -> LayerFactors:
-    """Factors that fit every layer, to read layers of a model that is not calibrated yet."""
-    one = np.ones(1, dtype=np.float32)
-    return LayerFactors(scale_d=1.0, offset_d=0, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from onnx import ModelProto, helper, version_converter
 
 from amct.errors import ModelError
-from amct.export.writer import OPSETS, check_opset, model_opset
+from amct.export.onnx.messages import model_opset
+from amct.export.writer import OPSETS, check_opset
 from amct.onnx_model.light import light_copy, with_weights
 
 NEWEST_FILE_VERSION = 10

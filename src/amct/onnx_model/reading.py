@@ -20,7 +20,7 @@ from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
 from amct.atomic import check_whole, read_bytes
 from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
 from amct.export.onnx.messages import subgraphs
-from amct.export.qdq.pool_padding import with_pads_apart
+from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.onnx_model.light import light_copy
 from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
 
@@ -90,7 +90,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     _check(source, proto)
     _name_nodes(proto)
     if not allow_quantized:
-        proto = with_pads_apart(with_opset(proto, usual_opset(proto)))
+        proto = with_explicit_pool_padding(with_opset(proto, usual_opset(proto)))
         _name_nodes(proto)
     _declare_shapes(proto)
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
@@ -145,7 +145,7 @@ def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
 
 
 def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
-    """The file of a tensor. A model may only point into its own folder: it comes from somebody else."""
+    """The file of a tensor. A model may only point into its own folder: it may be untrusted."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     root = folder.resolve()
@@ -173,7 +173,7 @@ def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(source: str, tensor: TensorProto) -> None:
-    """The data is as large as the shape says: nobody looks later."""
+    """Check that the data has the size of the shape; later readers do not check."""
     try:
         if any(size < 0 for size in tensor.dims):
             raise ValueError(f"negative size in shape {list(tensor.dims)}")
@@ -208,7 +208,7 @@ def _drop_default_inputs(proto: ModelProto) -> None:
 def _check(source: str, proto: ModelProto) -> None:
     light = light_copy(proto)
     for value in (*light.graph.input, *light.graph.output):
-        # The checker wants a shape, runtimes do without; it does not look which one it is.
+        # The checker requires a shape, runtimes do not; any shape passes it.
         value.type.tensor_type.shape.SetInParent()
     try:
         onnx.checker.check_model(light)

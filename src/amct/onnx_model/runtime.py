@@ -29,7 +29,7 @@ class Runner:
 
     Args:
         model: any model that onnxruntime knows; it is not changed.
-        watched: tensors whose values are wanted beside the outputs: results of nodes, inputs or constants.
+        watched: tensors whose values are returned beside the outputs: results of nodes, inputs or constants.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -61,7 +61,7 @@ class Runner:
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """An array for the observers; one that must not be written to is copied, as torch wants it."""
+    """An array for the observers; one that must not be written to is copied, because torch requires it."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 

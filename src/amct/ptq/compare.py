@@ -56,7 +56,7 @@ def measure(
 
     def compare(layer: str, tensor: Tensor) -> None:
         if expected_layers.get(layer):
-            for pair in pairs.of(f'the output of layer "{layer}"', expected_layers[layer].pop(0), tensor):
+            for pair in pairs.of(layer, f'the output of layer "{layer}"', expected_layers[layer].pop(0), tensor):
                 measuring.layers.add(layer, *pair)
 
     def add_input(key: str, tensor: Tensor) -> None:
@@ -82,12 +82,12 @@ class _Pairs:
         self._shapes_vary = shapes_vary
         self._warned: set[str] = set()
 
-    def of(self, what: str, expected: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def of(self, name: str, what: str, expected: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Both tensors, or nothing where their shapes differ and that is allowed."""
         if expected.shape == got.shape or not self._shapes_vary:
             yield expected, got
-        elif what not in self._warned:
-            self._warned.add(what)
+        elif name not in self._warned:
+            self._warned.add(name)
             logger.warning(
                 "%s has different shapes in both nets, %s and %s; such batches are not compared",
                 what,
@@ -102,5 +102,5 @@ class _Pairs:
             others.setdefault(name, []).append(tensor)
         for name, tensor in expected.tensors:
             if others.get(name):
-                for pair in self.of(f'output "{name}"', tensor, others[name].pop(0)):
+                for pair in self.of(name, f'output "{name}"', tensor, others[name].pop(0)):
                     yield name, *pair

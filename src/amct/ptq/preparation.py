@@ -6,11 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
 from amct.errors import CalibrationError
+from amct.export.qdq.exporter import observed_tensors
 from amct.export.saving import save_files
 from amct.model import Skip
+from amct.numerics.layer_inputs import LayerInputObserver
+from amct.numerics.weight_kind import WeightKind
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 
@@ -19,9 +24,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from onnx import ModelProto
+    from torch import Tensor
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, Plan
+    from amct.export.binding import LayerBinding
     from amct.export.saving import SaveRequest
     from amct.ptq.door import SavedContent
     from amct.ptq.weights import LayerWeights
@@ -29,6 +36,25 @@ if TYPE_CHECKING:
     from amct.report.content import LayerNote
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerInput:
+    """A layer input that is observed channel by channel.
+
+    Attributes:
+        layer: The first layer that reads it.
+        tensor: Its ONNX name.
+        weight: The weights of all layers that read it, if these are linear: then it may be balanced.
+    """
+
+    layer: str
+    tensor: str
+    weight: Tensor | None = None
+
+    def observer(self) -> LayerInputObserver:
+        """A new observer."""
+        return LayerInputObserver(channel_axis=1 if self.weight is None else -1, weight=self.weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,6 +116,44 @@ class Preparation:
     def report_layers(self, record: Record) -> list[ReportLayer]:
         """What a report shows of each quantized layer."""
         return [_report_layer(plan, record[plan.name], self.weights[plan.name]) for plan in self.layer_plans]
+
+    # -- what the fast placement of the QDQ file needs -----------------------------------------------------------------
+
+    def fast_tensors(
+        self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
+    ) -> tuple[str, ...] | None:
+        """The tensors between layers that are observed for the fast placement, by ONNX name; None: it is impossible."""
+        if not is_float32:
+            logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
+            return None
+        return observed_tensors(
+            model,
+            bindings,
+            balanced=[name for name, weights in self.weights.items() if weights.balance is not None],
+            other_bits=[layer.name for layer in self.layer_plans if layer.activation.num_bits != 8],
+        )
+
+    def layer_inputs(self, tensors: Mapping[str, str]) -> list[LayerInput]:
+        """The layer inputs that are observed channel by channel: for bias correction and balancing in the QDQ file.
+
+        Those are the inputs of 8-bit convolutions and linear layers that are neither balanced nor learned by AdaRound,
+        because the QDQ file may round their weights again. ``tensors`` has the ONNX name of each layer's input.
+        """
+        readers: dict[str, list[str]] = {}
+        for layer in self.layer_plans:
+            weights = self.weights[layer.name]
+            eight_bits = layer.activation.num_bits == weights.bits == 8
+            plain = weights.balance is None and not weights.custom_rounding
+            kinds = {part.kind for part in weights.parts}
+            if eight_bits and plain and kinds and kinds <= {WeightKind.CONV, WeightKind.LINEAR}:
+                readers.setdefault(tensors[layer.name], []).append(layer.name)
+        found = []
+        for tensor, names in readers.items():
+            parts = [self.weights[name].parts[0] for name in names]
+            all_linear = all(part.kind is WeightKind.LINEAR for part in parts)
+            weight = torch.cat([part.tensor for part in parts]) if all_linear else None
+            found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
+        return found
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

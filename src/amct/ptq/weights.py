@@ -11,7 +11,7 @@ from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, reorder_gates
-from amct.numerics.dmq import balance_weight
+from amct.numerics.dmq import balance_activation, balance_weight, dmq
 from amct.numerics.error_cancelling import round_weight
 from amct.record import LayerRecord
 
@@ -114,6 +114,12 @@ class LayerWeights:
             tensor_balance_factor=() if self.balance is None else tuple(float(value) for value in self.balance),
         )
 
+    def balanced_input(self, x: Tensor) -> Tensor:
+        """The layer's input as its quantizer gets it: divided by DMQ's factors, if it has any."""
+        if self.balance is None:
+            return x
+        return balance_activation(x, self.balance.to(x.device), self.channel_axis)
+
     def unbalanced(self) -> dict[str, Tensor]:
         """By name of the part: the weight on its grid, for a model whose input is not divided by DMQ's factors."""
         return {part.name: part.without_balance(self.rounded[part.name], self.balance) for part in self.parts}
@@ -177,6 +183,18 @@ def quantize_weights(
         custom_rounding=cancel_errors,
         can_pack=can_pack,
     )
+
+
+def balance_factors(plan: LayerPlan, part: WeightPart, maximum: Tensor) -> Tensor:
+    """DMQ's factors of one layer, from the largest activation of each of its input channels.
+
+    Raises:
+        CalibrationError: They cannot be computed; names the layer.
+    """
+    try:
+        return dmq(maximum, part.tensor.cpu(), part.kind, part.groups, plan.migration_strength or 0.0)
+    except AmctError as error:
+        raise layer_error(plan.name, error) from error
 
 
 def check_weight(layer: str, part: WeightPart) -> None:

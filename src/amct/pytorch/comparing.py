@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentTypeError, ModelError
-from amct.numerics.dmq import balance_activation
 from amct.ptq.compare import measure
 from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
@@ -85,11 +84,8 @@ def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
 def _input_hook(layer: str, weights: LayerWeights, inputs: OnTensor) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
-        if x is None:
-            return
-        if weights.balance is not None:  # the grid is that of the balanced input
-            x = balance_activation(x, weights.balance.to(x.device), weights.channel_axis)
-        inputs(input_key(layer), x)
+        if x is not None:
+            inputs(input_key(layer), weights.balanced_input(x))
 
     return hook
 

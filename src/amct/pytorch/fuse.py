@@ -1,79 +1,59 @@
-"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay what they were."""
+"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay the same."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from amct.errors import ModelError
-from amct.model import Fusion, FusionPattern, Node, Skip, find_fusions
+from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.numerics.fold import fold_batch_norm
-from amct.pytorch.capture.layer_types import BATCH_NORMS, EXTRA_HEADS, LAYER_TYPES
+from amct.numerics.fold import ChannelAffine, fold_after
+from amct.pytorch.capture.layer_types import BATCH_NORMS, layer_type
 from amct.pytorch.model_copy import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
 
     from amct.pytorch.capture.trace import Traced
 
-logger = logging.getLogger(__name__)
-
 _HEADS = frozenset(name for name, kind in KIND_OF_TORCH_TYPE.items() if kind.folds_batch_norm)
 PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset(BATCH_NORMS),))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Fused:
-    """A copy of the model in eval mode. ``fusions`` maps a layer to the batch norm folded into it, by module path."""
-
-    model: nn.Module
-    fusions: Mapping[str, str]
-    skips: tuple[Skip, ...]
+Fused = Folded[nn.Module]
+"""A folded copy of the model in eval mode; layers and batch norms are named by their module path."""
 
 
 def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Fused:
-    """Copy the model and fold every batch norm that alone reads a convolution's or linear layer's output.
+    """Copy the model and fold every batch norm that is the only reader of a convolution's or linear layer's output.
 
-    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that stay are told with the
-    reason. The model may be in train mode: the copy is in eval mode and so is what it computes.
+    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that stay are reported with the
+    reason. The model may be in train mode; the copy is in eval mode.
 
     Args:
         traced: the model.
         do_fusion: False only copies.
-        skip: layers (or batch norms) to leave alone, AMCT's ``skip_fusion_layers``.
+        skip: layers (or batch norms) to leave as they are, AMCT's ``skip_fusion_layers``.
 
     Raises:
         ModelError: the model cannot be copied.
     """
     model = copy_model(traced.model)
     if not do_fusion:
-        return Fused(model=model, fusions={}, skips=_all_norms(model, "not folded: do_fusion is false"))
+        return Fused.unchanged(model, _batch_norms(model), "do_fusion is false")
     if traced.graph is None:
-        reason = (
-            f"not folded: what reads which tensor is unknown, because the model cannot be captured ({traced.failure})"
-        )
-        return Fused(model=model, fusions={}, skips=_all_norms(model, reason))
+        reason = f"what reads which tensor is unknown, because the model cannot be captured ({traced.failure})"
+        return Fused.unchanged(model, _batch_norms(model), reason)
     shared = _shared_parameters(model)
 
     def refuse(head: Node, norm: Node) -> str | None:
         return _refusal(model, head, norm, shared)
 
-    found, skips = find_fusions(traced.graph, PATTERN, skip=skip, refuse=refuse)
-    fusions: dict[str, str] = {}
-    refused: list[Skip] = []
-    for fusion in found:
-        problem = _fold(model, fusion)
-        if problem:
-            logger.warning("%s", problem)
-            refused.append(problem)
-        else:
-            fusions[_path(fusion.head)] = _path(fusion.folded[0])
-    return Fused(model=model, fusions=fusions, skips=(*skips, *refused))
+    def fold(head: Node, norm: Node) -> None:
+        _fold(model, head, norm)
+
+    fusions, skips = fold_batch_norms(traced.graph, PATTERN, fold, skip=skip, refuse=refuse)
+    return Fused(model=model, fusions=fusions, skips=skips)
 
 
 def _refusal(model: nn.Module, head: Node, norm_node: Node, shared: Collection[int]) -> str | None:
@@ -109,18 +89,17 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
     shapes = head.attributes["shapes"]
     assert isinstance(shapes, tuple)
     rank = len(shapes[0])
-    expected = LAYER_TYPES[head.op].input_rank if head.op in LAYER_TYPES else EXTRA_HEADS[head.op].input_rank
-    if rank != (expected or 2):
-        return f'"{head.name}" makes {rank} dimensions; its channels are not where the batch norm looks for them'
+    entry = layer_type(head.op)
+    if rank != ((entry and entry.input_rank) or 2):
+        return f'"{head.name}" makes {rank} dimensions; its channels are not on axis 1, where the batch norm reads them'
     channels = getattr(layer, "out_channels", getattr(layer, "out_features", None))
     if channels != norm.num_features:
         return f'"{head.name}" has {channels} outputs, the batch norm {norm.num_features}'
     return None
 
 
-def _fold(model: nn.Module, fusion: Fusion) -> Skip | None:
-    """Fold one pair in place; a result that is not finite leaves both as they are."""
-    head, norm_node = fusion.head, fusion.folded[0]
+def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
+    """Fold one pair in place; a result that is not finite raises and leaves both as they are."""
     layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
     assert norm.running_mean is not None
@@ -128,25 +107,12 @@ def _fold(model: nn.Module, fusion: Fusion) -> Skip | None:
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, torch.Tensor)
     assert bias is None or isinstance(bias, torch.Tensor)
-    groups = getattr(layer, "groups", 1)
-    try:
-        folded = fold_batch_norm(
-            weight,
-            bias,
-            KIND_OF_TORCH_TYPE[head.op].weight_kind,
-            groups,
-            norm.running_mean,
-            norm.running_var,
-            norm.eps,
-            norm.weight,
-            norm.bias,
-        )
-    except ModelError as error:
-        return Skip(norm_node.name, f'not folded into "{head.name}": {error}')
+    affine = ChannelAffine.batch_norm(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
+    kind = KIND_OF_TORCH_TYPE[head.op].weight_kind
+    folded = fold_after(weight, bias, kind, getattr(layer, "groups", 1), affine)
     for name, value in zip(("weight", "bias"), folded, strict=True):
         layer.register_parameter(name, nn.Parameter(value, requires_grad=weight.requires_grad))
     _replace(model, _path(norm_node), nn.Identity())
-    return None
 
 
 def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
@@ -168,9 +134,8 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return shared
 
 
-def _all_norms(model: nn.Module, reason: str) -> tuple[Skip, ...]:
-    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    return tuple(Skip(name, reason) for name in norms)
+def _batch_norms(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 def _path(node: Node) -> str:

@@ -102,7 +102,7 @@ class WeightRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class InputContent:
-    """A further quantized input of a layer that has several, such as a sum: its grid, and what was seen of it."""
+    """A quantized input of a layer: its grid, and what was seen of it; a sum has several."""
 
     bits: int
     scale: float | None = None
@@ -117,36 +117,20 @@ class LayerContent:
     Attributes:
         name: As the model calls it.
         type: Its type name.
-        activation_bits: Bits of its quantized input; of the first one where it has several.
+        inputs: Its quantized inputs, at least one.
         weight_bits: Bits of its weights; None for a layer without weights.
-        scale: Of the input.
-        offset: Of the input.
         sqnr: Signal-to-quantization-noise ratio of its output in dB.
         cosine: Between its output in the float and in the quantized model.
-        activation: What was seen of its input.
-        other_inputs: Its second input and those behind it.
         weights: Its weight ranges.
     """
 
     name: str
     type: str
-    activation_bits: int
+    inputs: tuple[InputContent, ...]
     weight_bits: int | None = None
-    scale: float | None = None
-    offset: int | None = None
     sqnr: float | None = None
     cosine: float | None = None
-    activation: ActivationContent | None = None
-    other_inputs: tuple[InputContent, ...] = ()
     weights: WeightRanges | None = None
-
-    @property
-    def inputs(self) -> tuple[InputContent, ...]:
-        """All inputs."""
-        first = InputContent(
-            bits=self.activation_bits, scale=self.scale, offset=self.offset, activation=self.activation
-        )
-        return (first, *self.other_inputs)
 
     @property
     def clipped(self) -> float | None:
@@ -173,7 +157,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNote:
-    """Something to be said about a layer: what was folded into it, or why it stays float."""
+    """A note on a layer: what it was folded into, or why it stays float."""
 
     layer: str
     text: str
@@ -197,7 +181,7 @@ class ReportContent:
         figures: The summary.
         files: Files and their sizes.
         layers: The quantized layers, in execution order.
-        fused: What was folded.
+        fused: What was folded, each with the layer that it was folded into.
         skipped: What stays float, and why.
         config: The config used, as text.
         versions: Program names and versions.

@@ -63,7 +63,7 @@ class ReportLayer:
     def content(self, measured: Measured) -> LayerContent:
         """What the report shows of the layer."""
         compared = measured.layers.get(self.name)
-        first, *others = (
+        inputs = (
             InputContent(
                 bits=each.bits,
                 scale=each.scale,
@@ -75,14 +75,10 @@ class ReportLayer:
         return LayerContent(
             name=self.name,
             type=self.type,
-            activation_bits=first.bits,
+            inputs=tuple(inputs),
             weight_bits=self.weight_bits,
-            scale=first.scale,
-            offset=first.offset,
             sqnr=compared.sqnr if compared is not None else None,
             cosine=compared.cosine if compared is not None else None,
-            activation=first.activation,
-            other_inputs=tuple(others),
             weights=weight_ranges(self.weight_rows),
         )
 
@@ -164,7 +160,7 @@ def _file_size(path: Path) -> FileSize:
     try:
         return FileSize(name=path.name, size=path.stat().st_size)
     except OSError as error:
-        raise FileError(f'files: cannot look at "{path}": {error.strerror}') from error
+        raise FileError(f'files: "{path}" cannot be read: {error.strerror}') from error
 
 
 def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[Figure]:

@@ -85,7 +85,7 @@ def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
         layer,
         name=_short(layer.name),
         type=_short(layer.type),
-        other_inputs=layer.other_inputs[: LARGEST_INPUTS - 1],
+        inputs=layer.inputs[:LARGEST_INPUTS],
         weights=layer.weights.joined(ranges) if layer.weights is not None else None,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.layer import Folded
+from amct.numerics.arq import channels_first, from_channels_first
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -51,10 +52,11 @@ class FusedChain:
 
     def _fold(self) -> list[torch.Tensor]:
         head = self.nodes[0].layer
-        tensors = [blob.tensor.detach() for blob in head.blobs]
-        axis = head.fold_axis
-        channels = head.fold_channels()
-        scale, shift = torch.ones(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64)
+        kind, groups = head.fold_kind, head.fold_groups()
+        assert kind is not None, "find_chains only takes such layers as heads"
+        weight, *bias = (blob.tensor.detach() for blob in head.blobs)
+        rows = channels_first(weight, kind, groups).double()
+        scale, shift = torch.ones_like(rows[:, 0]), torch.zeros_like(rows[:, 0])
         for node in self.affine:
             affine = node.layer.channel_affine()
             assert affine is not None, "find_chains only takes layers that are affine"
@@ -63,18 +65,8 @@ class FusedChain:
                 scale, shift = scale * factor, shift * factor
             if offset is not None:
                 shift = shift + offset
-        bias = shift if len(tensors) < 2 else shift + scale * tensors[1].double()
-        return [fold_into_weight(tensors[0], scale, axis, head.fold_groups()), bias.float()]
-
-
-def fold_into_weight(weight: torch.Tensor, scale: torch.Tensor, axis: int, groups: int) -> torch.Tensor:
-    """Multiply the weights of each output channel; ``axis`` 1 (Deconvolution) holds the outputs of one group only."""
-    if axis == 0:
-        shape = (-1,) + (1,) * (weight.dim() - 1)
-        return (weight.double() * scale.reshape(shape)).float()
-    per_group = weight.double().reshape(groups, -1, *weight.shape[1:])
-    shape = (groups, 1, -1) + (1,) * (weight.dim() - 2)
-    return (per_group * scale.reshape(shape)).float().reshape(weight.shape)
+        folded = from_channels_first(rows * scale[:, None], weight.shape, kind, groups)
+        return [folded.float(), (shift + scale * bias[0].double() if bias else shift).float()]
 
 
 def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, FusedChain]:
@@ -102,7 +94,7 @@ def find_chains(nodes: list[Node], kept: Collection[int] | None) -> dict[int, Fu
 
 
 def _can_be_head(node: Node) -> bool:
-    return node.layer.fold_axis >= 0 and not node.needs_backward and len(node.tops) == 1 and len(node.bottoms) == 1
+    return node.layer.fold_kind is not None and not node.needs_backward and len(node.tops) == len(node.bottoms) == 1
 
 
 def _next(node: Node, readers: dict[int, list[Node]], kept: Collection[int] | None) -> Node | None:

@@ -38,31 +38,28 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from amct.caffe.engine.blob import Blob, Shape
 from amct.caffe.engine.build.fillers import lazy_fill
 from amct.caffe.engine.device import current_device
-from amct.errors import ModelError
+from amct.errors import AmctError, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
+    from amct.numerics.weight_kind import WeightKind
 
 TRAIN, TEST = 0, 1
 #: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
 AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
-
-
-def _allow(shape: Shape, what: str) -> None:
-    """Accept any size: the default for layers created outside a net."""
-    del shape, what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,8 @@ class LayerContext:
     phase: int = TEST
     net_name: str = ""
     allow_python: bool = False
-    check_size: Callable[[Shape, str], None] = _allow
+    check_size: Callable[[Shape, str], None] = lambda _shape, _what: None
+    """Raises ModelError for a shape that is too large; layers created outside a net may have any size."""
 
 
 def _state(sources: Sequence[Blob], condition: object) -> tuple[object, ...]:
@@ -108,8 +106,12 @@ class Layer:
     """Whether the prototxt may omit the top (losses); the net then adds one."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
-    fold_axis: ClassVar[int] = -1
-    """The axis of the first parameter that indexes the outputs, for layers that others can be folded into; -1: none."""
+    has_gradients: bool = True
+    """False for layers that are never trained: observers, layers on integers."""
+    no_gradient: tuple[int, ...] = ()
+    """The bottoms that get no gradient even with ``force_backward``: labels, indices, boxes."""
+    fold_kind: WeightKind | None = None
+    """The layout of the weight of a layer that others can be folded into."""
     moves_values: ClassVar[bool] = False
     """Whether the layer only moves or selects values (Concat): rounding before or behind it is then the same."""
 
@@ -132,8 +134,8 @@ class Layer:
         """Read and check the options, create the parameters. Called once, after the bottoms' shapes are known."""
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Return the shapes of the tops for these bottoms; raise ``self.error`` when they do not fit."""
-        raise NotImplementedError
+        """The shapes of the tops, by default that of the first bottom; raise ``self.error`` when bottoms do not fit."""
+        return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute the tops."""
@@ -141,11 +143,6 @@ class Layer:
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Receive the other layers of the net, by name and in order, after all are set up."""
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Whether ``force_backward`` applies to this bottom (not to labels)."""
-        del bottom
-        return True
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """(scale, shift) per channel if that is all the layer does at inference, else None."""
@@ -161,10 +158,6 @@ class Layer:
         """Run with folded parameters; return the result and whether the activation was applied too."""
         del activation
         return self.forward([bottom], folded.parameters)[0], False
-
-    def fold_channels(self) -> int:
-        """The number of output channels of a foldable layer."""
-        raise NotImplementedError
 
     def fold_groups(self) -> int:
         """The number of groups of a foldable layer."""
@@ -196,7 +189,7 @@ class Layer:
     @property
     def uses_autograd(self) -> bool:
         """Whether gradients come from ``forward``; not for layers that override ``run``."""
-        return self.replaces_tops and self.run_backward is None
+        return self.has_gradients and self.replaces_tops and self.run_backward is None
 
     # ------------------------------------------------------------------ helpers for layer types
 
@@ -225,6 +218,16 @@ class Layer:
         made = make()
         self._derived[key] = (_state(sources, condition), made)
         return made
+
+    @contextmanager
+    def naming_errors(self, bottoms: list[Shape]) -> Iterator[None]:
+        """Turn an error of Python in ``setup`` or ``reshape`` into a ModelError that names this layer."""
+        try:
+            yield
+        except AmctError:
+            raise
+        except (ValueError, IndexError, ArithmeticError) as error:
+            raise self.error(f"does not fit its bottoms {bottoms}: {error}") from error
 
     def error(self, message: str) -> ModelError:
         """An error that names this layer."""

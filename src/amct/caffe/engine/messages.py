@@ -30,7 +30,7 @@ def add_layer_parameters(field: str, settings: type[Any]) -> None:
 
     Raises:
         ArgumentError: LayerParameter has that field already.
-        ArgumentTypeError: it is no dataclass, or a field of it has a type that a prototxt cannot hold.
+        ArgumentTypeError: ``settings`` is not a dataclass, or a field has a type that a prototxt cannot hold.
     """
     global _extra
     added = (*_extra, ExtraField(container="caffe.LayerParameter", name=field, settings=settings))

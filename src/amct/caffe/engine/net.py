@@ -18,7 +18,7 @@ from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.plan import Plan, Step, build_plan
-from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
+from amct.errors import ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
     import os
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)
-
-Callback = "Callable[[int], object]"
 
 
 class Net:
@@ -77,7 +75,8 @@ class Net:
         self._callbacks: dict[str, list[Callable[[int], object]]] = {
             "before_forward": [], "after_forward": [], "before_backward": [], "after_backward": []
         }  # fmt: skip
-        self._set_loss_gradients()
+        for index in range(len(self.graph.blobs)):
+            self._set_loss_gradient(index)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **options: object) -> Net:
@@ -183,7 +182,7 @@ class Net:
     def reshape(self) -> None:
         """Update the shapes of all blobs from those of the inputs, without computing values."""
         for node in self.graph.nodes:
-            self._reshape_node(node, self._blobs(node.bottoms))
+            self._reshape_node(node)
 
     def clear_parameter_gradients(self) -> None:
         """Set the gradients of all parameters to zero."""
@@ -269,7 +268,8 @@ class Net:
         node, layer = step.node, step.node.layer
         shapes = [blob.shape for blob in step.bottoms]
         if shapes != step.shapes:
-            self._reshape_step(step)
+            for each in [node] if step.chain is None else step.chain.nodes:
+                self._reshape_node(each)
             step.shapes = shapes
         if step.chain is not None:
             step.tops[0].set_tensor(step.chain.run(step.bottoms[0].tensor))
@@ -286,22 +286,11 @@ class Net:
         for blob in step.release:
             blob.values.release()
 
-    def _reshape_step(self, step: Step) -> None:
-        if step.chain is None:
-            self._reshape_node(step.node, step.bottoms)
-            return
-        for node in step.chain.nodes:
-            self._reshape_node(node, self._blobs(node.bottoms))
-
-    def _reshape_node(self, node: Node, bottoms: list[Blob]) -> None:
+    def _reshape_node(self, node: Node) -> None:
         layer = node.layer
-        shapes = [blob.shape for blob in bottoms]
-        try:
+        shapes = [blob.shape for blob in self._blobs(node.bottoms)]
+        with layer.naming_errors(shapes):
             tops = layer.reshape(shapes)
-        except AmctError:
-            raise
-        except (ValueError, IndexError, ArithmeticError) as error:
-            raise layer.error(f"does not fit its bottoms {shapes}: {error}") from error
         for index, shape in zip(node.tops, tops, strict=True):
             self._check_size(shape, f'blob "{self.graph.blob_names[index]}" of layer "{layer.name}"')
             if self.graph.blobs[index].shape != shape:
@@ -319,10 +308,6 @@ class Net:
         if record is None:
             record = self._records[node.index] = record_forward(node, bottoms)
         run_backward(node, record, bottoms, tops)
-
-    def _set_loss_gradients(self) -> None:
-        for index in range(len(self.graph.blobs)):
-            self._set_loss_gradient(index)
 
     def _set_loss_gradient(self, index: int) -> None:
         weight = self.graph.loss_weights[index]

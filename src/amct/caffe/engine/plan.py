@@ -77,7 +77,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
     _allow_overwriting(graph, steps, kept)
     if kept is None:
         _find_mirrors(graph, steps)
-    if kept is not None:
+    else:
         _release_after_last_use(graph, steps, kept)
     return Plan(steps, _stale(steps))
 
@@ -85,7 +85,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:
     """Let a layer reuse its bottom's memory if a layer of this plan allocated it for this blob alone."""
     fresh: set[int] = set()
-    last_read = _last_readers(steps)
+    last_read = {id(blob): position for position, step in enumerate(steps) for blob in step.bottoms}
     for position, step in enumerate(steps):
         node = step.node
         bottom = node.bottoms[0] if node.bottoms else -1
@@ -116,10 +116,6 @@ def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
 
 def _tops(step: Step) -> list[int]:
     return (step.chain.nodes[-1] if step.chain else step.node).tops
-
-
-def _last_readers(steps: list[Step]) -> dict[int, int]:
-    return {id(blob): position for position, step in enumerate(steps) for blob in step.bottoms}
 
 
 def _stale(steps: list[Step]) -> list[Blob]:

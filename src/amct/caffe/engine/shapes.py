@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
 
+IMAGE_BLOB_AXES = 4
+"""Images, channels, rows, columns."""
+
 
 def canonical_axis(axis: int, axes: int, layer: str) -> int:
     """Convert an axis that may count from the end to one that counts from the start.
@@ -29,14 +32,14 @@ def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:
     return math.prod(shape[start:end])
 
 
-def require_axes(shape: Shape, axes: int, layer: str) -> None:
-    """Require a number of axes.
+def require_image(shape: Shape, layer: str) -> None:
+    """Require the four axes of images.
 
     Raises:
         ModelError: The number of axes is different.
     """
-    if len(shape) != axes:
-        raise ModelError(f'layer "{layer}": expected a blob of {axes} axes, got shape {shape}')
+    if len(shape) != IMAGE_BLOB_AXES:
+        raise ModelError(f'layer "{layer}": expected a blob of {IMAGE_BLOB_AXES} axes, got shape {shape}')
 
 
 def require_same_shape(first: Shape, other: Shape, layer: str, index: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,9 @@ from amct.errors import FileError, ModelError, ParseError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    import h5py
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob
@@ -209,6 +211,20 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
         ParseError: It is not an HDF5 caffemodel.
         ModelError: Number of blobs or shapes differ.
     """
+    with open_hdf5(path) as data:
+        for node in graph.nodes:
+            if node.layer.name in data:
+                _load_group(graph, node, data[node.layer.name], str(path))
+
+
+@contextmanager
+def open_hdf5(path: str | os.PathLike[str]) -> Iterator[h5py.Group]:
+    """The weights of an HDF5 caffemodel: ``<layer>/<index>``.
+
+    Raises:
+        FileError: The file cannot be read.
+        ParseError: It is not an HDF5 caffemodel.
+    """
     import h5py
 
     check_whole(path)
@@ -216,15 +232,13 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
         with h5py.File(path, "r") as file:
             if "data" not in file:
                 raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "data"')
-            for node in graph.nodes:
-                if node.layer.name in file["data"]:
-                    _load_group(graph, node, file["data"][node.layer.name], str(path))
+            yield file["data"]
     except OSError as error:
         raise FileError(f"Couldn't open {path}: {error}") from error
 
 
-def _load_group(graph: Graph, node: Node, group: object, source: str) -> None:
-    stored: dict[str, NumberArray] = {name: item[()] for name, item in group.items() if name.isdigit()}  # type: ignore[attr-defined]
+def _load_group(graph: Graph, node: Node, group: h5py.Group, source: str) -> None:
+    stored: dict[str, NumberArray] = {name: item[()] for name, item in group.items() if name.isdigit()}
     if len(stored) > len(node.layer.blobs):
         _check_blob_count(node.layer, len(stored), source)
     for index, blob in enumerate(node.layer.blobs):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_TRUNCATED = "a field of {size} bytes where only {left} are left: is it truncated?"
+_INSIDE_NUMBER = "it ends inside a number"
 
 # Field numbers: NetParameter, LayerParameter, V1LayerParameter, V0LayerParameter, BlobProto (see caffe.proto).
 _NET_LAYER, _NET_LAYERS_V1 = 100, 2
@@ -63,10 +65,11 @@ class StoredState:
 
 
 class _Reader:
-    """Reads the fields of one message and knows its position in the file."""
+    """Reads the fields of one message, at a position of the file."""
 
-    def __init__(self, data: memoryview, source: str, start: int, end: int) -> None:
-        self.data, self.source, self.position, self.end = data, source, start, end
+    def __init__(self, data: bytes | memoryview, source: str, start: int = 0, end: int | None = None) -> None:
+        self.data, self.source, self.position = memoryview(data), source, start
+        self.end = len(self.data) if end is None else end
 
     def fail(self, why: str) -> ParseError:
         return ParseError(
@@ -78,7 +81,7 @@ class _Reader:
         result = shift = 0
         for _ in range(_MAX_VARINT_BYTES):
             if self.position >= self.end:
-                raise self.fail("it ends inside a number")
+                raise self.fail(_INSIDE_NUMBER)
             byte = self.data[self.position]
             self.position += 1
             result |= (byte & 0x7F) << shift
@@ -97,25 +100,16 @@ class _Reader:
             if kind == VARINT:
                 yield number, kind, self.varint()
             elif kind == LENGTH:
-                yield number, kind, self._sub()
+                yield number, kind, self._take(self.varint(), _TRUNCATED)
             elif kind in (FIXED32, FIXED64):
-                yield number, kind, self._fixed(4 if kind == FIXED32 else 8)
+                yield number, kind, self._take(4 if kind == FIXED32 else 8, _INSIDE_NUMBER)
             else:
                 raise self.fail(f"unknown wire type {kind}")
 
-    def _sub(self) -> _Reader:
-        length = self.varint()
-        if length > self.end - self.position:
-            raise self.fail(
-                f"a field of {length} bytes where only {self.end - self.position} are left: is it truncated?"
-            )
-        start = self.position
-        self.position += length
-        return _Reader(self.data, self.source, start, self.position)
-
-    def _fixed(self, size: int) -> _Reader:
-        if size > self.end - self.position:
-            raise self.fail("it ends inside a number")
+    def _take(self, size: int, problem: str) -> _Reader:
+        left = self.end - self.position
+        if size > left:
+            raise self.fail(problem.format(size=size, left=left))
         start = self.position
         self.position += size
         return _Reader(self.data, self.source, start, self.position)
@@ -133,9 +127,8 @@ def read_weights(data: bytes | memoryview, source: str) -> list[StoredLayer]:
     Raises:
         ParseError: The bytes are not a caffemodel.
     """
-    view = memoryview(data)
     layers = []
-    for number, _, value in _Reader(view, source, 0, len(view)).fields():
+    for number, _, value in _Reader(data, source).fields():
         if isinstance(value, _Reader):
             if number == _NET_LAYER:
                 layers.append(_layer(value, _LAYER_NAME, _LAYER_BLOBS))
@@ -150,8 +143,7 @@ def read_blob(data: bytes | memoryview, source: str) -> StoredBlob:
     Raises:
         ParseError: The bytes are not a BlobProto.
     """
-    view = memoryview(data)
-    return _blob(_Reader(view, source, 0, len(view)))
+    return _blob(_Reader(data, source))
 
 
 def read_solver_state(data: bytes | memoryview, source: str) -> StoredState:
@@ -160,9 +152,8 @@ def read_solver_state(data: bytes | memoryview, source: str) -> StoredState:
     Raises:
         ParseError: The bytes are not a SolverState.
     """
-    view = memoryview(data)
     state = StoredState()
-    for number, _, value in _Reader(view, source, 0, len(view)).fields():
+    for number, _, value in _Reader(data, source).fields():
         if isinstance(value, int):
             if number == _STATE_ITER:
                 state.iteration = _signed(value)
@@ -311,10 +302,7 @@ def _bytes(values: npt.NDArray[np.float32]) -> memoryview:
 def blob_parts(shape: tuple[int, ...], values: Array, diff: Array | None = None) -> list[bytes | memoryview]:
     """A BlobProto of float32 values as a list of byte pieces, so that large arrays are written without a copy."""
     data = np.ascontiguousarray(values, np.dtype("<f4"))
-    pieces: list[bytes | memoryview] = [
-        length_delimited(_BLOB_DATA, data.nbytes),
-        _bytes(data),
-    ]
+    pieces: list[bytes | memoryview] = [length_delimited(_BLOB_DATA, data.nbytes), _bytes(data)]
     if diff is not None:
         gradients = np.ascontiguousarray(diff, np.dtype("<f4"))
         pieces += [length_delimited(_BLOB_DIFF, gradients.nbytes), _bytes(gradients)]

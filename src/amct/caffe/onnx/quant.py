@@ -60,10 +60,8 @@ def quantized_onnx(
         ArgumentError: There is no such placement, target or opset.
         ExportError: A layer has no ONNX form, or its factors do not fit it.
     """
-    exported = float_onnx(net, opset=opset)
-    parts = _Parts(exported, net)
-    for name, factors in record.items():
-        parts.add(name, factors)
+    parts = _Parts.of(net, record, opset)
+    exported = parts.exported
     observed = None if tensors is None else {**tensors, **parts.tensors()}
     result = qdq_model(
         exported.model, parts.bindings, parts.factors, tensors=observed, placement=placement, target=target
@@ -91,22 +89,19 @@ def other_format(
     Raises:
         ExportError: A layer has no ONNX form, or the exporter refuses the model.
     """
-    exported = float_onnx(net, opset=opset)
-    parts = _Parts(exported, net)
-    for layer, factors in record.items():
-        parts.add(layer, factors)
-    return export_formats([name], exported.model, parts.bindings, parts.factors, tensors, options)[name]
+    parts = _Parts.of(net, record, opset)
+    return export_formats([name], parts.exported.model, parts.bindings, parts.factors, tensors, options)[name]
 
 
 def tensors_to_observe(
     net: Net, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The blobs between layers whose range placement ``fast`` wants to know, besides the layers' own inputs.
+    """The blobs between layers whose ranges placement ``fast`` needs, besides the layers' own inputs.
 
     Args:
         net: The fused float net; blobs that a layer changes in place later are left out, so make it out-of-place.
         layers: The layers that will be quantized; all with weights, and local average poolings, unless given.
-        other_bits: Those of them whose data does not have 8 bits.
+        other_bits: The quantized layers whose data does not have 8 bits.
 
     Raises:
         ExportError: A layer has no ONNX form.
@@ -147,7 +142,7 @@ def _node_name(layer: str, index: int) -> str:
 
 @dataclass(eq=False)
 class _Parts:
-    """What a record says, sorted into what the exporter wants to know."""
+    """The factors of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
     exported: FloatOnnx
     net: Net
@@ -161,6 +156,14 @@ class _Parts:
     def __post_init__(self) -> None:
         self._layers = {layer.name: layer for layer in self.net.layers}
 
+    @classmethod
+    def of(cls, net: Net, record: CaffeRecord, opset: int) -> _Parts:
+        """The float ONNX model of a net and what its record says."""
+        parts = cls(float_onnx(net, opset=opset), net)
+        for name, factors in record.items():
+            parts.add(name, factors)
+        return parts
+
     def tensors(self) -> dict[str, TensorFactors]:
         """The factors of data-only layers by tensor; of several readers the first counts."""
         found: dict[str, TensorFactors] = {}
@@ -170,7 +173,7 @@ class _Parts:
         return found
 
     def add(self, name: str, record: CaffeLayerRecord) -> None:
-        """Take in one layer of the record."""
+        """Add one layer of the record."""
         layer = self._layers.get(name)
         if layer is None:
             raise RecordError(

@@ -195,16 +195,12 @@ def _constant(stream: TokenStream) -> str:
     sign = "-" if stream.accept("-") else ""
     token = stream.take()
     if token.kind == "string":
-        return _unescape(token.text[1:-1])
+        return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), token.text[1:-1])
     if token.kind == "number" and token.text[:2].lower() == "0x":
         return f"{sign}{int(token.text, 16)}"
     if token.kind not in ("name", "number"):
         raise stream.error(f"expected a value, found {token.text!r}", token.offset)
     return sign + token.text
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), text)
 
 
 def _whole(stream: TokenStream, token: Token) -> int:

@@ -13,7 +13,7 @@ from amct.caffe.engine.layers.integer import stays_integer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.ptq.insertion import insert_quant, taken_names
-from amct.caffe.ptq.quantized_weights import QuantizedWeights, may_overflow, with_bias
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, known, may_overflow, with_bias
 from amct.caffe.ptq.recurrent_deploy import deploy_recurrent, fake_recurrent, integer_recurrent
 from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
@@ -87,7 +87,7 @@ class Results:
             recurrent = self._recurrent[layer.name] = integer_recurrent(layer, weights, blobs, entry)
             weights, overflowing = recurrent.weights, next(recurrent.overflowing(), None)
         else:
-            inputs = [self.factors(entry, index) for index in range(len(layer.bottom))]
+            inputs = [known(entry.input(index)) for index in range(len(layer.bottom))]
             bias = blobs[1] if len(blobs) > 1 else None
             scales = [known(data.scale) for data in inputs]
             made = self._integer[layer.name] = with_bias(weights, bias, scales, may_raise_scale=may_raise_scale)
@@ -103,23 +103,12 @@ class Results:
         own = weights.record()
         return replace(entry, scale_w=own.scale_w, offset_w=own.offset_w, num_bits_w=own.num_bits_w)
 
-    @staticmethod
-    def factors(entry: CaffeLayerRecord, index: int) -> DataFactors:
-        """The factors of one input; the record was checked to have them."""
-        found = entry.input(index)
-        assert found is not None
-        return found
-
     # ------------------------------------------------------------------ fake-quant
 
     def fake_quant(self) -> QuantizedNet:
         """Data and weights are quantized and dequantized; the arithmetic is float."""
-        model = self._model.copy()
-
-        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
-
-        inserted = insert_quant(model, self.record.layers, fill)
+        result = self._with_quant_layers(integers=False)
+        model = result.model
         for name, recurrent in self._recurrent.items():
             fake_recurrent(model.layer(name), self.record[name])
             model.weights[name] = recurrent.real_blobs
@@ -128,7 +117,18 @@ class Results:
             if integer.real_bias is not None:
                 blobs[1] = integer.real_bias
             model.weights[name] = blobs
-        return QuantizedNet(model, inserted)
+        return result
+
+    def _with_quant_layers(self, *, integers: bool) -> QuantizedNet:
+        """A copy of the model with a Quant layer before each input of the quantized layers."""
+        model = self._model.copy()
+
+        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
+            fill_quant(quant.quant_param, layer.name, known(self.record[layer.name].input(index)))
+            if integers:
+                quant.quant_param.integers = True
+
+        return QuantizedNet(model, insert_quant(model, self.record.layers, fill))
 
     # ------------------------------------------------------------------ float
 
@@ -153,14 +153,9 @@ class Results:
 
     def deploy(self) -> QuantizedNet:
         """The arithmetic is integer: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
-        model = self._model.copy()
-        originals = {layer.name: list(layer.top) for layer in model.layers}
-
-        def fill(quant: ProtoMessage, layer: ProtoMessage, index: int) -> None:
-            fill_quant(quant.quant_param, layer.name, self.factors(self.record[layer.name], index))
-            quant.quant_param.integers = True
-
-        result = QuantizedNet(model, insert_quant(model, self.record.layers, fill))
+        originals = {layer.name: list(layer.top) for layer in self._model.layers}
+        result = self._with_quant_layers(integers=True)
+        model = result.model
         taken = taken_names(model)
         layers: list[ProtoMessage] = []
         made: dict[str, list[torch.Tensor]] = {}
@@ -200,11 +195,7 @@ class Results:
         made[layer.name] = blobs
         behind = []
         for index, scale in enumerate(integer.sum_scales):
-            suffix = f"_{index}" if len(layer.top) > 1 else ""
-            after = new_message(
-                "LayerParameter", name=free_name(f"{layer.name}_dequant{suffix}", taken), type="DeQuant"
-            )
-            after.bottom.append(free_name(f"{layer.name}_int32{suffix}", taken))
+            after = _layer_behind(layer, index, "DeQuant", "int32", taken)
             after.dequant_param.object_layer = layer.name
             after.dequant_param.channel_wise = scale.numel() > 1
             made[after.name] = [scale.reshape(-1)]
@@ -212,14 +203,10 @@ class Results:
         return behind
 
     def _data_only(self, layer: ProtoMessage, taken: set[str]) -> list[ProtoMessage]:
-        first = self.factors(self.record[layer.name], 0)
+        first = known(self.record[layer.name].input(0))
         behind = []
         for index in range(len(layer.top)):
-            suffix = f"_{index}" if len(layer.top) > 1 else ""
-            after = new_message(
-                "LayerParameter", name=free_name(f"{layer.name}_antiquant{suffix}", taken), type="AntiQuant"
-            )
-            after.bottom.append(free_name(f"{layer.name}_quantized{suffix}", taken))
+            after = _layer_behind(layer, index, "AntiQuant", "quantized", taken)
             options = after.antiquant_param
             options.object_layer, options.index = layer.name, index
             if stays_integer(layer):
@@ -228,10 +215,12 @@ class Results:
         return behind
 
 
-def known(factor: float | int | None) -> float:
-    """A factor of a validated record, which is never None."""
-    assert factor is not None, "the record was checked"
-    return factor
+def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: set[str]) -> ProtoMessage:
+    """A layer for one top of ``layer``, named after it; its bottom is a new blob."""
+    suffix = f"_{index}" if len(layer.top) > 1 else ""
+    made = new_message("LayerParameter", name=free_name(f"{layer.name}_{kind.lower()}{suffix}", taken), type=kind)
+    made.bottom.append(free_name(f"{layer.name}_{blob}{suffix}", taken))
+    return made
 
 
 def _overflows(layer: IntegerLayer, index: int, data: DataFactors) -> bool:

@@ -64,7 +64,7 @@ def equalize_model(
         data: An array, or batches as for ``quantize``: the pictures of the calibration.
         equalized_model_file: Where the new prototxt is written.
         equalized_weights_file: Where the new caffemodel is written.
-        inputs: Makes of a batch what the net takes, where its form does not tell.
+        inputs: Turns a batch into the net's inputs, where its form does not tell them.
 
     Returns:
         The layers whose output channels were changed.
@@ -121,7 +121,7 @@ def find_factors(
     *,
     one_scale: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """By what to divide the output channels of which layers, from what a model computes on data.
+    """The factors by which the output channels of layers are divided, from the activations of a model on data.
 
     Args:
         model: The fused float model.
@@ -164,7 +164,7 @@ def divide_channels(model: CaffeModel, found: Mapping[str, torch.Tensor]) -> Non
             _store(model, use, columns * multiplier.reshape(columns.shape[0], 1, -1, 1))
 
 
-# ------------------------------------------------------------------ which layers
+# ------------------------------------------------------------------ the layers
 
 
 def free_routes(model: CaffeModel) -> Iterator[Route]:
@@ -203,8 +203,7 @@ def _uses(
 
 def _concat_axis(layer: ProtoMessage) -> int:
     options = layer.concat_param
-    axis: int = options.concat_dim if options.HasField("concat_dim") else options.axis
-    return axis
+    return int(options.concat_dim if options.HasField("concat_dim") else options.axis)
 
 
 def _can_multiply_weights(layer: ProtoMessage) -> bool:
@@ -229,7 +228,7 @@ def _store(model: CaffeModel, use: Use, columns: torch.Tensor) -> None:
     model.weights[use.layer] = [layout.restored(rows), *rest]
 
 
-# ------------------------------------------------------------------ what they compute
+# ------------------------------------------------------------------ activations
 
 
 def _sizes(net: Net, watched: Iterable[str], batches: Iterable[Batch]) -> dict[str, ChannelRanges]:

@@ -8,18 +8,20 @@ quantized are replaced by a 1x1 DepthwiseConv. The report lists the layers that 
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
-from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
+from amct.caffe.ptq.weight_layout import layout_of
 from amct.errors import AmctError, ModelError
 from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
 from amct.numerics.fold import ChannelAffine, fold_after, fold_before
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterator
 
     import torch
 
@@ -45,7 +47,7 @@ class FusionReport:
     skipped: list[Skip] = field(default_factory=list)
 
     def add(self, head: str, names: Collection[str]) -> None:
-        """Note what was folded into a layer."""
+        """Add the layers that were folded into a layer."""
         self.folded.setdefault(head, []).extend(names)
 
 
@@ -53,7 +55,7 @@ def check_global_statistics(net: ProtoMessage) -> None:
     """Refuse a BatchNorm that would use the statistics of each batch at inference.
 
     Raises:
-        ModelError: there is one; it is named.
+        ModelError: A BatchNorm has ``use_global_stats: false``; the message names it.
     """
     for layer in net.layer:
         options = layer.batch_norm_param
@@ -74,18 +76,32 @@ def fuse(model: CaffeModel, *, skip: Collection[str] = ()) -> FusionReport:
     return report
 
 
-def fuse_after(model: CaffeModel, report: FusionReport, *, skip: Collection[str] = ()) -> None:
-    """Fold what follows weighted layers into them."""
+def fuse_after(
+    model: CaffeModel,
+    report: FusionReport,
+    *,
+    skip: Collection[str] = (),
+    refuse_head: Callable[[ProtoMessage], str | None] = lambda _: None,
+) -> dict[str, ChannelAffine]:
+    """Fold what follows weighted layers into them.
+
+    Args:
+        model: The model; it is changed.
+        report: Receives what was folded and what was not.
+        skip: Layers that are not folded.
+        refuse_head: Why nothing may be folded into a layer; None where it may.
+
+    Returns:
+        By weighted layer: what the folded layers computed per channel.
+    """
 
     def refuse(head: Node, candidate: Node) -> str | None:
-        return refusal(model, model.layer(head.name), model.layer(candidate.name))
+        layer = model.layer(head.name)
+        return refuse_head(layer) or refusal(model, layer, model.layer(candidate.name))
 
     fusions, skips = find_fusions(model.topology(), AFTER, skip=skip, refuse=refuse)
-    for fusion in fusions:
-        names = [node.name for node in fusion.folded]
-        fold_into(model, fusion.head.name, names)
-        report.add(fusion.head.name, names)
     report.skipped += skips
+    return {fusion.head.name: _fold(model, fusion, report, fold_after) for fusion in fusions}
 
 
 def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[str]) -> None:
@@ -99,9 +115,8 @@ def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[st
     for fusion in fusions:
         if not any(node.op == "BatchNorm" for node in fusion.folded):
             continue
-        _fold_before(model, fusion)
+        _fold(model, fusion, report, fold_before)
         names = [node.name for node in fusion.folded]
-        report.add(fusion.head.name, names)
         report.skipped = [each for each in report.skipped if each.layer not in names]
     report.skipped += skips
 
@@ -150,63 +165,43 @@ def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
 def _chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
     """What several consecutive layers compute per channel."""
     parts = [affine_of(model.layer(name), model.weights[name]) for name in names]
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole.then(part)
-    return whole
+    return reduce(ChannelAffine.then, parts)
 
 
-def fold_into(model: CaffeModel, head_name: str, names: list[str]) -> ChannelAffine:
-    """Fold layers into the weighted layer before them, in place; returns what they computed per channel."""
-    head = model.layer(head_name)
-    layout = layout_of(head, model.weights[head_name][0])
-    with _named(head):
+def _fold(
+    model: CaffeModel, fusion: Fusion, report: FusionReport, fold: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+) -> ChannelAffine:
+    """Fold layers into the weighted layer before (``fold_after``) or behind (``fold_before``) them, in place.
+
+    Returns:
+        What they computed per channel.
+    """
+    head, names = model.layer(fusion.head.name), [node.name for node in fusion.folded]
+    weight, *bias = model.weights[head.name]
+    layout = layout_of(head, weight)
+    with _naming(head):
         affine = _chain_affine(model, names)
-        folded = fold_after(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
-    _store(model, head, layout, folded)
-    head.top[0] = model.layer(names[-1]).top[0]
+        weight, shift = fold(layout.rows_first(), bias[0] if bias else None, layout.kind, layout.groups, affine)
+    model.weights[head.name] = [layout.restored(weight), shift]
+    options = head.inner_product_param if head.type == "InnerProduct" else head.convolution_param
+    if not options.bias_term:
+        options.ClearField("bias_term")
+    if fold is fold_after:
+        head.top[0] = model.layer(names[-1]).top[0]
+    else:
+        head.bottom[0] = model.layer(names[0]).bottom[0]
     model.set_layers(layer for layer in model.layers if layer.name not in names)
+    report.add(head.name, names)
     return affine
 
 
-def _fold_before(model: CaffeModel, fusion: Fusion) -> None:
-    head = model.layer(fusion.head.name)
-    layout = layout_of(head, model.weights[head.name][0])
-    names = [node.name for node in fusion.folded]
-    with _named(head):
-        affine = _chain_affine(model, names)
-        folded = fold_before(layout.rows_first(), _bias(model, head), layout.kind, layout.groups, affine)
-    _store(model, head, layout, folded)
-    head.bottom[0] = model.layer(names[0]).bottom[0]
-    model.set_layers(layer for layer in model.layers if layer.name not in names)
-
-
-def _bias(model: CaffeModel, layer: ProtoMessage) -> torch.Tensor | None:
-    blobs = model.weights[layer.name]
-    return blobs[1] if len(blobs) > 1 else None
-
-
-def _store(
-    model: CaffeModel, layer: ProtoMessage, layout: WeightLayout, folded: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    model.weights[layer.name] = [layout.restored(folded[0]), folded[1]]
-    options = layer.inner_product_param if layer.type == "InnerProduct" else layer.convolution_param
-    if not options.bias_term:
-        options.ClearField("bias_term")
-
-
-class _named:  # noqa: N801 - used like a function
-    """Adds the layer's name to the errors of numerics."""
-
-    def __init__(self, layer: ProtoMessage) -> None:
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, AmctError):
-            raise ModelError(f'layer "{self._layer.name}" ({self._layer.type}): fusion: {error}') from error
+@contextmanager
+def _naming(layer: ProtoMessage) -> Iterator[None]:
+    """Add the layer's name to the errors of numerics."""
+    try:
+        yield
+    except AmctError as error:
+        raise ModelError(f'layer "{layer.name}" ({layer.type}): fusion: {error}') from error
 
 
 # ------------------------------------------------------------------ acceleration

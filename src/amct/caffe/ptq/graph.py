@@ -1,4 +1,4 @@
-"""What ``init`` returns and the following functions work on: the model, the plan and how far the flow has come."""
+"""The graph that ``init`` returns and the following functions take: the model, the plan and the stage of the flow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMAGE_AXES = 4
 
 
 class Stage(IntEnum):
-    """How far the flow has come."""
+    """The stages of the flow."""
 
     INITIALIZED = 0
     WEIGHTS_QUANTIZED = 1
@@ -35,7 +35,7 @@ _DONE_BY = {Stage.WEIGHTS_QUANTIZED: "weights_quantize_model", Stage.CALIBRATING
 
 @dataclass
 class QuantGraph:
-    """A user's model on its way to a quantized one.
+    """A model, its plan and the results of each stage of quantization.
 
     Attributes:
         original: The float model as read, without in-place layers.
@@ -67,7 +67,7 @@ class QuantGraph:
         """Refuse a call out of order.
 
         Raises:
-            CalibrationError: the flow has not come so far.
+            CalibrationError: The stage was not reached.
         """
         if self.stage < stage:
             raise CalibrationError(f"{function}: call {_DONE_BY[stage]} with this graph first")

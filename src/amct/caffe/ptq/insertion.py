@@ -11,6 +11,7 @@ from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
 from amct.config.registry import settings_to_dict
 from amct.config.settings import IfmrSettings
+from amct.model import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -82,13 +83,17 @@ def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]
 
     It is another one when all that read it, through such layers, read that one in the end, with the same settings.
     """
-    readers: dict[str, list[tuple[ProtoMessage, int]]] = {}
+    index: TensorIndex[ProtoMessage] = TensorIndex()
     for layer in layers:
-        for index, blob in enumerate(layer.bottom):
-            readers.setdefault(blob, []).append((layer, index))
+        index.add(layer, layer.bottom, layer.top)
     ends: dict[str, _End | None] = {}
     for blob in reversed(list(dict.fromkeys(blob for layer in layers for blob in (*layer.bottom, *layer.top)))):
-        found = {_end_of(blob, layer, index, plans, ends) for layer, index in readers.get(blob, ())}
+        found = {
+            _end_of(blob, layer, place, plans, ends)
+            for layer in index.consumers(blob)
+            for place, bottom in enumerate(layer.bottom)
+            if bottom == blob
+        }
         ends[blob] = found.pop() if len(found) == 1 else None
     return {blob: blob if end is None else end.blob for blob, end in ends.items()}
 
@@ -107,11 +112,16 @@ def _end_of(
     """Where the values that a layer reads are rounded last on the way, if that is known."""
     plan = plans.get(layer.name)
     own = {(settings, plan.batch_num) for settings in plan.activations[: len(layer.bottom)]} if plan else set()
-    if len(layer.top) == 1 and (moves_values(layer) or layer.type == "Dropout"):
+    if len(layer.top) == 1 and (moves_values(layer) or _is_identity(layer)):
         end = ends.get(layer.top[0])
         if end is not None and own <= {end.settings}:
             return end
     return None if plan is None else _End(blob, (plan.activations[index], plan.batch_num))
+
+
+def _is_identity(layer: ProtoMessage) -> bool:
+    """Whether the layer does nothing at inference."""
+    return layer.type == "Dropout" and bool(layer.dropout_param.scale_train)
 
 
 def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNIFORM_BITS, TABLE_BITS = 8, 4
+Found = TypeVar("Found")
+
+
+def known(found: Found | None) -> Found:
+    """A part of a validated record, which is never None."""
+    assert found is not None, "the record was checked"
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +211,12 @@ def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[QuantizedMatrix]:
-    """Each matrix rounded to the nearest: states have both signs, so that errors need not cancel."""
+    """Round each matrix to the nearest: hidden states have both signs, so errors of the weights already cancel."""
     found = []
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
         factors = _uniform_factors(layout, False, scale)
-        integers = quantize_weight(layout.weight, factors, layout.kind)
-        found.append(QuantizedMatrix(blob=index, layout=layout, factors=factors, integers=integers))
+        found.append(replace(_rounded(layout, factors, "nearest"), blob=index))
     return found
 
 

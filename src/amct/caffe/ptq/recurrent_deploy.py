@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, may_overflow, real_bias, sum_scale
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, known, may_overflow, real_bias, sum_scale
 from amct.record import DataFactors
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class IntegerRecurrent:
         matrices = {matrix.blob: matrix for matrix in self.weights.matrices}
         found = {place: matrix.real() for place, matrix in matrices.items()}
         for place, bias in self.biases.items():
-            scale = self.inputs[place - 1].scale
-            assert scale is not None
+            scale = known(self.inputs[place - 1].scale)
             found[place] = real_bias(bias, sum_scale(matrices[place - 1], scale))
         return [found[place] for place in sorted(found)]
 
@@ -58,8 +57,7 @@ class IntegerRecurrent:
         """The bits of the data of each matrix whose sums may exceed int32."""
         for matrix in self.weights.matrices:
             data = self.inputs[matrix.blob]
-            assert data.offset is not None
-            if may_overflow(matrix, self.biases.get(matrix.blob + 1), data.bits, data.offset):
+            if may_overflow(matrix, self.biases.get(matrix.blob + 1), data.bits, int(known(data.offset))):
                 yield data.bits
 
 
@@ -77,8 +75,7 @@ def integer_recurrent(
     for given in weights.matrices:
         matrix, place = given, given.blob + 1
         if place < len(blobs) and blobs[place].ndim == 1:
-            scale = inputs[given.blob].scale
-            assert scale is not None
+            scale = known(inputs[given.blob].scale)
             matrix, (biases[place],) = fitted_bias(weights.layer, given, blobs[place], [scale], may_raise_scale=True)
         matrices.append(matrix)
     return IntegerRecurrent(weights=replace(weights, matrices=tuple(matrices)), inputs=inputs, biases=biases)
@@ -86,25 +83,20 @@ def integer_recurrent(
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
     """The first matrix is multiplied with the data, the next with the static input if any, the others with states."""
-    first = entry.input(0)
-    assert first is not None
+    first = known(entry.input(0))
     hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)
     places = [matrix.blob for matrix in weights.matrices]
     found = dict.fromkeys(places, hidden) | {places[0]: first}
     states = STATES[layer.type] if layer.recurrent_param.expose_hidden else 0
     if len(layer.bottom) - states > STATIC:
-        static = entry.input(STATIC)
-        assert static is not None
-        found[places[1]] = static
+        found[places[1]] = known(entry.input(STATIC))
     return found
 
 
 def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
     """Make a recurrent layer quantize its hidden states, too."""
-    data = entry.input(0)
-    assert data is not None
     layer.lstm_quant_param.object_layer = layer.name
-    layer.lstm_quant_param.num_bits_d = data.bits
+    layer.lstm_quant_param.num_bits_d = known(entry.input(0)).bits
     layer.type = f"{layer.type}Quant"
 
 

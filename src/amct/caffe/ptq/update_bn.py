@@ -13,15 +13,14 @@ import torch
 from amct.caffe.engine.layers.batch_norm_update import dump_path
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
-from amct.caffe.ptq.fold import AFTER, FusionReport, fold_into, refusal
+from amct.caffe.ptq.fold import FusionReport, fuse_after
 from amct.errors import CalibrationError, FileError
-from amct.model import find_fusions
 
 if TYPE_CHECKING:
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.graph import QuantGraph
     from amct.config.settings import BatchNormUpdate
-    from amct.model import Node
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +73,15 @@ def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
 
 
 def _fold(graph: QuantGraph) -> None:
-    model = graph.model
-    report = FusionReport()
+    def refuse_head(layer: ProtoMessage) -> str | None:
+        if layer.type == "InnerProduct" and layer.name in graph.weights:
+            return f'the weights of "{layer.name}" have one scale for all outputs, which cannot take a factor for each'
+        return None
 
-    def refuse(head: Node, candidate: Node) -> str | None:
-        layer = model.layer(head.name)
-        if layer.type == "InnerProduct" and head.name in graph.weights:
-            return f'the weights of "{head.name}" have one scale for all outputs, which cannot take a factor for each'
-        return refusal(model, layer, model.layer(candidate.name))
-
-    fusions, skips = find_fusions(model.topology(), AFTER, skip=graph.plan.skip_fusion_layers, refuse=refuse)
-    for fusion in fusions:
-        _fold_one(graph, fusion.head.name, [node.name for node in fusion.folded])
-        report.add(fusion.head.name, [node.name for node in fusion.folded])
-    report.skipped += skips
-    graph.fusion = report
-
-
-def _fold_one(graph: QuantGraph, head: str, names: list[str]) -> None:
-    affine = fold_into(graph.model, head, names)
-    if head in graph.weights:
-        quantized = graph.weights[head]
-        matrix = quantized.matrices[0].times(affine.multiplier)
-        graph.weights[head] = replace(quantized, matrices=(matrix,))
+    graph.fusion = FusionReport()
+    folded = fuse_after(graph.model, graph.fusion, skip=graph.plan.skip_fusion_layers, refuse_head=refuse_head)
+    for head, affine in folded.items():
+        if head in graph.weights:
+            quantized = graph.weights[head]
+            matrix = quantized.matrices[0].times(affine.multiplier)
+            graph.weights[head] = replace(quantized, matrices=(matrix,))

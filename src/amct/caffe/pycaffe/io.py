@@ -79,8 +79,7 @@ def array_to_blobproto(arr: AnyArray, diff: AnyArray | None = None) -> ProtoMess
 def arraylist_to_blobprotovector_str(arraylist: Sequence[AnyArray]) -> bytes:
     """Several arrays as one serialized BlobProtoVector."""
     vector = new_message("BlobProtoVector", blobs=[array_to_blobproto(array) for array in arraylist])
-    content: bytes = vector.SerializeToString()
-    return content
+    return bytes(vector.SerializeToString())
 
 
 def blobprotovector_str_to_arraylist(content: bytes) -> list[AnyArray]:

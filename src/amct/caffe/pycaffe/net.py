@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overload
@@ -13,6 +14,7 @@ from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.data_layers.memory_data import MemoryData
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
+from amct.caffe.engine.python_layers import BlobList
 from amct.caffe.proto_merge import load_custom_schema
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, FloatArray]
 
+Value = TypeVar("Value")
 #: Anything that NumPy can assign to a blob.
 ArrayArgument: TypeAlias = Any
 
@@ -37,11 +40,15 @@ _POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
 _EXTRA = ("keep_blobs", "allow_python", "custom_proto")
 
 
-Made = TypeVar("Made")
-
-
 class NetFileError(FileError, RuntimeError):
     """A prototxt or caffemodel cannot be opened; pycaffe raises RuntimeError here."""
+
+
+class cached(cached_property[Value]):  # noqa: N801  used as a decorator
+    """A cached property that cannot be assigned to."""
+
+    def __set__(self, instance: object, value: object) -> None:
+        raise AttributeError(f"Net.{self.attrname} cannot be assigned to; change its blobs instead")
 
 
 class Net(EngineNet):
@@ -67,7 +74,6 @@ class Net(EngineNet):
             keep_blobs=options.get("keep_blobs", True),
             allow_python=options.get("allow_python", False),
         )
-        self._caches: dict[str, Any] = {}
         if weights is not None:
             self.copy_from(weights)
 
@@ -76,80 +82,52 @@ class Net(EngineNet):
         """A net from a NetParameter message; ``options`` as for the engine's Net (phase, level, stages, ...)."""
         net = cls.__new__(cls)
         EngineNet.__init__(net, parameter, **options)
-        net._caches = {}
         return net
 
     # ------------------------------------------------------------------ dictionaries, in net order, cached
 
-    def _cached(self, name: str, make: Callable[[], Made]) -> Made:
-        if name not in self._caches:
-            self._caches[name] = make()
-        made: Made = self._caches[name]
-        return made
-
-    @property
+    @cached
     def blobs(self) -> OrderedDict[str, Blob]:
         """All blobs by name."""
-        found: OrderedDict[str, Blob] = self._cached("blobs", self.named_blobs)
-        return found
+        return self.named_blobs()
 
-    @property
+    @cached
     def params(self) -> OrderedDict[str, BlobVec]:
         """The parameter blobs of every layer that has any."""
+        return OrderedDict((layer.name, BlobVec(layer.blobs)) for layer in self.layers if layer.blobs)
 
-        def make() -> OrderedDict[str, BlobVec]:
-            return OrderedDict((layer.name, BlobVec(layer.blobs)) for layer in self.layers if layer.blobs)
-
-        found: OrderedDict[str, BlobVec] = self._cached("params", make)
-        return found
-
-    @property
+    @cached
     def layer_dict(self) -> OrderedDict[str, Layer]:
         """All layers by name (the last one where a name occurs twice)."""
-        found: OrderedDict[str, Layer] = self._cached(
-            "layer_dict", lambda: OrderedDict((layer.name, layer) for layer in self.layers)
-        )
-        return found
+        return OrderedDict((layer.name, layer) for layer in self.layers)
 
-    @property
+    @cached
     def top_names(self) -> OrderedDict[str, list[str]]:
         """The tops of each layer."""
-        names = self.graph.blob_names
-        found: OrderedDict[str, list[str]] = self._cached(
-            "tops",
-            lambda: OrderedDict((node.layer.name, [names[top] for top in node.tops]) for node in self.graph.nodes),
-        )
-        return found
+        return OrderedDict((node.layer.name, self._names(node.tops)) for node in self.graph.nodes)
 
-    @property
+    @cached
     def bottom_names(self) -> OrderedDict[str, list[str]]:
         """The bottoms of each layer."""
-        names = self.graph.blob_names
-        found: OrderedDict[str, list[str]] = self._cached(
-            "bottoms",
-            lambda: OrderedDict(
-                (node.layer.name, [names[bottom] for bottom in node.bottoms]) for node in self.graph.nodes
-            ),
-        )
-        return found
+        return OrderedDict((node.layer.name, self._names(node.bottoms)) for node in self.graph.nodes)
 
-    @property
+    @cached
     def blob_loss_weights(self) -> OrderedDict[str, float]:
         """The loss weight of each blob."""
-        found: OrderedDict[str, float] = self._cached(
-            "loss_weights", lambda: OrderedDict(zip(self.graph.blob_names, self.graph.loss_weights, strict=True))
-        )
-        return found
+        return OrderedDict(zip(self.graph.blob_names, self.graph.loss_weights, strict=True))
+
+    def _names(self, indices: list[int]) -> list[str]:
+        return [self.graph.blob_names[index] for index in indices]
 
     @property
     def inputs(self) -> list[str]:
         """The tops of Input layers."""
-        return [self.graph.blob_names[index] for index in self.graph.inputs]
+        return self._names(self.graph.inputs)
 
     @property
     def outputs(self) -> list[str]:
         """All blobs without a reader, in alphabetical order."""
-        return [self.graph.blob_names[index] for index in self.graph.outputs]
+        return self._names(self.graph.outputs)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -202,23 +180,27 @@ class Net(EngineNet):
         last = _index(names, end) if end is not None else len(names) - 1
         wanted = list(dict.fromkeys([*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]))
         if inputs:
-            self._set_inputs(inputs)
+            for blob, value in self._paired(
+                inputs, self.inputs, "Input", "Input blob arguments do not match net inputs"
+            ):
+                blob.data[...] = value
         known = self.blobs
         EngineNet.forward(self, first, last, keep=[name for name in wanted if name in known])
         return {name: known[name].data for name in wanted}
 
-    def _set_inputs(self, inputs: dict[str, Any]) -> None:
-        if set(inputs) != set(self.inputs):
-            raise ArgumentError(
-                f"Input blob arguments do not match net inputs. Got {sorted(inputs)}, the net has {self.inputs}"
-            )
-        for name, value in inputs.items():
+    def _paired(
+        self, given: dict[str, Any], names: list[str], what: str, mismatch: str
+    ) -> Iterator[tuple[Blob, ArrayArgument]]:
+        """Each given array with its blob; ``what`` and ``mismatch`` begin the error messages."""
+        if set(given) != set(names):
+            raise ArgumentError(f"{mismatch}. Got {sorted(given)}, the net has {names}")
+        for name, value in given.items():
             blob = self.blobs[name]
             if value.shape[0] != blob.shape[0]:
                 raise ArgumentError(
-                    f'Input is not batch sized: "{name}" has {value.shape[0]} along axis 0, its blob {blob.shape[0]}'
+                    f'{what} is not batch sized: "{name}" has {value.shape[0]} along axis 0, its blob {blob.shape[0]}'
                 )
-            blob.data[...] = value
+            yield blob, value
 
     def backward(  # type: ignore[override]  # pycaffe's arguments, not the engine's
         self,
@@ -237,22 +219,12 @@ class Net(EngineNet):
         last = _index(names, end) if end is not None else 0
         wanted = dict.fromkeys([*(self.bottom_names[end] if end is not None else self.inputs), *(diffs or [])])
         if top_diffs:
-            self._set_diffs(top_diffs)
+            for blob, value in self._paired(
+                top_diffs, self.outputs, "Diff", "Top diff arguments do not match net outputs"
+            ):
+                blob.diff[...] = value
         EngineNet.backward(self, first, last)
         return {name: self.blobs[name].diff for name in wanted}
-
-    def _set_diffs(self, top_diffs: dict[str, Any]) -> None:
-        if set(top_diffs) != set(self.outputs):
-            raise ArgumentError(
-                f"Top diff arguments do not match net outputs. Got {sorted(top_diffs)}, the net has {self.outputs}"
-            )
-        for name, value in top_diffs.items():
-            blob = self.blobs[name]
-            if value.shape[0] != blob.shape[0]:
-                raise ArgumentError(
-                    f'Diff is not batch sized: "{name}" has {value.shape[0]} along axis 0, its blob {blob.shape[0]}'
-                )
-            blob.diff[...] = value
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: ArrayArgument) -> Arrays:
         """Run any number of inputs in batches of the net's size; the last batch is padded and its results cropped."""
@@ -304,17 +276,13 @@ class Net(EngineNet):
 
     # ------------------------------------------------------------------ weights and callbacks
 
-    def copy_from(self, path: str) -> None:
-        """Copy weights by layer name from a caffemodel or HDF5 file."""
-        self.load_weights(path)
+    copy_from = EngineNet.load_weights
+    share_with = EngineNet.share_weights
+    clear_param_diffs = EngineNet.clear_parameter_gradients
 
     def load_hdf5(self, path: str) -> None:
         """Copy weights by layer name from an HDF5 file."""
         weight_files.load_hdf5(self.graph, path)
-
-    def share_with(self, other: EngineNet) -> None:
-        """Share the parameter values of the layers of the same name."""
-        self.share_weights(other)
 
     def save(self, path: str) -> None:
         """Write a binary caffemodel."""
@@ -335,10 +303,6 @@ class Net(EngineNet):
             raise ModelError("set_input_arrays may only be called if the first layer is a MemoryDataLayer")
         first.set_arrays(data, labels)
 
-    def clear_param_diffs(self) -> None:
-        """Set the gradients of all parameters to zero."""
-        self.clear_parameter_gradients()
-
     def before_forward(self, callback: Callable[[int], object]) -> None:
         """Call ``callback(layer index)`` before each layer's forward."""
         self.on("before_forward", callback)
@@ -356,7 +320,7 @@ class Net(EngineNet):
         self.on("after_backward", callback)
 
 
-class BlobVec(list["Blob"]):
+class BlobVec(BlobList):
     """The parameter blobs of one layer."""
 
     @overload
@@ -369,12 +333,6 @@ class BlobVec(list["Blob"]):
         if isinstance(index, int) and not -len(self) <= index < len(self):
             raise IndexError("Index out of range")
         return super().__getitem__(index)
-
-    def add_blob(self, *shape: int) -> None:
-        """Append a new blob (for Python layers)."""
-        from amct.caffe.engine.blob import Blob
-
-        self.append(Blob(*shape))
 
 
 def _index(names: list[str], name: str) -> int:

@@ -16,7 +16,7 @@ from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.errors import ArgumentTypeError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -124,8 +124,11 @@ def _name(item: object, function: Function, names: dict[object, str], numbers: C
 
 def to_proto(*tops: Top | Function) -> ProtoMessage:
     """A NetParameter with the layers that lead to these tops, named by type and number."""
+    return _net(tops, {})
+
+
+def _net(tops: Iterable[Top | Function], names: dict[object, str]) -> ProtoMessage:
     written: OrderedDict[Function, ProtoMessage] = OrderedDict()
-    names: dict[object, str] = {}
     numbers: Counter[str] = Counter()
     for top in tops:
         (top.fn if isinstance(top, Top) else top).write(written, names, numbers)
@@ -175,12 +178,7 @@ class NetSpec:
 
     def to_proto(self) -> ProtoMessage:
         """The NetParameter."""
-        names: dict[object, str] = {top: name for name, top in self.tops.items()}
-        written: OrderedDict[Function, ProtoMessage] = OrderedDict()
-        numbers: Counter[str] = Counter()
-        for top in self.tops.values():
-            (top.fn if isinstance(top, Top) else top).write(written, names, numbers)
-        return new_message("NetParameter", layer=list(written.values()))
+        return _net(self.tops.values(), {top: name for name, top in self.tops.items()})
 
 
 class Layers:
@@ -203,8 +201,7 @@ class _Enums:
         self._type_name = type_name
 
     def __getattr__(self, name: str) -> int:
-        value: int = getattr(getattr(caffe_pb2, f"{self._type_name}Parameter"), name)
-        return value
+        return int(getattr(getattr(caffe_pb2, f"{self._type_name}Parameter"), name))
 
 
 class Parameters:

@@ -1,1 +1,5 @@
-"""The simple config (``.cfg``): its blocks, the algorithms inside them, and the layer names it lists."""
+"""What simple configs (``.cfg``) have in common.
+
+``simple_config`` has the global fields and the blocks, ``names`` the lists of layer names and types, and
+``algorithm_blocks`` the algorithm that a block chooses, with the place of every value.
+"""

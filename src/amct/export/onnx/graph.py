@@ -6,11 +6,10 @@ The model given is never changed. Initializers are kept apart from the rest, one
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from amct.errors import ExportError, did_you_mean
@@ -22,9 +21,11 @@ from amct.export.onnx.messages import (
     copied_node,
     copy_fields,
     make_attribute,
+    model_opset,
     reads,
     tensor_array,
 )
+from amct.model import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -55,10 +56,11 @@ _LARGEST_FOLD = 2**26
 _NEVER = 2**31
 
 
-class OnnxGraph:
+class OnnxGraph(TensorIndex[NodeProto]):
     """The main graph of a model, open for editing."""
 
     def __init__(self, model: ModelProto) -> None:
+        super().__init__()
         self._source = model
         self.nodes: list[NodeProto] = [copied_node(node) for node in model.graph.node]
         self._initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -67,8 +69,6 @@ class OnnxGraph:
         ]
         self._outputs = {value.name for value in model.graph.output}
         self._value_info = {value.name: value for value in model.graph.value_info}
-        self._producers: dict[str, NodeProto] = {}
-        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
         self._captured: set[str] = set()
         self._by_name: dict[str, NodeProto] = {}
         self._folded: dict[str, NDArray[Any]] = {}
@@ -76,12 +76,12 @@ class OnnxGraph:
         for node in self.nodes:
             self._index(node)
 
-    # -- looking ---------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def opset(self) -> int:
         """The version of the standard operators."""
-        return next((entry.version for entry in self._source.opset_import if entry.domain in ("", "ai.onnx")), 1)
+        return model_opset(self._source)
 
     def node(self, name: str) -> NodeProto:
         """The node of that name.
@@ -95,18 +95,6 @@ class OnnxGraph:
                 f'the ONNX graph has no node "{name}".{did_you_mean(name, self._by_name)} '
                 "Bind the layer to a node of the model that is exported"
             )
-        return found
-
-    def producer(self, tensor: str) -> NodeProto | None:
-        """The node that computes a tensor; None for graph inputs, initializers and absent inputs."""
-        return self._producers.get(tensor)
-
-    def consumers(self, tensor: str) -> list[NodeProto]:
-        """Nodes that take a tensor as an explicit input, each once."""
-        found: list[NodeProto] = []
-        for node in self._consumers.get(tensor, ()):
-            if not any(node is other for other in found):
-                found.append(node)
         return found
 
     def is_output(self, tensor: str) -> bool:
@@ -128,20 +116,20 @@ class OnnxGraph:
         """ONNX's element type of a tensor as the model declares it; FLOAT where it does not say."""
         if tensor in self._initializers:
             return self._initializers[tensor].data_type
-        declared = self._value_info.get(tensor)
-        for value in (declared, *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.elem_type:
-                return value.type.tensor_type.elem_type
-        return TensorProto.FLOAT
+        return next((each.elem_type for each in self._declared(tensor) if each.elem_type), TensorProto.FLOAT)
 
     def rank(self, tensor: str) -> int | None:
         """How many dimensions a tensor has, where the model says it."""
         if tensor in self._initializers:
             return len(self._initializers[tensor].dims)
-        for value in (self._value_info.get(tensor), *self.inputs, *self._source.graph.output):
-            if value is not None and value.name == tensor and value.type.tensor_type.HasField("shape"):
-                return len(value.type.tensor_type.shape.dim)
-        return None
+        return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
+
+    def _declared(self, tensor: str) -> Iterator[TypeProto.Tensor]:
+        """The declarations of a tensor."""
+        declared = self._value_info.get(tensor)
+        for value in (*self.inputs, *self._source.graph.output) if declared is None else (declared,):
+            if value.name == tensor:
+                yield value.type.tensor_type
 
     def constant(self, tensor: str) -> NDArray[Any] | None:
         """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
@@ -171,7 +159,7 @@ class OnnxGraph:
         while waiting:
             name = waiting[-1]
             own = self._stored_depth(name)
-            sources = [] if own is not None else [each for each in self._producers[name].input if each]
+            sources = [] if own is not None else [each for each in self.producers[name].input if each]
             missing = [each for each in sources if each not in depths and each not in entered]
             if missing and name not in entered:
                 entered.add(name)
@@ -266,7 +254,7 @@ class OnnxGraph:
         return node.output[0]
 
     def rename_node(self, node: NodeProto, name: str) -> None:
-        """Give a node a new name; another node that has it makes room."""
+        """Give a node a new name; another node of that name is renamed."""
         if node.name == name:
             return
         holder = self._by_name.get(name)
@@ -279,7 +267,7 @@ class OnnxGraph:
     def fresh_name(self, name: str) -> str:
         """``name``, or with a number behind it when a node or tensor is already called so."""
         candidate, number = name, 1
-        while candidate in self._by_name or candidate in self._producers or candidate in self._initializers:
+        while candidate in self._by_name or candidate in self.producers or candidate in self._initializers:
             candidate, number = f"{name}_{number}", number + 1
         return candidate
 
@@ -291,14 +279,14 @@ class OnnxGraph:
         old = node.input[index]
         node.input[index] = tensor
         if old and old not in node.input:
-            self._consumers[old] = [user for user in self._consumers[old] if user is not node]
-        if tensor and not any(user is node for user in self._consumers[tensor]):
-            self._consumers[tensor].append(node)
+            self.disconnect(old, node)
+        if tensor:
+            self.connect(tensor, node)
 
     def set_inputs(self, node: NodeProto, tensors: Sequence[str]) -> None:
         """Replace all inputs of a node."""
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self.disconnect(name, node)
         del node.input[:]
         for index, tensor in enumerate(tensors):
             self.set_input(node, index, tensor)
@@ -326,7 +314,7 @@ class OnnxGraph:
         if self.is_output(tensor) or self.is_captured(tensor):
             hidden = self.fresh_name(f"{producer.name}_output0")
             producer.output[list(producer.output).index(tensor)] = hidden
-            self._producers[hidden] = self._producers.pop(tensor)
+            self.producers[hidden] = self.producers.pop(tensor)
             self._constant_depths.clear()
             return hidden, tensor
         for user in self.consumers(tensor):
@@ -345,10 +333,10 @@ class OnnxGraph:
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
         for name in node.input:
-            self._consumers[name] = [user for user in self._consumers[name] if user is not node]
+            self.disconnect(name, node)
         for name in node.output:
-            if self._producers.get(name) is node:
-                del self._producers[name]
+            if self.producers.get(name) is node:
+                del self.producers[name]
 
     def take_output(self, node: NodeProto, successor: NodeProto) -> None:
         """Let a node make what its successor made, under that name; the successor goes."""
@@ -356,14 +344,14 @@ class OnnxGraph:
         self._constant_depths.clear()
         self.remove_node(successor)
         node.output[0] = new
-        self._producers.pop(old, None)
-        self._producers[new] = node
+        self.producers.pop(old, None)
+        self.producers[new] = node
         self._value_info.pop(old, None)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, constants and declarations nobody uses left out."""
+        """A new model of the edited graph: nodes sorted, constants and unused declarations left out."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})
@@ -380,13 +368,13 @@ class OnnxGraph:
     def live_nodes(self) -> list[NodeProto]:
         """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
         alive: set[int] = set()
-        pending = [self._producers[name] for name in self._outputs if name in self._producers]
+        pending = [self.producers[name] for name in self._outputs if name in self.producers]
         while pending:
             node = pending.pop()
             if id(node) in alive:
                 continue
             alive.add(id(node))
-            pending.extend(self._producers[name] for name in reads(node) if name in self._producers)
+            pending.extend(self.producers[name] for name in reads(node) if name in self.producers)
         return [node for node in self._sorted_nodes() if id(node) in alive]
 
     def _sorted_nodes(self) -> Iterator[NodeProto]:
@@ -402,17 +390,12 @@ class OnnxGraph:
                     yield node
                     continue
                 stack.append((node, True))
-                needed = (self._producers[name] for name in reversed(reads(node)) if name in self._producers)
+                needed = (self.producers[name] for name in reversed(reads(node)) if name in self.producers)
                 stack.extend((producer, False) for producer in needed if id(producer) not in done)
 
     def _index(self, node: NodeProto) -> None:
         if not node.name:
             node.name = self.fresh_name(f"{node.op_type}_{node.output[0]}")
         self._by_name.setdefault(node.name, node)
-        for name in node.output:
-            if name:
-                self._producers[name] = node
-        for name in dict.fromkeys(node.input):
-            if name:
-                self._consumers[name].append(node)
+        self.add(node, filter(None, node.input), filter(None, node.output))
         self._captured.update(captures(node))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from onnx import NodeProto
-    from torch import Tensor
 
     from amct.export.binding import LayerFactors
 
@@ -119,12 +118,18 @@ class Layer:
         return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
 
     def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """The float weight rounded again to ``bits`` bits with a scale per output channel, and those scales.
+        """The float weight of a convolution or linear layer rounded again, with a scale per output channel.
 
-        Of convolutions and linear layers the errors cancel each other, see ``round_cancelling_errors``.
+        Returns the integers of ``bits`` bits and the scales. Rounding errors cancel (``round_cancelling_errors``).
         """
         assert self.weight is not None
-        return self._requantized(self.weight, bits)
+        weight = torch.tensor(np.asarray(self.weight, dtype=np.float32))
+        try:
+            factors = arq(weight, kind=self.kind.weight_kind, bits=bits, groups=self.groups)
+            integers = round_cancelling_errors(weight, factors.scale, bits)
+        except AmctError as error:
+            raise ExportError(f'layer "{self.name}": {error}') from error
+        return integers.numpy(), factors.scale.numpy()
 
     def bias_correction(
         self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]
@@ -135,11 +140,6 @@ class Layer:
         by_channel = error.reshape(*error.shape[:2], -1).sum(2)
         inputs = np.repeat(mean.reshape(self.groups, -1), self.channels_out // self.groups, axis=0)
         return np.asarray((by_channel * inputs).sum(1))
-
-    def requantized_recurrent_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """As ``requantized_weight``, for R."""
-        assert self.recurrent_weight is not None
-        return self._requantized(self.recurrent_weight, bits)
 
     def row_scales(self) -> NDArray[np.float32]:
         """Scales of W: one, or one per output channel (those per gate repeated)."""
@@ -205,21 +205,6 @@ class Layer:
             return quantize_weight(as_float, factors, self.kind.weight_kind, bits, self.groups).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
-
-    def _requantized(self, weight: NDArray[Any], bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
-        kind = self.kind.weight_kind
-        try:
-            factors = arq(as_float, kind=kind, bits=bits, groups=self.groups)
-            integers = self._round_cancelling(as_float, factors, bits)
-        except AmctError as error:
-            raise ExportError(f'layer "{self.name}": {error}') from error
-        return integers.numpy(), factors.scale.numpy()
-
-    def _round_cancelling(self, weight: Tensor, factors: WeightFactors, bits: int) -> Tensor:
-        if self.kind in (LayerKind.CONV, LayerKind.LINEAR):
-            return round_cancelling_errors(weight, factors.scale, bits)
-        return quantize_weight(weight, factors, self.kind.weight_kind, bits, self.groups)
 
 
 def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:

@@ -1,7 +1,7 @@
 """Find the bound layers in a graph.
 
-This is the one place that knows how a layer looks in ONNX. Whatever does not look as bound is an ``ExportError`` that
-names layer, node and what was expected.
+Only this module knows the ONNX form of each layer kind. A node that does not match its binding is an ``ExportError``
+that names layer, node and what was expected.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import torch
 from onnx import TensorProto
 
 from amct.errors import ExportError, did_you_mean
@@ -17,6 +18,7 @@ from amct.export.onnx.layer import Layer
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
 from amct.model.kinds import LayerKind
+from amct.numerics.dmq import balance_weight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LayerMismatchError(ExportError):
-    """A node does not look as its kind of layer must; ``reason`` says why without naming the node."""
+    """A node does not match the kind of its layer; ``reason`` says why without naming the node."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -41,7 +43,7 @@ def find_layers(
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
 
     Raises:
-        ExportError: the graph does not look as bound, a layer is bound twice, or factors belong to no binding.
+        ExportError: a node does not match its binding, a layer is bound twice, or factors belong to no binding.
     """
     _check_names(bindings, factors)
     graph = OnnxGraph(model)
@@ -74,7 +76,7 @@ def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFa
 
 
 def find_layer(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors) -> Layer:
-    """Find what belongs to a bound layer and check that it looks as bound.
+    """Find what belongs to a bound layer and check that it matches its binding.
 
     Raises:
         ExportError: node, weight, bias or number of factors are not what the kind of layer needs.
@@ -225,16 +227,8 @@ def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, grou
     """The weight times its DMQ factors, which run along the input channels."""
     if factors.balance is None or factors.weight_is_balanced:
         return weight
-    along = np.ones(weight.ndim, dtype=int)
-    if kind is LayerKind.CONV_TRANSPOSE:
-        along[0] = -1
-        return np.asarray(weight * factors.balance.reshape(along))
-    if kind is LayerKind.CONV and groups > 1:
-        per_group = factors.balance.reshape(groups, 1, -1, *[1] * (weight.ndim - 2))
-        grouped = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-        return np.asarray((grouped * per_group).reshape(weight.shape))
-    along[1] = -1
-    return np.asarray(weight * factors.balance.reshape(along))
+    wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))
+    return balance_weight(wide, torch.from_numpy(factors.balance), kind.weight_kind, groups).numpy()
 
 
 def _weight(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, index: int) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Small readings of ONNX messages: attributes, arrays, what a node reads."""
+"""Helpers to read ONNX messages: attributes, arrays, the tensors that a node reads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
     from numpy.typing import NDArray
+    from onnx import ModelProto
 
 
 def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401  attributes have any type
@@ -23,6 +24,11 @@ def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # 
             value = helper.get_attribute_value(attribute)
             return value.decode() if isinstance(value, bytes) else value
     return default
+
+
+def model_opset(model: ModelProto) -> int:
+    """The version of the standard operators that a model uses."""
+    return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
 
 
 def make_attribute(name: str, value: object) -> AttributeProto:

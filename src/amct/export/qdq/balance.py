@@ -1,8 +1,8 @@
 """Balance factors in exported files: a layer's input is divided by them, channel by channel, before it is quantized.
 
 Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
-dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, which the record
-tells, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
+dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, by the
+record, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from amct.model.kinds import LayerKind
+from amct.numerics.arq import channels_first, from_channels_first
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
 
 
 def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
-    """Move balance factors into the layer that makes the balanced tensor, where only a Relu stands between."""
+    """Move balance factors into the layer that makes the balanced tensor, where only a Relu is between them."""
     current = {id(layer.node): layer for layer in layers}
     for layer in layers:
         balance = current[id(layer.node)].factors.balance
@@ -57,10 +59,10 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
     for layer in layers:
         tensor = layer.reader.input[0]
         found = tensors.get(tensor)
-        if found is None or tensor not in placed.some or not _can_be_balanced(layer, found):
+        if found is None or tensor not in placed.float_tensors or not _can_be_balanced(layer, found):
             balanced.append(layer)
             continue
-        placed.give_back(tensor, layer)
+        placed.uncover(tensor, layer)
         assert layer.weight is not None
         divisor = np.asarray(found.balance, dtype=np.float32)
         weight = layer.weight * divisor
@@ -81,7 +83,7 @@ def _can_be_balanced(layer: Layer, found: TensorFactors) -> bool:
 
 
 def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
-    """The layer whose result, perhaps through a Relu, is read by ``layer`` and nobody else."""
+    """The layer whose result, perhaps through a Relu, is read by ``layer`` only."""
     tensor = layer.node.input[0]
     if graph.only_consumer(tensor) is None:
         return None
@@ -100,13 +102,9 @@ _SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     """A layer whose output channels are divided: the same integers, smaller steps."""
     assert layer.weight is not None
-    if layer.kind is LayerKind.CONV_TRANSPOSE:
-        inputs, outputs, *kernel = layer.weight.shape
-        grouped = layer.weight.reshape(layer.groups, inputs // layer.groups, outputs, *kernel)
-        along = divisor.reshape(layer.groups, 1, outputs, *[1] * len(kernel))
-        weight = (grouped / along).reshape(layer.weight.shape)
-    else:
-        weight = layer.weight / divisor.reshape(-1, *[1] * (layer.weight.ndim - 1))
+    kind = layer.kind.weight_kind
+    rows = channels_first(torch.tensor(layer.weight), kind, layer.groups) / torch.from_numpy(divisor)[:, None]
+    weight = from_channels_first(rows, layer.weight.shape, kind, layer.groups).numpy()
     scales = np.broadcast_to(layer.row_scales(), divisor.shape) / divisor
     bias = None if layer.bias is None else layer.bias / divisor
     return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales), rescaled=True)

@@ -1,8 +1,8 @@
 """The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) turn into integer kernels.
 
 Placement ``exact`` quantizes what the record says: the layers' inputs and weights. ``fast`` (default) also quantizes
-the tensors between, see ``qdq_placement``; it needs factors of those tensors. Types are chosen by target, see
-``qdq_nodes``.
+the tensors between (``placement.py``); it needs factors of those tensors. The target decides the integer types
+(``nodes.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ArgumentError, ExportError
-from amct.export.binding import LayerFactors, TensorFactors
+from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
@@ -64,7 +64,7 @@ def qdq_model(
         target: which integer types.
 
     Raises:
-        ExportError: the graph does not look as bound, or its opset is too old.
+        ExportError: a node does not match its binding, or its opset is too old.
         ArgumentError: there is no such placement or target.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
@@ -73,9 +73,9 @@ def qdq_model(
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
             "export it with a newer one"
         )
-    nodes = QdqNodes(graph, _choice(Target, target, "target"))
+    nodes = QdqNodes(graph, choice(Target, target, "target"))
     placed = FastPlacement()
-    if _choice(Placement, placement, "placement") is Placement.FAST:
+    if choice(Placement, placement, "placement") is Placement.FAST:
         if tensors is not None and all(layer.is_wide_float for layer in layers):
             nodes.fast = True
             layers = fold_balance(graph, layers)
@@ -89,7 +89,7 @@ def qdq_model(
     reports = []
     for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
         before, output = len(graph.nodes), layer.output
-        skipped += _quantize_inputs(nodes, layer, served=layer.name in placed.served)
+        skipped += _quantize_inputs(nodes, layer, covered=layer.name in placed.covered_layers)
         nodes.weights(layer, scale)
         if not layer.is_wide_float and not layer.kind.is_recurrent:
             _narrow_output(graph, layer)
@@ -103,7 +103,7 @@ def qdq_model(
         layers=tuple(reports),
         skipped=(*skipped, *placed.skipped),
         notes=tuple(nodes.notes),
-        tensors=(*placed.some, *placed.everyone),
+        tensors=(*placed.float_tensors, *placed.integer_tensors),
         rescaled=rescaled,
     )
 
@@ -124,28 +124,29 @@ def observed_tensors(
         other_bits: layers whose activation does not have 8 bits.
 
     Raises:
-        ExportError: the graph does not look as bound.
+        ExportError: a node does not match its binding.
     """
-    one = np.ones(1, dtype=np.float32)
-    usual = LayerFactors(scale_d=1.0, offset_d=-128, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
-    graph, found, _ = find_layers(model, bindings, {binding.layer: usual for binding in bindings})
+    placeholder = placeholder_factors(offset_d=-128)
+    graph, found, _ = find_layers(model, bindings, {binding.layer: placeholder for binding in bindings})
     layers = []
     for layer in found:
-        factors = usual
+        factors = placeholder
         if layer.name in balanced:
             factors = replace(factors, balance=np.ones(layer.channels_in, dtype=np.float32))
         if layer.name in other_bits:
             factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
     layers = fold_balance(graph, layers)
-    placed = FastPlanner(graph, layers, lambda tensor: _Asked(scale=1.0, zero_point=-128, tensor=tensor)).run()
-    used = (*placed.some.values(), *placed.everyone.values())
-    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _Asked)))
+    placed = FastPlanner(
+        graph, layers, lambda tensor: _RequestedFactors(scale=1.0, zero_point=-128, tensor=tensor)
+    ).run()
+    used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
+    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked(TensorFactors):
-    """Factors that remember for which tensor they were asked, wherever the placement uses them."""
+class _RequestedFactors(TensorFactors):
+    """Factors that carry the name of the tensor they were requested for, wherever the placement uses them."""
 
     tensor: str
 
@@ -164,7 +165,12 @@ def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dic
 _Choice = TypeVar("_Choice", Placement, Target)
 
 
-def _choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+def choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
+    """The placement or target of a name.
+
+    Raises:
+        ArgumentError: there is none of this name; lists those that exist.
+    """
     try:
         return kind(value)
     except ValueError as error:
@@ -191,7 +197,7 @@ def _with_shared_quantizers(
         result = layer.node.output[0]
         user = nodes.graph.only_consumer(result)
         tensors = [layer.reader.input[0], result, *(user.output if user is not None else ())]
-        factors = placed.factors(tensors[0]) if layer.name in placed.served else None
+        factors = placed.factors(tensors[0]) if layer.name in placed.covered_layers else None
         needed[layer.name] = (tensors, (factors or layer_input_factors(layer.factors)).scale)
     inserted = _apply(nodes, placed)
     return [
@@ -206,17 +212,21 @@ def _apply(nodes: QdqNodes, placed: FastPlacement) -> dict[str, list[str]]:
     integers: dict[str, str] = {}
     inserted: dict[str, list[str]] = {}
     sources = {tensor: pad.input[0] for tensor, pad in placed.pads.items()}
-    order = [*placed.some, *(tensor for tensor in placed.everyone if tensor not in placed.pads), *placed.pads]
+    order = [
+        *placed.float_tensors,
+        *(tensor for tensor in placed.integer_tensors if tensor not in placed.pads),
+        *placed.pads,
+    ]
     for tensor in order:
         before = len(graph.nodes)
-        if tensor in placed.some:
-            integers[tensor], result = nodes.activation(tensor, placed.some[tensor])
+        if tensor in placed.float_tensors:
+            integers[tensor], result = nodes.activation(tensor, placed.float_tensors[tensor])
             _redirect(graph, placed.readers[tensor], tensor, result)
         elif tensor in placed.pads:
             source = integers[sources[tensor]]
-            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.everyone[tensor])
+            integers[tensor] = nodes.padded(placed.pads[tensor], source, placed.integer_tensors[tensor])
         else:
-            integers[tensor] = nodes.behind(tensor, placed.everyone[tensor])
+            integers[tensor] = nodes.behind(tensor, placed.integer_tensors[tensor])
         inserted[tensor] = [node.name for node in graph.nodes[before:]]
     for node, index in placed.constants:
         nodes.constant(node, index)
@@ -230,7 +240,7 @@ def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, resul
                 graph.set_input(reader, index, result)
 
 
-def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, served: bool) -> list[Skip]:
+def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Skip]:
     """Quantize what a layer reads beside its weights, unless the placement did; returns what could not be."""
     factors = layer.factors
     if factors.act_bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
@@ -241,7 +251,7 @@ def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, served: bool) -> list[Ski
                 "file its input stays float, its weights are integer",
             )
         ]
-    if not served:
+    if not covered:
         tensor = _quantized_for(nodes, layer, layer.reader.input[0], layer_input_factors(factors), layer.name)
         nodes.graph.set_input(layer.reader, 0, tensor)
     if layer.kind.is_recurrent and len(layer.node.input) > 5 and layer.node.input[5]:

@@ -23,8 +23,7 @@ import numpy as np
 
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors
-from amct.export.onnx.messages import attribute_value
-from amct.export.onnx.weights import owned_name, replace_bias
+from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
 
@@ -104,7 +103,7 @@ class QdqNodes:
         return self._balanced[key]
 
     def zero(self, factors: TensorFactors) -> NDArray[np.unsignedinteger]:
-        """The integer that stands for 0.0."""
+        """The integer that represents 0.0."""
         dtype, shift = (np.uint16, 2**15) if factors.bits == 16 else (np.uint8, 2**7)
         return np.asarray(factors.zero_point + shift, dtype=dtype)
 
@@ -112,18 +111,14 @@ class QdqNodes:
         """Let a node read a constant operand from uint8."""
         name = node.input[index]
         value = self.graph.constant(name)
-        assert value is not None  # the placement asked before
+        assert value is not None  # checked by the placement
         low, high = min(0.0, float(value.min())), max(0.0, float(value.max()))
         scale = np.float32((high - low) / 255 or 1.0)
         zero = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
         integers = np.clip(np.rint(value / scale) + zero, 0, 255).astype(np.uint8)
         base = self.graph.fresh_name(f"{node.name}.operand{index}")
-        parts = [
-            self.graph.set_initializer(f"{base}.quantized", integers),
-            self.graph.set_initializer(f"{base}.scale", np.asarray(scale, dtype=np.float32)),
-            self.graph.set_initializer(f"{base}.zero_point", np.asarray(zero)),
-        ]
-        self.graph.set_input(node, index, self.graph.add_node("DequantizeLinear", f"{base}.dequantize", parts))
+        result = self._dequantized_constant(base, integers, np.asarray(scale), np.asarray(zero))
+        self.graph.set_input(node, index, result)
 
     def padded(self, pad: NodeProto, source: str, factors: TensorFactors) -> str:
         """Let a Pad work on the integers ``source`` of its input; its users read the result dequantized."""
@@ -142,7 +137,7 @@ class QdqNodes:
         return self._new_bits(layer) or layer.factors.wts_bits
 
     def weights(self, layer: Layer, scale_d: float) -> None:
-        """Let a layer read its weights, and where that serves its bias, from integers.
+        """Let a layer read its weights and bias from integers.
 
         ``scale_d`` is the step of its input in this file.
         """
@@ -157,8 +152,9 @@ class QdqNodes:
         if layer.kind is LayerKind.CONV_TRANSPOSE and layer.groups > 1 and scales.size > 1:
             self._grouped_transposed(layer, integers, scales)
         else:
-            stored, axis = _stored(layer, integers)
-            self._weight(layer, 1, stored, scales, axis)
+            columns = layer.kind is LayerKind.LINEAR and not layer.transposed_gemm
+            axis = 1 if columns or layer.kind is LayerKind.CONV_TRANSPOSE else 0
+            self._weight(layer, 1, stored_weight(layer, integers), scales, axis)
         if layer.bias is not None:
             self._bias(self._with_bias_correction(layer, integers, scales), scales, scale_d)
 
@@ -186,7 +182,7 @@ class QdqNodes:
         return layer.integer_weight(), layer.row_scales()
 
     def _with_bias_correction(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
-        """A layer whose bias takes back what rounding its weights anew does to the mean of its outputs."""
+        """The layer with bias correction, if its weights are rounded again and the means of its input are known."""
         mean = self.means.get(layer.name)
         if mean is None or self._new_bits(layer) is None:
             return layer
@@ -203,17 +199,26 @@ class QdqNodes:
         self.graph.set_input(layer.node, index, result)
 
     def _dequantized_weight(self, base: str, integers: NDArray[np.int8], scales: NDArray[np.float32], axis: int) -> str:
-        graph = self.graph
         stored: NDArray[np.integer] = integers
         zero: NDArray[np.integer] = np.zeros(scales.size, dtype=np.int8)
         if self.target is Target.EXACT8:
             stored, zero = (integers.astype(np.int16) + 128).astype(np.uint8), np.full(scales.size, 128, np.uint8)
-        per_tensor = scales.size == 1
-        inputs = [
-            graph.set_initializer(graph.fresh_name(f"{base}.quantized"), stored),
-            graph.set_initializer(graph.fresh_name(f"{base}.scale"), scales.reshape(()) if per_tensor else scales),
-            graph.set_initializer(graph.fresh_name(f"{base}.zero_point"), zero.reshape(()) if per_tensor else zero),
-        ]
+        return self._dequantized_constant(base, stored, scales, zero, axis)
+
+    def _dequantized_constant(
+        self,
+        base: str,
+        integers: NDArray[np.integer],
+        scales: NDArray[np.float32],
+        zero: NDArray[np.integer] | None = None,
+        axis: int = 0,
+    ) -> str:
+        """Store integers with their factors (one, or one per index of an axis) and dequantize them."""
+        graph, per_tensor = self.graph, scales.size == 1
+        arrays = {"quantized": integers, "scale": scales.reshape(()) if per_tensor else scales}
+        if zero is not None:
+            arrays["zero_point"] = zero.reshape(()) if per_tensor else zero
+        inputs = [graph.set_initializer(graph.fresh_name(f"{base}.{name}"), array) for name, array in arrays.items()]
         attributes: dict[str, Any] = {} if per_tensor else {"axis": axis}
         return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
 
@@ -242,20 +247,12 @@ class QdqNodes:
         except ExportError as error:
             self.notes.append(f"{error}; here its bias stays float, so onnxruntime computes the layer in float")
             if not layer.is_wide_float:
-                assert layer.bias is not None  # asked by the caller
+                assert layer.bias is not None  # checked by the caller
                 replace_bias(self.graph, layer, layer.bias.astype(np.float32))
             return
-        graph = self.graph
-        base = owned_name(graph, *layer.bias_place, f"{layer.name}.bias")
-        steps = scales * np.float32(scale_d)
-        per_tensor = scales.size == 1
-        inputs = [
-            graph.set_initializer(graph.fresh_name(f"{base}.quantized"), integers),
-            graph.set_initializer(graph.fresh_name(f"{base}.scale"), steps.reshape(()) if per_tensor else steps),
-        ]
-        attributes: dict[str, Any] = {} if per_tensor else {"axis": 0}
-        result = graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
-        graph.set_input(*layer.bias_place, result)
+        base = owned_name(self.graph, *layer.bias_place, f"{layer.name}.bias")
+        result = self._dequantized_constant(base, integers, scales * np.float32(scale_d))
+        self.graph.set_input(*layer.bias_place, result)
 
     def _parameters(self, base: str, factors: TensorFactors) -> list[str]:
         scale = self.graph.set_initializer(f"{base}.scale", np.asarray(factors.scale, dtype=np.float32))
@@ -270,12 +267,3 @@ class QdqNodes:
             self.graph.set_initializer(f"{base}.maximum", np.asarray(high)),
         ]
         return self.graph.add_node("Clip", f"{base}.clip", [tensor, *limits])
-
-
-def _stored(layer: Layer, integers: NDArray[np.int8]) -> tuple[NDArray[np.int8], int]:
-    """The weight as its operator reads it, and the axis of its output channels there."""
-    if layer.kind is LayerKind.CONV_TRANSPOSE:
-        return integers, 1
-    if layer.kind is LayerKind.LINEAR and not attribute_value(layer.node, "transB", 0):
-        return np.ascontiguousarray(integers.T), 1
-    return integers, 0

@@ -7,7 +7,7 @@ Concat only when all their inputs and the output are. So a tensor gets factors, 
 2. the factors observed for it during calibration;
 3. the tensor it is a moved part of (Slice, Gather, pooling, …).
 
-An activation (Relu, Clip) is absorbed: the quantizer stands behind it, and its lower limit does the activation's work.
+An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
 Elementwise operators are quantized only where their data already is integer. The rest stays float, with a reason.
 """
 
@@ -52,29 +52,29 @@ _LOWEST = -128
 class FastPlacement:
     """What ``fast`` quantizes."""
 
-    everyone: dict[str, TensorFactors] = field(default_factory=dict)
+    integer_tensors: dict[str, TensorFactors] = field(default_factory=dict)
     """Tensors that exist as integers only: every user reads them dequantized."""
-    some: dict[str, TensorFactors] = field(default_factory=dict)
+    float_tensors: dict[str, TensorFactors] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
     """Constant operands to be quantized: node and input."""
     pads: dict[str, NodeProto] = field(default_factory=dict)
     """Pads with zeros that can work on the integers, by the tensor they make."""
-    served: set[str] = field(default_factory=set)
-    """Layers whose input is quantized by this placement; the others bring their own quantizer."""
+    covered_layers: set[str] = field(default_factory=set)
+    """Layers whose input is quantized by this placement; the others get a quantizer of their own."""
     skipped: list[Skip] = field(default_factory=list)
 
     def factors(self, tensor: str) -> TensorFactors | None:
         """Factors of a tensor that is quantized."""
-        return self.everyone.get(tensor) or self.some.get(tensor)
+        return self.integer_tensors.get(tensor) or self.float_tensors.get(tensor)
 
-    def give_back(self, tensor: str, layer: Layer) -> None:
-        """Let a layer bring its own quantizer instead of reading ``tensor``, which is computed in float, from here."""
-        self.served.discard(layer.name)
+    def uncover(self, tensor: str, layer: Layer) -> None:
+        """Let a layer have a quantizer of its own instead of the shared one of a float ``tensor``."""
+        self.covered_layers.discard(layer.name)
         self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
         if not self.readers[tensor]:
-            del self.readers[tensor], self.some[tensor]
+            del self.readers[tensor], self.float_tensors[tensor]
 
 
 class FastPlanner:
@@ -88,22 +88,22 @@ class FastPlanner:
         self._layer_of = {id(layer.node): layer for layer in layers}
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
         self._required: dict[str, TensorFactors] = {}
-        self._apart: set[str] = set()
+        self._excluded: set[str] = set()
         self._known: dict[str, TensorFactors | None] = {}
         self.plan = FastPlacement()
         for layer in layers:
             tensor = layer.reader.input[0]
             if layer.factors.act_bits != 8:
-                self._set_apart(tensor)
+                self._exclude(tensor)
             elif layer.factors.balance is None:
                 self._required.setdefault(tensor, layer_input_factors(layer.factors))
 
-    def _set_apart(self, tensor: str) -> None:
-        """A layer of more bits reads this tensor: neither it nor what it is a moved part of becomes 8 bits."""
-        self._apart.add(tensor)
+    def _exclude(self, tensor: str) -> None:
+        """Keep a tensor that a layer of more bits reads, and the tensors its values come from, out of the plan."""
+        self._excluded.add(tensor)
         producer = self.graph.producer(tensor)
         if producer is not None and (self._picks(producer) or producer.op_type in ACTIVATIONS):
-            self._set_apart(producer.input[0])
+            self._exclude(producer.input[0])
 
     def run(self) -> FastPlacement:
         """The placement."""
@@ -118,7 +118,7 @@ class FastPlanner:
             elif node.op_type == "MatMul":
                 self._place_product(node)
             elif node.op_type in VALUE_PICKING:
-                self._place_moved(node)
+                self._place_value_move(node)
         self._choose_pads()
         return self.plan
 
@@ -126,18 +126,22 @@ class FastPlanner:
 
     def _place_layer(self, layer: Layer) -> None:
         tensor = layer.reader.input[0]
-        served = layer.factors.act_bits == 8 and layer.factors.balance is None
-        if served and self._required[tensor] == layer_input_factors(layer.factors) and tensor not in self._apart:
-            self._want(tensor, layer.reader)
-            self.plan.served.add(layer.name)
+        can_be_covered = layer.factors.act_bits == 8 and layer.factors.balance is None
+        if (
+            can_be_covered
+            and self._required[tensor] == layer_input_factors(layer.factors)
+            and tensor not in self._excluded
+        ):
+            self._quantize_for(tensor, layer.reader)
+            self.plan.covered_layers.add(layer.name)
         if layer.factors.act_bits != 8:
             return
         if layer.kind is LayerKind.CONV:
             self._require_output(layer.node, f'onnxruntime computes convolution "{layer.name}" in float')
-        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.served:
+        elif layer.kind is LayerKind.AVERAGE_POOL and layer.name in self.plan.covered_layers:
             if layer.pad is not None:
-                self._want_moved(layer.pad)
-                self._want(layer.node.input[0], layer.node)
+                self._quantize_moved(layer.pad)
+                self._quantize_for(layer.node.input[0], layer.node)
             self._require_output(layer.node, f'onnxruntime computes pooling "{layer.name}" in float')
 
     def _place_elementwise(self, node: NodeProto) -> None:
@@ -153,7 +157,7 @@ class FastPlanner:
                 self._skip(name, f"{node.op_type} stays float")
             return
         for name in data:
-            self._want(name, node)
+            self._quantize_for(name, node)
         self.plan.constants.extend(
             (node, index) for index, name in enumerate(node.input) if name and self.graph.is_constant(name)
         )
@@ -165,35 +169,35 @@ class FastPlanner:
             return
         if all(self._factors(name) is not None for name in node.input):
             for name in node.input:
-                self._want(name, node)
+                self._quantize_for(name, node)
 
-    def _place_moved(self, node: NodeProto) -> None:
-        """Values moved inside an integer tensor stay integer when somebody wants them so."""
+    def _place_value_move(self, node: NodeProto) -> None:
+        """Values that are only moved stay integer when a node behind them reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
             return
         if any(self._leads_to_integers(name) for name in _moved(node)):
-            self._want_moved(node)
+            self._quantize_moved(node)
 
-    # -- what is asked of tensors ----------------------------------------------------------------------------------
+    # -- quantized tensors ----------------------------------------------------------------------------------------
 
-    def _want(self, tensor: str, reader: NodeProto) -> None:
-        """Let a reader see the tensor quantized."""
-        if tensor in self.plan.everyone:
+    def _quantize_for(self, tensor: str, reader: NodeProto) -> None:
+        """Quantize a tensor for one reader."""
+        if tensor in self.plan.integer_tensors:
             return
         factors = self._factors(tensor)
-        assert factors is not None  # asked by the caller
-        self.plan.some[tensor] = factors
+        assert factors is not None  # checked by the caller
+        self.plan.float_tensors[tensor] = factors
         readers = self.plan.readers.setdefault(tensor, [])
         if not any(other is reader for other in readers):
             readers.append(reader)
 
-    def _want_moved(self, node: NodeProto) -> None:
+    def _quantize_moved(self, node: NodeProto) -> None:
         factors = self._factors(node.input[0])
         assert factors is not None
         for name in _moved(node):
-            self._only_integer(name, factors)
+            self._keep_integer(name, factors)
 
     def _require_output(self, node: NodeProto, consequence: str) -> None:
         output = self._behind_activation(node)
@@ -201,24 +205,24 @@ class FastPlanner:
         if factors is None:
             self._skip(output, consequence)
         else:
-            self._only_integer(output, factors)
+            self._keep_integer(output, factors)
 
     def _skip(self, tensor: str, consequence: str) -> None:
         if any(skip.layer == tensor for skip in self.plan.skipped):
             return
         reason = "no factors were observed for this tensor"
-        if tensor in self._apart:
+        if tensor in self._excluded:
             reason = "it feeds a layer of another bit width"
         self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
 
-    def _only_integer(self, tensor: str, factors: TensorFactors) -> None:
+    def _keep_integer(self, tensor: str, factors: TensorFactors) -> None:
         self._known[tensor] = factors
-        self.plan.everyone[tensor] = factors
-        self.plan.some.pop(tensor, None)
+        self.plan.integer_tensors[tensor] = factors
+        self.plan.float_tensors.pop(tensor, None)
         self.plan.readers.pop(tensor, None)
 
     def _is_integer(self, tensor: str) -> bool:
-        return tensor in self.plan.everyone
+        return tensor in self.plan.integer_tensors
 
     def _behind_activation(self, node: NodeProto) -> str:
         """The tensor to quantize for a node: its output, or that of the activation which alone reads it."""
@@ -256,10 +260,10 @@ class FastPlanner:
     # -- factors ---------------------------------------------------------------------------------------------------
 
     def _factors(self, tensor: str) -> TensorFactors | None:
-        if tensor in self._apart or not tensor:
+        if tensor in self._excluded or not tensor:
             return None
         if tensor not in self._known:
-            self._known[tensor] = None  # a tensor asked for while it is being found has none
+            self._known[tensor] = None  # a tensor that depends on itself has none
             self._known[tensor] = self._fitted(tensor, self._found(tensor))
         return self._known[tensor]
 
@@ -306,13 +310,13 @@ class FastPlanner:
         low, high = self._limits(producer)
         if low != 0:
             return factors
-        # Nothing lies below zero: all integers serve the values from there to the upper limit, which stays (or becomes
-        # that of a ReLU6).
+        # Nothing lies below zero: all integers are used for the values from there to the upper limit, which
+        # stays (or becomes that of a ReLU6).
         scale = min((127 - factors.zero_point) * factors.scale, high) / 255
         return replace(factors, scale=scale, zero_point=_LOWEST)
 
     def _leads_to_integers(self, tensor: str) -> bool:
-        """Whether somebody behind a tensor, perhaps behind further moves, will read integers."""
+        """Whether a node behind a tensor, perhaps behind further moves, will read integers."""
         for user in self.graph.consumers(tensor):
             if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
                 return True
@@ -323,9 +327,9 @@ class FastPlanner:
     def _choose_pads(self) -> None:
         plan = self.plan
         for node in self.graph.nodes:
-            if node.op_type != "Pad" or node.output[0] not in plan.everyone:
+            if node.op_type != "Pad" or node.output[0] not in plan.integer_tensors:
                 continue
-            if plan.factors(node.input[0]) == plan.everyone[node.output[0]]:
+            if plan.factors(node.input[0]) == plan.integer_tensors[node.output[0]]:
                 plan.pads[node.output[0]] = node
 
 

@@ -52,7 +52,7 @@ def tensor_factors_path(record: str | os.PathLike[str]) -> Path:
 
 
 def observed_factors(found: Mapping[str, ActivationFactors]) -> dict[str, TensorFactors]:
-    """What observers of tensors between layers found, as the exporter wants it."""
+    """The results of observers of tensors between layers in the form that exporters take."""
     return {
         name: TensorFactors(
             scale=float(factors.scale),

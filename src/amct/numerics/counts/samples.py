@@ -9,7 +9,7 @@ on the order of the data.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amct.numerics.affine import SymmetricScale, integer_range
 from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
 from amct.numerics.counts.value_counts import ValueCounts
-from amct.numerics.min_max import RunningRange
-from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable
+from amct.numerics.min_max import RangeObserver, RunningRange
+from amct.numerics.observer import Observer, as_rows, check_mergeable
 
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
@@ -163,27 +162,19 @@ def _nonzero(values: Floats) -> tuple[Floats, int]:
 
 
 @dataclass(kw_only=True, eq=False)
-class SamplingObserver(ABC):
+class SamplingObserver(RangeObserver):
     """Base of observers that search a range over the observed values."""
 
-    bits: int = 8
-    asymmetric: bool = True
-    channel_axis: int | None = None
-    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
     counts_all: bool = True
     """Count all values. If False, only a part of very large batches is counted, so the result depends on how the data
     is split into batches, and fewer values are stored exactly."""
     _samples: Samples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        integer_range(self.bits)
+        super().__post_init__()
         tail = SHORT_TAIL if self.bits <= 8 else TAIL
         self._samples = Samples(self.channel_axis, tail=tail, counts_all=self.counts_all)
-
-    @property
-    def batches(self) -> int:
-        """How many tensors were observed."""
-        return self._samples.range.batches
+        self._range = self._samples.range
 
     @property
     def exact(self) -> bool:
@@ -205,19 +196,11 @@ class SamplingObserver(ABC):
         assert isinstance(other, SamplingObserver)
         self._samples.merge(other._samples)
 
-    def result(self) -> ActivationFactors:
-        """Return scale and offset for all data observed so far."""
-        self._samples.range.require_values()
-        ranges = [self.search(channel) for channel in range(self._samples.range.channels)]
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """Return the range of every channel that the search finds."""
+        ranges = [self.search(channel) for channel in range(self._range.channels)]
         minimum, maximum = torch.tensor(ranges, dtype=torch.float64).unbind(1)
-        shape = () if self.channel_axis is None else (-1,)
-        return ActivationFactors.from_range(
-            minimum.reshape(shape),
-            maximum.reshape(shape),
-            self.bits,
-            asymmetric=self.asymmetric,
-            symmetric_scale=self.symmetric_scale,
-        )
+        return minimum, maximum
 
     @abstractmethod
     def search(self, channel: int) -> tuple[float, float]:

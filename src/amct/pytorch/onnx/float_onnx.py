@@ -2,7 +2,7 @@
 
 torch.onnx turns the captured program into a graph once, unoptimized: every node then still knows its module and every
 initializer its parameter. The rest is done here: weights come from the folded model, folded batch norms go, layer nodes
-are called by their layer's name, inputs and outputs as the user wants them.
+get their layer's name, inputs and outputs the names that the user chose.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from onnx import TensorProto, helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
-from amct.export.qdq.pool_padding import with_pads_apart
-from amct.export.writer import check_opset, model_opset
+from amct.export.onnx.messages import model_opset
+from amct.export.onnx.pool_padding import with_explicit_pool_padding
+from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.arrays import as_array
 from amct.pytorch.capture.program import failure_of, quiet_exporters
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from amct.pytorch.fuse import Fused
 
 DEFAULT_OPSET = 18
-_LOWEST_OF_TORCH = 18  # torch.onnx writes this one when asked for less, and says nothing
+_LOWEST_OF_TORCH = 18  # torch.onnx silently writes this one for lower requests
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
 _LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
 
@@ -48,7 +49,7 @@ class FloatOnnx:
     """A float ONNX model that belongs to a traced model.
 
     Attributes:
-        model: The ONNX model; its opset is the one asked for.
+        model: The ONNX model; it has the requested opset.
         bindings: The node of each quantizable layer, which has the layer's name.
         tensors: The ONNX name of each activation of the topology that exists in the file.
     """
@@ -84,7 +85,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     name_dimensions(converted.model, traced.names)
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     placed = place_layers(_simplified(converted.model), fused, kinds)
-    model = with_pads_apart(lower_opset(placed.model, opset))
+    model = with_explicit_pool_padding(lower_opset(placed.model, opset))
     _finish(model, opset)
     _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
     bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
@@ -139,7 +140,7 @@ def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onn
 
 
 def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships partial types
-    """Compute what is constant and drop what nobody reads."""
+    """Fold constants and drop unused nodes."""
     from onnxscript import ir, optimizer
 
     with quiet_exporters():
@@ -160,7 +161,7 @@ def _finish(model: ModelProto, opset: int) -> None:
     del model.graph.metadata_props[:]
     model.ir_version = _FILE_VERSIONS[opset]
     if model_opset(model) != opset:
-        raise ExportError(f"the exported file has opset {model_opset(model)}, not {opset} as asked for")
+        raise ExportError(f"the exported file has opset {model_opset(model)}, expected {opset}")
     try:
         onnx.checker.check_model(_without_values(model))
     except onnx.checker.ValidationError as error:

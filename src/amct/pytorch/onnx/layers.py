@@ -1,4 +1,4 @@
-"""Finds the layers in an exported graph and makes each look as the exporters want it.
+"""Finds the layers in an exported graph and brings each into the form that exporters take.
 
 A layer's main node gets the layer's name and reads its weight and bias straight from initializers; a folded batch norm
 disappears.
@@ -109,7 +109,7 @@ class _Placing:
                 self._put(node, index, f"{layer}.{name}", getattr(module, name))
 
     def _complete_product(self, node: NodeProto, layer: str, module: nn.Module) -> None:
-        """A linear layer on more than two dimensions is a MatMul: it wants the weight transposed."""
+        """A linear layer on more than two dimensions is a MatMul: it reads the weight transposed."""
         transpose = self.graph.producer(node.input[1])
         if transpose is not None and self.graph.only_consumer(transpose.input[0]) is None:
             return  # an embedding uses the same table: transposing at run time keeps one copy in the file

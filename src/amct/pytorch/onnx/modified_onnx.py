@@ -2,8 +2,8 @@
 
 It carries the float weights and not the rounded ones: the integers follow exactly from them and the record, and some
 exports (7-bit weights) must be rounded from the float values. Only weights whose rounding was learned are stored
-rounded. What the layers are, what was folded and what was left out stands in the file's metadata, so that it can be
-saved by another process. A model that cannot be exported leaves a file that tells the reason.
+rounded. What the layers are, what was folded and what was left out is stored in the file's metadata, so that it can be
+saved by another process. A model that cannot be exported leaves a file that holds the reason.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _file_layer(facts: LayerFacts, module: nn.Module, enabled: bool) -> FileLaye
 
 
 def write_modified(path: Path, model: ModelProto | None, notes: FileNotes) -> None:
-    """Write the file; without a model it only tells why there is none.
+    """Write the file; without a model it only holds the reason.
 
     Raises:
         FileError: it cannot be written.

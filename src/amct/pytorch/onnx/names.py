@@ -1,4 +1,4 @@
-"""Names in an exported graph: inputs, outputs and open dimensions as the user wants them, and where activations went.
+"""Names in an exported graph: inputs, outputs and open dimensions as the user chose, and those of activations.
 
 Works on onnx_ir's graph, where renaming a value renames it for everyone who reads it.
 """
@@ -32,7 +32,7 @@ def _values(graph: Graph) -> Iterator[GraphValue]:
 
 
 def name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
-    """Give inputs and outputs the names asked for; another value that has such a name makes room.
+    """Give inputs and outputs the requested names; another value of such a name is renamed.
 
     Raises:
         ExportError: more names than tensors, or a name that a parameter has.

@@ -26,7 +26,7 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
 
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
-        ModelError: it cannot be looked at.
+        ModelError: it cannot be captured.
     """
     traced = cached_trace(model, torch.from_numpy(example))
     return float_onnx(traced, fuse(traced)).model

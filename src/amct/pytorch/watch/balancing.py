@@ -6,9 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from amct.calibration import BalanceSession
-from amct.errors import AmctError
-from amct.numerics.dmq import dmq
-from amct.ptq.weights import layer_error
+from amct.ptq.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.fuse import fuse
 from amct.pytorch.layer_weights import weight_parts
@@ -30,13 +28,13 @@ def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[st
     They are computed from the largest activation of each channel over all forwards.
     """
     model = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers).model
-    strengths = {layer.name: layer.migration_strength or 0.0 for layer in plan.balanced}
-    order = [name for name in traced.layers if name in strengths]
+    plans = {layer.name: layer for layer in plan.balanced}
+    order = [name for name in traced.layers if name in plans]
+    parts = {name: weight_parts(model.get_submodule(name))[0] for name in order}
 
     def update(maxima: Mapping[str, Tensor]) -> None:
-        on_factors(
-            {name: _factors(model, name, maxima[name], strengths[name] or 0.0) for name in order if name in maxima}
-        )
+        found = [name for name in order if name in maxima]
+        on_factors({name: balance_factors(plans[name], parts[name], maxima[name]) for name in found})
 
     session = BalanceSession(order, update)
     for name in order:
@@ -51,15 +49,6 @@ def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[st
 
     run_in_context(model, forward_context)
     return model
-
-
-def _factors(model: nn.Module, name: str, maximum: Tensor, strength: float) -> Tensor:
-    module = model.get_submodule(name)
-    part = weight_parts(module)[0]
-    try:
-        return dmq(maximum, part.tensor.cpu(), part.kind, part.groups, strength)
-    except AmctError as error:
-        raise layer_error(name, error) from error
 
 
 def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments]) -> dict[str, Tensor]:

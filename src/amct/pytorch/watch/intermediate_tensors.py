@@ -18,7 +18,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import tensor_fingerprint
@@ -28,30 +27,19 @@ from amct.pytorch.watch.call_sites import CallSite, OperationWatch
 from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
     from amct.numerics.observer import TensorObserver
+    from amct.ptq.preparation import LayerInput
     from amct.pytorch.capture.fingerprint import TensorFingerprint
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerInput:
-    """The input of a layer: its ONNX name, its channel axis, and the weights of the linear layers that read it.
-
-    ``weight`` is None when the input is not to be balanced.
-    """
-
-    tensor: str
-    channel_axis: int
-    weight: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +51,19 @@ class TensorWatch:
         layers: Outputs of layers, by layer.
         operations: Results of other operations, by call site.
         missing: Tensors whose call site was not found; they get no factors.
-        given: Layers whose input is observed channel by channel.
+        given: The layer inputs that are observed channel by channel.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
     operations: Mapping[CallSite, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    given: Mapping[str, LayerInput] = field(default_factory=dict)
+    given: Sequence[LayerInput] = ()
 
     def observers(self) -> dict[str, TensorObserver]:
         """A new observer for each tensor: the cheap min/max one, as there are many tensors."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
-        channels = {
-            given.tensor: LayerInputObserver(channel_axis=given.channel_axis, weight=given.weight)
-            for given in self.given.values()
-        }
+        channels = {given.tensor: given.observer() for given in self.given}
         return {**channels, **{name: MinMaxObserver() for name in names}}
 
     def attach(self, model: nn.Module, session: CalibrationSession) -> AttachedTensorWatch:
@@ -96,9 +81,9 @@ class AttachedTensorWatch:
         self._handles: list[RemovableHandle] = []
         for path, name in watch.layers.items():
             self._handles.append(model.get_submodule(path).register_forward_hook(self._output_hook(name)))
-        for path, given in watch.given.items():
+        for given in watch.given:
             hook = self._input_hook(given.tensor)
-            self._handles.append(model.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(model.get_submodule(given.layer).register_forward_pre_hook(hook, with_kwargs=True))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)

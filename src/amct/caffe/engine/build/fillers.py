@@ -38,11 +38,7 @@ def lazy_fill(blob: Blob, filler: ProtoMessage | None, owner: str, default: floa
         return
     fill = filler_function(filler, shape, owner)
     seed = int(torch.randint(2**62, ()).item())
-
-    def initial() -> torch.Tensor:
-        return fill(torch.Generator().manual_seed(seed))
-
-    blob.values.initialize_by(initial)
+    blob.values.initialize_by(lambda: fill(torch.Generator().manual_seed(seed)))
 
 
 def filler_function(filler: ProtoMessage, shape: Shape, owner: str) -> Callable[[torch.Generator], torch.Tensor]:
@@ -82,8 +78,7 @@ def _gaussian(filler: ProtoMessage, shape: Shape, generator: torch.Generator) ->
     return values
 
 
-def _positive_unitball(filler: ProtoMessage, shape: Shape, generator: torch.Generator) -> torch.Tensor:
-    del filler
+def _positive_unitball(_: ProtoMessage, shape: Shape, generator: torch.Generator) -> torch.Tensor:
     values = torch.empty(shape).uniform_(0, 1, generator=generator)
     rows = values.view(shape[0], -1)
     rows /= rows.sum(1, keepdim=True)
@@ -115,8 +110,7 @@ def _check_bilinear(shape: Shape, owner: str) -> None:
         )
 
 
-def _bilinear(filler: ProtoMessage, shape: Shape, _: torch.Generator) -> torch.Tensor:
-    del filler
+def _bilinear(_filler: ProtoMessage, shape: Shape, _: torch.Generator) -> torch.Tensor:
     size = shape[3]
     factor = math.ceil(size / 2)
     centre = (size - 1) / (2.0 * factor)

@@ -15,11 +15,10 @@ from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.build.needs_backward import decide_backward
 from amct.caffe.engine.registry import implementation_of, layer_class
-from amct.caffe.engine.weights import copy_messages
-from amct.errors import AmctError, ModelError
+from amct.caffe.engine.weights import copy_messages, shape_text
+from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
 
 PERMISSIVE = 1
@@ -127,7 +126,8 @@ class GraphBuilder:
             self._add_bottom(node, position, name)
         for position, name in enumerate(parameter.top):
             self._add_top(node, position, name)
-        _check_counts(node)
+        takes = f"{layer.type} Layer takes %s bottom blob(s) as input"
+        _check_count(layer, len(node.bottoms), layer.bottom_count, takes)
         self._add_automatic_tops(node)
         self._set_up(node)
         if stored:
@@ -191,13 +191,9 @@ class GraphBuilder:
         layer = node.layer
         layer.bottom_blobs = [self.graph.blobs[index] for index in node.bottoms]
         layer.top_blobs = [self.graph.blobs[index] for index in node.tops]
-        try:
+        with layer.naming_errors(shapes):
             layer.setup(shapes)
             tops = layer.reshape(shapes)
-        except AmctError:
-            raise
-        except (ValueError, IndexError, ArithmeticError) as error:
-            raise layer.error(f"does not fit its bottoms {shapes}: {error}") from error
         for index, shape in zip(node.tops, tops, strict=True):
             self.check_size(shape, f'blob "{self.graph.blob_names[index]}" of layer "{layer.name}"')
             self.graph.blobs[index].set_shape(shape)
@@ -252,24 +248,15 @@ class GraphBuilder:
         self.graph.owner_of[node.index, index] = owner
 
 
-def _check_counts(node: Node) -> None:
-    layer, given = node.layer, len(node.bottoms)
-    least, most = layer.bottom_count
+def _check_count(layer: Layer, given: int, allowed: tuple[int, int | None], rule: str) -> None:
+    least, most = allowed
     if given < least or (most is not None and given > most):
-        raise ModelError(
-            f"{layer.type} Layer takes {_range_text(least, most)} bottom blob(s) as input; "
-            f'layer "{layer.name}" has {given}'
-        )
+        raise ModelError(f'{rule % _range_text(least, most)}; layer "{layer.name}" has {given}')
 
 
 def _check_top_count(node: Node) -> None:
     layer, given = node.layer, len(node.tops)
-    least, most = layer.top_count
-    if given < least or (most is not None and given > most):
-        raise ModelError(
-            f'{layer.type} Layer produces {_range_text(least, most)} top blob(s) as output; layer "{layer.name}" has '
-            f"{given}"
-        )
+    _check_count(layer, given, layer.top_count, f"{layer.type} Layer produces %s top blob(s) as output")
     if layer.same_count and given != len(node.bottoms):
         raise ModelError(
             f'{layer.type} Layer produces one top blob as output for each bottom blob input; layer "{layer.name}" has '
@@ -283,13 +270,6 @@ def _range_text(least: int, most: int | None) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _shape_text(shape: Shape) -> str:
-    total = 1
-    for size in shape:
-        total *= size
-    return f"{' '.join(map(str, shape))} ({total})"
-
-
 def _check_shared_shape(layer: Layer, index: int, owner: LearnableParameter, *, permissive: bool) -> None:
     ours, theirs = layer.blobs[index], owner.blob
     if ours.shape == theirs.shape or (permissive and ours.count == theirs.count):
@@ -298,7 +278,7 @@ def _check_shared_shape(layer: Layer, index: int, owner: LearnableParameter, *, 
     raise ModelError(
         f"Cannot share param '{owner.name}' owned by layer '{owner.layer}' with layer '{layer.name}'; {what} "
         "mismatch.  "
-        f"Owner layer param shape is {_shape_text(theirs.shape)}; sharing layer expects shape {_shape_text(ours.shape)}"
+        f"Owner layer param shape is {shape_text(theirs.shape)}; sharing layer expects shape {shape_text(ours.shape)}"
     )
 
 

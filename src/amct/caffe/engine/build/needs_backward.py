@@ -18,7 +18,7 @@ def decide_backward(graph: Graph) -> None:
         for node in graph.nodes:
             node.needs_backward = True
             node.bottom_needs_gradient = [
-                needs or node.layer.allows_forced_backward(position)
+                needs or position not in node.layer.no_gradient
                 for position, needs in enumerate(node.bottom_needs_gradient)
             ]
             node.layer.parameter_needs_gradient = [True] * len(node.layer.blobs)

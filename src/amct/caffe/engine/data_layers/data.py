@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.caffe.engine.data_layers.prefetch import PrefetchLayer
-from amct.caffe.engine.data_layers.transform import Transformation
 from amct.caffe.engine.registry import register
 from amct.data.lmdb import LmdbReader, is_lmdb
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.data_layers.prefetch import Arrays, BatchSource
+    from amct.caffe.engine.data_layers.transform import Transformation
     from amct.data.datum import DatumValues
     from amct.errors import ModelError
 
@@ -63,10 +63,7 @@ class Data(PrefetchLayer):
             raise self._leveldb_error(options.source)
         self.depth = max(1, options.prefetch)
         reader = LmdbReader(options.source)
-        transform = self.parameter.transform_param
-        is_random = Transformation.needs_random(transform, training=self.is_training) or options.rand_skip > 0
-        seed = self.new_seed() if is_random else 0
-        transformation = Transformation(transform, training=self.is_training, seed=seed, error=self.error_maker())
+        transformation, seed = self.transformation(is_random=options.rand_skip > 0)
         first = next(reader.datums(color=transformation.color))
         skip = int(np.random.default_rng(seed).integers(options.rand_skip)) if options.rand_skip else 0
         with_labels = len(self.top_blobs) > 1

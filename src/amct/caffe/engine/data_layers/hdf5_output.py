@@ -29,7 +29,6 @@ class HDF5Output(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check that the file can be created."""
-        del bottoms
         name = self.parameter.hdf5_output_param.file_name
         if not name:
             raise self.error("hdf5_output_param needs file_name")
@@ -50,7 +49,6 @@ class HDF5Output(Layer):
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Write the first batch, append later ones."""
-        del tops
         h5py = hdf5_library()
         try:
             with h5py.File(self._path, "w" if self._is_new else "r+") as file:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.caffe.engine.data_layers.prefetch import PrefetchLayer
-from amct.caffe.engine.data_layers.transform import Transformation
 from amct.caffe.engine.registry import register
 from amct.data.datum import to_bgr
 from amct.data.images import read_image
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.data_layers.prefetch import Arrays, BatchSource
+    from amct.caffe.engine.data_layers.transform import Transformation
     from amct.caffe.engine.messages import ProtoMessage
 
     Picture = npt.NDArray[Any]
@@ -84,10 +84,7 @@ class ImageData(PrefetchLayer):
         entries = [(name, label or 0) for name, label in read_image_list(options.source)]
         if options.rand_skip and options.rand_skip > len(entries):
             raise self.error(f"Not enough points to skip: rand_skip {options.rand_skip}, {len(entries)} pictures")
-        transform = self.parameter.transform_param
-        random = Transformation.needs_random(transform, training=self.is_training)
-        seed = self.new_seed() if random or options.shuffle or options.rand_skip else 0
-        transformation = Transformation(transform, training=self.is_training, seed=seed, error=self.error_maker())
+        transformation, seed = self.transformation(is_random=bool(options.shuffle or options.rand_skip))
         source = _PictureBatches(entries, options, transformation, seed=seed)
         shape = transformation.output_shape(source.peek().shape)
         return source, [(options.batch_size, *shape), (options.batch_size,)]

@@ -28,7 +28,6 @@ class MemoryData(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the sizes."""
-        del bottoms
         options = self.parameter.memory_data_param
         self._batch = options.batch_size
         self._picture = (options.channels, options.height, options.width)
@@ -61,12 +60,10 @@ class MemoryData(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes of the prototxt; as in Caffe labels have four axes after the first forward pass."""
-        del bottoms
         return list(self._shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Put the next batch into the tops."""
-        del bottoms
         if self._arrays is None:
             raise self.error("MemoryDataLayer needs to be initialized: call net.set_input_arrays(data, labels) first")
         for blob, array in zip(tops, self._arrays, strict=True):

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
+from amct.caffe.engine.data_layers.transform import Transformation
 from amct.caffe.engine.layer import Layer
 from amct.data.read_ahead import ReadAhead
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
     import numpy.typing as npt
 
@@ -48,26 +47,29 @@ class PrefetchLayer(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Open the data."""
-        del bottoms
         source, self._shapes = self.open_source()
         self._batches: ReadAhead[Arrays] = ReadAhead(source.next_batch, self.depth, f"read-ahead {self.name}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes of the last batch, or of the first one."""
-        del bottoms
         return list(self._shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Write the next batch to the tops."""
-        del bottoms
         for blob, values in zip(tops, self._batches.take(), strict=True):
             blob.set_tensor(torch.from_numpy(values))
         self._shapes = [blob.shape for blob in tops]
 
-    def error_maker(self) -> Callable[[str], ModelError]:
-        """``self.error`` as a function for a source, which must not refer to the layer."""
-        where = f'layer "{self.name}" ({self.type})'
-        return lambda message: ModelError(f"{where}: {message}")
+    def transformation(self, *, is_random: bool) -> tuple[Transformation, int]:
+        """What ``transform_param`` asks for, and the seed of the source; 0 if neither uses random numbers."""
+        options, where = self.parameter.transform_param, f'layer "{self.name}" ({self.type})'
+        is_random = is_random or Transformation.needs_random(options, training=self.is_training)
+        seed = self.new_seed() if is_random else 0
+
+        def error(message: str) -> ModelError:  # unlike ``self.error`` it does not refer to the layer
+            return ModelError(f"{where}: {message}")
+
+        return Transformation(options, training=self.is_training, seed=seed, error=error), seed
 
     def new_seed(self) -> int:
         """A seed for the source's own random numbers, drawn from torch's generator (``set_random_seed``)."""

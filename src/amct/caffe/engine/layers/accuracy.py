@@ -22,6 +22,7 @@ class Accuracy(Layer):
 
     bottom_count = (2, 2)
     top_count = (1, 2)
+    no_gradient = (0, 1)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(), and (C,) for the second top."""
@@ -44,7 +45,6 @@ class Accuracy(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A prediction is right if fewer than ``top_k`` other classes have a score >= that of the label."""
-        del parameters
         options, scores = self.parameter.accuracy_param, bottoms[0].detach()
         labels = bottoms[1].detach().reshape(self.positions).to(torch.int64)
         counts = torch.ones_like(labels, dtype=torch.bool)
@@ -66,8 +66,3 @@ class Accuracy(Layer):
         seen = torch.bincount(labels, minlength=self.classes).to(torch.float32)
         hits = torch.bincount(labels[right], minlength=self.classes).to(torch.float32)
         return torch.where(seen > 0, hits / seen.clamp(min=1), torch.zeros_like(seen))
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The layer is not differentiable."""
-        del bottom
-        return False

@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 class Elementwise(Layer):
     """top = function(bottom), applied to each value; the shape stays. Subclasses define ``function``."""
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """function(bottom)."""
-        del parameters
         return [self.function(bottoms[0])]
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
@@ -46,7 +41,6 @@ class ReLU(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read negative_slope."""
-        del bottoms
         self.slope: float = self.parameter.relu_param.negative_slope
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
@@ -124,7 +118,6 @@ class Clip(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read min and max."""
-        del bottoms
         options = self.parameter.clip_param
         if not self.parameter.HasField("clip_param"):
             raise self.error("needs clip_param with min and max")
@@ -158,7 +151,6 @@ class Dropout(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the ratio and scale_train."""
-        del bottoms
         self.ratio: float = self.parameter.dropout_param.dropout_ratio
         self.scale_train: bool = self.parameter.dropout_param.scale_train
         if not 0.0 < self.ratio < 1.0:

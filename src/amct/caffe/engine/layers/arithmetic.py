@@ -22,7 +22,6 @@ class Power(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.parameter.power_param
         self.power, self.scale, self.shift = options.power, options.scale, options.shift
 
@@ -53,7 +52,6 @@ class Exp(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.parameter.exp_param
         if options.base != NATURAL and options.base <= 0:
             raise self.error(f"base must be strictly positive (or -1 for e), got {options.base}")
@@ -73,7 +71,6 @@ class Log(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.options = self.parameter.log_param
         if options.base != NATURAL and (options.base <= 0 or options.base == 1):
             raise self.error(f"base must be strictly positive and not 1 (or -1 for e), got {options.base}")

@@ -66,7 +66,6 @@ class BatchNorm(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Normalize; with batch statistics also update the moving averages."""
-        del parameters
         bottom = bottoms[0]
         shape = (1, -1) + (1,) * (bottom.dim() - 2) if bottom.dim() > 1 else (1,)
         if self.use_global:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.messages import ProtoMessage
 
 
 @register("Split")
@@ -33,11 +34,18 @@ class Split(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Views of the bottom, without a copy."""
-        del parameters
         bottom = bottoms[0]
         if not bottom.requires_grad:
             return [bottom] * len(self.top_blobs)
         return [bottom.view_as(bottom) for _ in self.top_blobs]
+
+
+def _read_axis(layer: Layer, options: ProtoMessage, old_name: str, shape: Shape) -> int:
+    """The axis of Concat or Slice: ``axis``, or its older name."""
+    if options.HasField("axis") and options.HasField(old_name):
+        raise layer.error(f"Either axis or {old_name} should be specified; not both")
+    axis = getattr(options, old_name) if options.HasField(old_name) else options.axis
+    return canonical_axis(axis, len(shape), layer.name)
 
 
 @register("Concat")
@@ -49,11 +57,7 @@ class Concat(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axis: ``axis`` or the older ``concat_dim``."""
-        options = self.parameter.concat_param
-        if options.HasField("axis") and options.HasField("concat_dim"):
-            raise self.error("Either axis or concat_dim should be specified; not both")
-        axis = options.concat_dim if options.HasField("concat_dim") else options.axis
-        self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
+        self.axis = _read_axis(self, self.parameter.concat_param, "concat_dim", bottoms[0])
         self.shares_memory = len(bottoms) == 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
@@ -73,7 +77,6 @@ class Concat(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Concatenate."""
-        del parameters
         return [torch.cat(bottoms, self.axis)]
 
 
@@ -87,10 +90,7 @@ class Slice(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the axis (``axis`` or the older ``slice_dim``) and the slice points."""
         options = self.parameter.slice_param
-        if options.HasField("axis") and options.HasField("slice_dim"):
-            raise self.error("Either axis or slice_dim should be specified; not both")
-        axis = options.slice_dim if options.HasField("slice_dim") else options.axis
-        self.axis = canonical_axis(axis, len(bottoms[0]), self.name)
+        self.axis = _read_axis(self, options, "slice_dim", bottoms[0])
         self.points = list(options.slice_point)
         self.shares_memory = len(self.top_blobs) == 1
 
@@ -115,7 +115,6 @@ class Slice(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Copies, because a later in-place layer must not change the bottom."""
-        del parameters
         return [piece.clone() for piece in torch.split(bottoms[0], self.sizes, self.axis)]
 
 
@@ -135,7 +134,6 @@ class Tile(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Repeat."""
-        del parameters
         times = [1] * bottoms[0].dim()
         times[self.axis] = self.parameter.tile_param.tiles
         return [bottoms[0].repeat(times)]

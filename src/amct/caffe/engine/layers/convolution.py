@@ -12,6 +12,7 @@ from amct.caffe.engine import packed
 from amct.caffe.engine.layer import Folded, Layer
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
+from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,30 +109,20 @@ class _BaseConvolution(Layer):
         self.window = read_window(self, options, self.spatial_axes)
         self.channels = shape[self.axis]
         self.outputs = options.num_output
-        self.group = self.default_group()
+        self.group: int = options.group
         if self.outputs <= 0:
             raise self.error(f"num_output must be > 0, got {self.outputs}")
         if self.group <= 0 or self.channels % self.group:
             raise self.error(f"group {self.group} does not divide the {self.channels} input channels")
         if self.outputs % self.group:
             raise self.error(f"Number of output should be multiples of group: {self.outputs} and {self.group}")
-        self.add_parameter(self.weight_shape(), options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(self.weight_shape(), options.weight_filler)
         if options.bias_term:
-            self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
-
-    def default_group(self) -> int:
-        """The number of groups."""
-        group: int = self.options.group
-        return group
+            self.add_parameter((self.outputs,), options.bias_filler)
 
     def weight_shape(self) -> Shape:
         """The shape of the weight."""
         raise NotImplementedError
-
-    def fold_channels(self) -> int:
-        """The number of output channels."""
-        outputs: int = self.outputs
-        return outputs
 
     def fold_groups(self) -> int:
         """The number of groups."""
@@ -185,7 +176,7 @@ class _BaseConvolution(Layer):
 class Convolution(_BaseConvolution):
     """Cross-correlation: (N, C, H, W) to (N, num_output, H', W'); weight (num_output, C / group, kernel...)."""
 
-    fold_axis = 0
+    fold_kind: WeightKind | None = WeightKind.CONV
 
     def weight_shape(self) -> Shape:
         """(num_output, C / group, kernel...)."""
@@ -203,13 +194,10 @@ class Convolution(_BaseConvolution):
         self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
     ) -> tuple[torch.Tensor, bool]:
         """Run with folded weights. The packed kernel applies the activation too; returns (top, activation applied)."""
-        if self._is_plain_image(bottom):
+        if self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom):
             return self._packed(bottom, folded, activation), True
         kept = self.derived("channels_last", folded.sources, lambda: _to_channels_last(folded.compute()))
         return super().forward([bottom], kept)[0], False
-
-    def _is_plain_image(self, bottom: torch.Tensor) -> bool:
-        return self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom)
 
     def _packed(self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None) -> torch.Tensor:
         bottom = bottom.contiguous(memory_format=torch.channels_last)
@@ -243,7 +231,7 @@ def _to_channels_last(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 class Deconvolution(_BaseConvolution):
     """Transposed convolution: (N, C, H, W) to (N, num_output, H', W'); weight (C, num_output / group, kernel...)."""
 
-    fold_axis = 1
+    fold_kind: WeightKind | None = WeightKind.CONV_TRANSPOSE
 
     def weight_shape(self) -> Shape:
         """(C, num_output / group, kernel...)."""

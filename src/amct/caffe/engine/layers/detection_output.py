@@ -34,10 +34,10 @@ class DetectionOutput(Layer):
 
     bottom_count = (3, 3)
     allows_in_place = False
+    no_gradient = (0, 1, 2)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the options."""
-        del bottoms
         options = self.options = self.parameter.detection_output_param
         if not options.HasField("num_classes"):
             raise self.error("must specify num_classes")
@@ -71,7 +71,6 @@ class DetectionOutput(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """For each image: decode the boxes, suppress overlapping ones, keep the best."""
-        del parameters
         pictures = bottoms[0].shape[0]
         locations = bottoms[0].detach().reshape(pictures, self.boxes, self.location_classes, CORNERS)
         scores = bottoms[1].detach().reshape(pictures, self.boxes, self.classes)
@@ -119,11 +118,6 @@ class DetectionOutput(Layer):
         for score, label, index in islice(everything, most):
             best.setdefault(label, []).append((score, index))
         return best
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The layer is not differentiable."""
-        del bottom
-        return False
 
 
 def decode(

@@ -24,7 +24,6 @@ class DummyData(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read shapes and fillers: one for all tops, or one per top."""
-        del bottoms
         options, tops = self.parameter.dummy_data_param, len(self.top_blobs)
         self.shapes = self._shapes(tops)
         fillers = list(options.data_filler)
@@ -59,12 +58,10 @@ class DummyData(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes of the prototxt."""
-        del bottoms
         return list(self.shapes)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Fill the random tops again."""
-        del bottoms
         for blob, shape, filler in zip(tops, self.shapes, self.fillers, strict=True):
             if filler.type != "constant":
                 seed = int(torch.randint(2**62, ()).item())

@@ -62,7 +62,6 @@ class Eltwise(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Combine the bottoms from first to last."""
-        del parameters
         if self.operation == SUM:
             return [self._sum(bottoms)]
         result = bottoms[0]

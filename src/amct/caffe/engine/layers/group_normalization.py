@@ -31,7 +31,6 @@ class GroupNorm(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Normalize each group."""
-        del parameters
         options = self.parameter.group_norm_param
         return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
 
@@ -55,7 +54,7 @@ class LayerNormalization(Layer):
         inner = bottoms[0][self.axis :]
         self.add_parameter(inner, options.scale_filler if options.HasField("scale_filler") else None, default=1.0)
         if options.bias_term:
-            self.add_parameter(inner, options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter(inner, options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""

@@ -7,8 +7,6 @@ import torch
 from amct.caffe.engine.layers.recurrent import Recurrent
 from amct.caffe.engine.registry import register
 
-GATES = 3
-
 
 @register("GRU")
 class GRU(Recurrent):
@@ -19,14 +17,7 @@ class GRU(Recurrent):
     (``recurrent_param``); h is multiplied by ``cont`` before use.
     """
 
-    def make_parameters(self) -> None:
-        """Create the weights of input, static input and hidden state."""
-        rows = GATES * self.outputs
-        self.add_weight(rows, self.inputs)
-        self.add_bias(rows)
-        if self.has_static:
-            self.add_weight(rows, self.static_inputs)
-        self.add_weight(rows, self.outputs)
+    gates = 3
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
@@ -34,10 +25,10 @@ class GRU(Recurrent):
         """One time step; the only state is h."""
         gated = 2 * self.outputs
         before = cont * states[0]
-        hidden = self.hidden_product(before, parameters, -1, rows=slice(0, gated))
+        hidden = self.product(self.rounded(before), parameters, -1, rows=slice(0, gated))
         gates = torch.sigmoid(drive[:, :gated] + hidden)
         update, reset = gates.chunk(2, -1)
-        hidden = self.hidden_product(reset * before, parameters, -1, rows=slice(gated, None))
+        hidden = self.product(self.rounded(reset * before), parameters, -1, rows=slice(gated, None))
         new = torch.tanh(drive[:, gated:] + hidden)
         hidden = (1 - update) * new + update * before
         return hidden, [hidden]

@@ -1,4 +1,4 @@
-"""The layer that calibrates: it passes its bottom on and shows it to the calibration session of its net.
+"""IFMR, the calibration layer: its top is its bottom, which the calibration session of its net observes.
 
 All IFMR layers of a net with the same record file share one session; when the last of them has seen its batches, the
 session searches all factors and they are written into the record file at once. Where several IFMR layers see the same
@@ -48,10 +48,10 @@ class IFMR(Layer):
     """Passes its bottom on; the session of its net observes the first ``batch_num`` batches of it."""
 
     returns_views = True
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         self.options = self.parameter.ifmr_param
         if not self.options.object_layer:
             raise self.error("ifmr_param needs object_layer")
@@ -69,18 +69,8 @@ class IFMR(Layer):
         if file and sharing[-1] is self:
             start_session(sharing, record_file=file)
 
-    @property
-    def uses_autograd(self) -> bool:
-        """No gradients: a net is not trained while it is calibrated."""
-        return False
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Show the bottom to the session and pass it on."""
-        del parameters
+        """Let the session observe the bottom, and return it."""
         options = self.options
         if self.session is None:
             raise self.error("ifmr_param needs record_file_path")
@@ -150,7 +140,7 @@ class IfmrLayerObserver(IfmrObserver):
     batch_num: int = OPEN_ENDED
 
     def observe(self, x: torch.Tensor) -> None:
-        """Observe one batch; the first one says how many values will come."""
+        """Observe one batch; the size of the first one gives the expected number of values."""
         if self.batches == 0 and self.batch_num < OPEN_ENDED:
             self.expect(x.numel() * self.batch_num)
         with self._errors_as_in_amct():
@@ -178,7 +168,7 @@ def start_session(
     Args:
         layers: the IFMR layers, in the order of the net.
         tensors: observers of blobs between layers.
-        record_file: where the factors are written; empty: they are only in the result of the session.
+        record_file: where the factors are written; empty: only the session's result holds them.
 
     Raises:
         CalibrationError: there is no IFMR layer.

@@ -10,6 +10,7 @@ from torch.nn import functional
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
+from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ class InnerProduct(Layer):
     The weight is (num_output, inputs), or (inputs, num_output) with ``transpose``.
     """
 
-    fold_axis = 0
+    fold_kind: WeightKind | None = WeightKind.LINEAR
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create weight and bias."""
@@ -33,15 +34,11 @@ class InnerProduct(Layer):
         self.inputs = count(bottoms[0], self.axis)
         self.outputs: int = options.num_output
         shape = (self.inputs, self.outputs) if options.transpose else (self.outputs, self.inputs)
-        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(shape, options.weight_filler)
         if options.bias_term:
-            self.add_parameter((self.outputs,), options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter((self.outputs,), options.bias_filler)
         if options.transpose or self.axis != 1:
-            self.fold_axis = -1  # type: ignore[misc]  # folding needs rows = outputs and the channel axis 1
-
-    def fold_channels(self) -> int:
-        """num_output."""
-        return self.outputs
+            self.fold_kind = None  # folding needs rows = outputs and the channel axis 1
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The axes before ``axis``, then num_output."""
@@ -67,17 +64,18 @@ class InnerProduct(Layer):
 class Embed(Layer):
     """Row i of the weight (input_dim, num_output) for each integer i of the bottom, plus the bias."""
 
+    no_gradient = (0,)
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create weight and bias."""
-        del bottoms
         options = self.options = self.parameter.embed_param
         for name in ("num_output", "input_dim"):
             if getattr(options, name) <= 0:
                 raise self.error(f"EmbedLayer {name} must be positive, got {getattr(options, name)}")
         shape = (options.input_dim, options.num_output)
-        self.add_parameter(shape, options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter(shape, options.weight_filler)
         if options.bias_term:
-            self.add_parameter((options.num_output,), options.bias_filler if options.HasField("bias_filler") else None)
+            self.add_parameter((options.num_output,), options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape, then num_output."""
@@ -92,8 +90,3 @@ class Embed(Layer):
             )
         rows = functional.embedding(index, parameters[0])
         return [rows + parameters[1] if len(parameters) > 1 else rows]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        del bottom
-        return False

@@ -24,7 +24,6 @@ class Input(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the shapes: none, one for all tops, or one per top."""
-        del bottoms
         shapes = [tuple(shape.dim) for shape in self.parameter.input_param.shape]
         tops = len(self.top_blobs)
         if len(shapes) not in (0, 1, tops):
@@ -37,7 +36,6 @@ class Input(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shapes that the user gave the blobs."""
-        del bottoms
         return [blob.shape for blob in self.top_blobs]
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
@@ -53,15 +51,12 @@ class Parameter(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Create the parameter."""
-        del bottoms
         self.add_parameter(tuple(self.parameter.parameter_param.shape.dim))
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The parameter's shape."""
-        del bottoms
         return [self.blobs[0].shape]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A view of the parameter."""
-        del bottoms
         return [parameters[0].view_as(parameters[0])]

@@ -37,7 +37,7 @@ class _IntegerWeights(Layer):
     """What weighted layers share: integer blobs, and the table of a clustered weight."""
 
     keeps_integers = True
-    fold_axis = -1
+    fold_kind: WeightKind | None = None
     kind = WeightKind.CONV
     weight_groups = 1
 
@@ -107,14 +107,13 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
     transposed = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """As the plain layer, then the integers."""
+        """Set up the float layer, then the blobs of integers."""
         super().setup(bottoms)
         self.weight_groups = self.group
         self.make_integer_blobs(self.outputs)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
-        del parameters
         weight = self.integer_weight()
         sums = []
         for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True)):
@@ -140,34 +139,28 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
 class IntegerConvolution(_IntegerConvolution, Convolution):
     """Convolution of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
-
 
 @register("Deconvolution on integers")
 class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
     """The transposed convolution of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
     transposed = True
     kind = WeightKind.CONV_TRANSPOSE
 
 
 @register("DepthwiseConv on integers")
 class IntegerDepthwiseConv(_IntegerConvolution, DepthwiseConv):
-    """The convolution of every channel by itself."""
-
-    fold_axis = -1
+    """The depthwise convolution of int8 or int16 data with int8 weights."""
 
 
 @register("InnerProduct on integers")
 class IntegerInnerProduct(_IntegerWeights, InnerProduct):
     """A matrix product of int8 or int16 data with int8 weights."""
 
-    fold_axis = -1
     kind = WeightKind.LINEAR
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """As the plain layer, then the integers."""
+        """Set up the float layer, then the blobs of integers."""
         InnerProduct.setup(self, bottoms)
         self.make_integer_blobs(self.outputs)
 
@@ -181,7 +174,6 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Exact sums."""
-        del parameters
         weight, (factors,) = self.integer_weight(), self.factors
         rows = weight.t() if self.options.transpose else weight
         bottom = factors.integers(bottoms[0])
@@ -198,13 +190,13 @@ class IntegerData(Layer):
         super().__init__(parameter, context)
         kind = layer_class(parameter.type, parameter.name)
         self.inner = kind(parameter, context)
-        self.keeps_integers = kind.keeps_integers  # type: ignore[misc]  # those of the layer inside
+        self.keeps_integers = kind.keeps_integers  # type: ignore[misc]  # as the inner layer
         self.bottom_count = kind.bottom_count  # type: ignore[misc]
         self.top_count = kind.top_count  # type: ignore[misc]
         self.same_count = kind.same_count  # type: ignore[misc]
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the layer inside."""
+        """Read the factors of the bottoms and set up the inner layer."""
         self.factors = [InputFactors(self, each) for each in self.parameter.integer_param.input]
         if len(self.factors) != len(bottoms):
             raise self.error(f"integer_param has {len(self.factors)} inputs, the layer {len(bottoms)} bottoms")
@@ -214,11 +206,11 @@ class IntegerData(Layer):
         self.blobs = self.inner.blobs
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """Those of the layer inside."""
+        """The shapes of the inner layer's tops."""
         return self.inner.reshape(bottoms)
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Run the layer inside on dequantized values, or on integers minus their offset."""
+        """Run the inner layer on dequantized values, or on integers minus their offset."""
         inputs = []
         for blob, factors in zip(bottoms, self.factors, strict=True):
             scale = torch.ones(()) if self.stays_integer else factors.scale

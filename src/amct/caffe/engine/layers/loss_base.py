@@ -21,16 +21,13 @@ class LossLayer(Layer):
     bottom_count = (2, 2)
     default_loss_weight = 1.0
     makes_missing_tops = True
+    no_gradient: tuple[int, ...] = (LABELS,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """()."""
         if bottoms[0][:1] != bottoms[1][:1]:
             raise self.error(f"The data and label should have the same first dimension: {bottoms[0]} and {bottoms[1]}")
         return [()]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Labels have no gradient."""
-        return bottom != LABELS
 
     def normalization(self, default: int) -> int:
         """The normalization mode of loss_param: ``normalization`` or the older ``normalize``."""

@@ -25,20 +25,16 @@ SIMILARITY = 2
 class EuclideanLoss(LossLayer):
     """sum((a - b)^2) / (2 N); both bottoms get gradients."""
 
+    no_gradient = ()
+
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """()."""
         if count(bottoms[0], 1) != count(bottoms[1], 1):
             raise self.error(f"Inputs must have the same dimension: {bottoms[0]} and {bottoms[1]}")
         return super().reshape(bottoms)
 
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Both bottoms get gradients."""
-        del bottom
-        return True
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """sum((a - b)^2) / (2 N)."""
-        del parameters
         difference = bottoms[0].reshape(-1) - bottoms[1].reshape(-1)
         return [difference.dot(difference) / bottoms[0].shape[0] / 2]
 
@@ -49,7 +45,6 @@ class HingeLoss(LossLayer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The mean hinge loss of the batch."""
-        del parameters
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
         labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
         sign = torch.ones_like(rows).scatter_(1, labels.unsqueeze(1), -1.0)
@@ -73,7 +68,6 @@ class SigmoidCrossEntropyLoss(LossLayer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The normalized loss; targets equal to ignore_label are left out."""
-        del parameters
         scores, targets = bottoms[0].reshape(-1), bottoms[1].detach().reshape(-1)
         losses = functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
         valid = scores.numel()
@@ -123,6 +117,7 @@ class ContrastiveLoss(LossLayer):
     """sum(d^2 if similar else max(0, margin - d)^2) / (2 N), d = |a - b|; legacy_version uses max(0, margin - d^2)."""
 
     bottom_count = (3, 3)
+    no_gradient = (SIMILARITY,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """()."""
@@ -133,13 +128,8 @@ class ContrastiveLoss(LossLayer):
             raise self.error(f"one similarity label per pair is needed, got shape {similar}")
         return super().reshape([first, second])
 
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Both feature blobs get gradients."""
-        return bottom != SIMILARITY
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The mean contrastive loss of the batch."""
-        del parameters
         options = self.parameter.contrastive_loss_param
         first, second = (bottom.reshape(bottom.shape[0], -1) for bottom in bottoms[:2])
         similar = bottoms[2].detach().reshape(-1).to(torch.int64) != 0

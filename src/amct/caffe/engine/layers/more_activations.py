@@ -25,7 +25,6 @@ class ReLU6(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read negative_slope."""
-        del bottoms
         self.slope: float = self.parameter.relu6_param.negative_slope
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
@@ -53,7 +52,6 @@ class RReLU(Elementwise):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read lower and upper."""
-        del bottoms
         options = self.parameter.rrelu_param
         self.lower, self.upper = options.lower, options.upper
         if not 0 <= self.lower <= self.upper:

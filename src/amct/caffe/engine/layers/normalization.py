@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import IMAGE_BLOB_AXES, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
 WITHIN_CHANNEL = 1
-IMAGE_BLOB_AXES = 4
 
 
 @register("LRN")
@@ -29,19 +28,17 @@ class LRN(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.options = self.parameter.lrn_param
         if options.local_size % 2 == 0:
             raise self.error(f"LRN only supports odd values for local_size, got {options.local_size}")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The bottom's shape."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x / (k + alpha / n * sum of squares) ^ beta."""
-        del parameters
         bottom, options = bottoms[0], self.options
         size, half = options.local_size, options.local_size // 2
         squares = bottom * bottom
@@ -60,7 +57,6 @@ class MVN(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         self.options = self.parameter.mvn_param
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
@@ -71,13 +67,33 @@ class MVN(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """(x - mean) / (standard deviation + eps)."""
-        del parameters
         bottom = bottoms[0]
         legacy = (*bottom.shape, *(1,) * (IMAGE_BLOB_AXES - bottom.dim()))
         rows = legacy[0] if self.options.across_channels else legacy[0] * legacy[1]
         flat = bottom.reshape(rows, -1)
-        centred = flat - flat.mean(1, keepdim=True)
         if self.options.normalize_variance:
-            variance = (centred * centred).mean(1, keepdim=True)
-            centred = centred / (torch.sqrt(variance) + self.options.eps)
-        return [centred.reshape(bottom.shape)]
+            return [_Normalized.apply(flat, self.options.eps).reshape(bottom.shape)]  # type: ignore[no-untyped-call]
+        return [(flat - flat.mean(1, keepdim=True)).reshape(bottom.shape)]
+
+
+class _Normalized(torch.autograd.Function):
+    """Rows normalized to mean 0 and deviation 1, with Caffe's gradient.
+
+    ``dx = (dy - mean(dy) - y * mean(y * dy)) / (std + eps)``: the derivative has a factor (std + eps) / std at the last
+    term, which Caffe leaves out, and which is infinite on a constant image.
+    """
+
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ANN401  torch's context
+        centred = rows - rows.mean(1, keepdim=True)
+        divisor = torch.sqrt((centred * centred).mean(1, keepdim=True)) + eps
+        result = centred / divisor
+        context.save_for_backward(result, divisor)
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401  torch's context
+        result, divisor = context.saved_tensors
+        gradient = gradients[0]
+        means = gradient.mean(1, keepdim=True) + result * (result * gradient).mean(1, keepdim=True)
+        return (gradient - means) / divisor, None

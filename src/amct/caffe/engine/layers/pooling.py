@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
-IMAGE_BLOB_AXES = 4
 LOWEST = torch.finfo(torch.float32).min
 INDICES_AT_ONCE = 1 << 18  # 2 MB; torch's max pooling always writes int64 indices too
 
@@ -71,6 +70,14 @@ class PoolWindow:
             end = (output[axis] - 1) * self.stride[axis] + self.kernel[axis]
             amounts += [self.pad[axis], max(0, end - sizes[axis] - self.pad[axis])]
         return amounts
+
+
+def size_pair(options: ProtoMessage, name: str) -> tuple[int, int]:
+    """Height and width of the kernel, stride or pad of a pooling."""
+    if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
+        return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
+    single: int = getattr(options, "kernel_size" if name == "kernel" else name)
+    return single, single
 
 
 def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +168,7 @@ class Pooling(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check the window."""
         options = self.options = self.parameter.pooling_param
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         if len(self.top_blobs) > 1 and options.pool != MAX:
             raise self.error("only MAX pooling has a second top (the indices of the maxima)")
         self._check_options(options)
@@ -184,18 +191,11 @@ class Pooling(Layer):
             if options.HasField(name) and (options.HasField(f"{name}_h") or options.HasField(f"{name}_w")):
                 raise self.error(f"{name} is {name} OR {name}_h and {name}_w; not both")
 
-    def _pair(self, name: str) -> tuple[int, int]:
-        options = self.options
-        if options.HasField(f"{name}_h") or options.HasField(f"{name}_w"):
-            return getattr(options, f"{name}_h"), getattr(options, f"{name}_w")
-        single: int = getattr(options, "kernel_size" if name == "kernel" else name)
-        return single, single
-
     def _window(self, shape: Shape) -> PoolWindow:
-        kernel = (shape[2], shape[3]) if self.options.global_pooling else self._pair("kernel")
-        window = PoolWindow(
-            kernel=kernel, stride=self._pair("stride"), pad=self._pair("pad"), floor=self.options.round_mode == FLOOR
-        )
+        kernel, stride, pad = (size_pair(self.options, name) for name in ("kernel", "stride", "pad"))
+        if self.options.global_pooling:
+            kernel = (shape[2], shape[3])
+        window = PoolWindow(kernel=kernel, stride=stride, pad=pad, floor=self.options.round_mode == FLOOR)
         if min(window.kernel) <= 0 or min(window.stride) <= 0:
             raise self.error(f"Filter dimensions cannot be zero: kernel {window.kernel}, stride {window.stride}")
         if any(pad >= size for pad, size in zip(window.pad, window.kernel, strict=True)):
@@ -204,7 +204,7 @@ class Pooling(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C, H', W') with Caffe's output size."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         self.window = self._window(bottoms[0])
         height, width = self.window.output(bottoms[0][2:])
         if height <= 0 or width <= 0:
@@ -213,7 +213,6 @@ class Pooling(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each window by the method."""
-        del parameters
         bottom, method = bottoms[0], self.options.pool
         if method == AVE:
             return [average_pool(bottom, self.window)]
@@ -249,7 +248,7 @@ class SPP(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read pyramid_height and the method."""
         options = self.options = self.parameter.spp_param
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         self.levels: int = options.pyramid_height
         if self.levels <= 0:
             raise self.error(f"pyramid_height must be > 0, got {self.levels}")
@@ -270,7 +269,7 @@ class SPP(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C * total number of bins); with one level (N, C, 1, 1)."""
         shape = bottoms[0]
-        require_axes(shape, IMAGE_BLOB_AXES, self.name)
+        require_image(shape, self.name)
         self.windows = self._windows(shape)
         outputs = [window.output(shape[2:]) for window in self.windows]
         if self.levels == 1:
@@ -279,7 +278,6 @@ class SPP(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool each level and concatenate."""
-        del parameters
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]
         return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]

@@ -9,7 +9,7 @@ import torch
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 SAME_RATIO = 1e-6
 DEFAULT_VARIANCE = 0.1
 CORNERS = 4
-IMAGE_BLOB_AXES = 4
 
 
 @register("PriorBox")
@@ -32,10 +31,10 @@ class PriorBox(Layer):
 
     bottom_count = (2, 2)
     allows_in_place = False
+    no_gradient = (0, 1)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read and check sizes, ratios and variances."""
-        del bottoms
         options = self.options = self.parameter.prior_box_param
         self.sizes = self._sizes()
         self.ratios = self._ratios()
@@ -99,13 +98,12 @@ class PriorBox(Layer):
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(1, 2, boxes * 4)."""
         for shape in bottoms:
-            require_axes(shape, IMAGE_BLOB_AXES, self.name)
+            require_image(shape, self.name)
         height, width = bottoms[0][2:]
         return [(1, 2, height * width * len(self.shapes) * CORNERS)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The boxes, which depend on the bottoms' shapes only; cached until these change."""
-        del parameters
         feature, picture = (tuple(bottom.shape[2:]) for bottom in bottoms)
         result = self.derived("boxes", [], lambda: self._boxes(feature, picture), (feature, picture))
         return [result.to(bottoms[0].device).clone()]
@@ -126,8 +124,3 @@ class PriorBox(Layer):
             corners = corners.clamp(0, 1)
         row = torch.tensor(self.variances * (CORNERS // len(self.variances)))
         return torch.stack([corners.reshape(-1), row.repeat(corners.numel() // CORNERS)]).unsqueeze(0)
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The layer is not differentiable."""
-        del bottom
-        return False

@@ -10,7 +10,7 @@ import torch
 from amct.caffe.engine.boxes import suppress
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import count, require_axes
+from amct.caffe.engine.shapes import count, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RATIOS = (0.5, 1.0, 2.0)
 DEFAULT_SCALES = (8.0, 16.0, 32.0)
-IMAGE_BLOB_AXES = 4
 CORNERS = 4
 
 
@@ -33,6 +32,7 @@ class Proposal(Layer):
     bottom_count = (3, 3)
     top_count = (1, 2)
     allows_in_place = False
+    no_gradient = (0, 1, 2)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Compute the anchors."""
@@ -42,14 +42,13 @@ class Proposal(Layer):
         )
         if options.post_nms_topn <= 0:
             raise self.error(f"post_nms_topn must be > 0, got {options.post_nms_topn}")
-        del bottoms
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(post_nms_topn, 5); forward sets the real number of regions."""
         scores, offsets, picture = bottoms
         number = len(self.anchors)
         for shape in (scores, offsets):
-            require_axes(shape, IMAGE_BLOB_AXES, self.name)
+            require_image(shape, self.name)
         if scores[0] != 1:
             raise self.error(f"takes one picture at a time, got a batch of {scores[0]}")
         if scores[1] != 2 * number or offsets[1] != CORNERS * number or scores[2:] != offsets[2:]:
@@ -65,7 +64,6 @@ class Proposal(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Apply the offsets to the anchors, drop small boxes, sort by score, apply non-maximum suppression."""
-        del parameters
         options, number = self.options, len(self.anchors)
         height, width, scale = bottoms[2].detach().reshape(-1)[:3].tolist()
         scores = bottoms[0].detach()[0, number:].permute(1, 2, 0).reshape(-1)
@@ -83,11 +81,6 @@ class Proposal(Layer):
         regions = torch.cat([boxes.new_zeros(len(kept), 1), boxes[kept]], 1)
         second = torch.tensor([float(len(kept))]) if options.output_actual_rois_num else scores[kept].unsqueeze(1)
         return [regions, second][: len(self.top_blobs)]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The layer is not differentiable."""
-        del bottom
-        return False
 
 
 def anchors(base: float, ratios: Sequence[float], scales: Sequence[float]) -> torch.Tensor:

@@ -35,7 +35,6 @@ class Python(Layer):
         Raises:
             ModelError: Python layers are not allowed, the module or class does not exist, or its ``setup`` fails.
         """
-        del bottoms
         options = self.parameter.python_param
         self.place = f"{options.module}.{options.layer}"
         if not (self.context.allow_python or python_layers_allowed()):
@@ -52,7 +51,6 @@ class Python(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """Call the object's ``reshape``, which sets the tops' shapes."""
-        del bottoms
         before = [blob.shape for blob in self.top_blobs]
         with self._building("reshape"):
             self.user.reshape(self.bottom_blobs, self.top_blobs)

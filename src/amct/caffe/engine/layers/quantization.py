@@ -14,7 +14,7 @@ from amct.numerics.affine import check_factors, dequantize, fake_quantize, quant
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
 
 
@@ -50,17 +50,12 @@ class Quant(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
-        del bottoms
         self.options = self.parameter.quant_param
+        self.has_gradients = not self.options.integers
         self.factors = InputFactors(self, self.options)
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Fake-quantize with the straight-through gradient, or quantize."""
-        del parameters
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
         if not self.options.integers:
@@ -70,33 +65,18 @@ class Quant(Layer):
         except AmctError as error:
             raise self.error(str(error)) from error
 
-    @property
-    def uses_autograd(self) -> bool:
-        """Integers have no gradients."""
-        return not self.options.integers
-
-
-class _Integers(Layer):
-    """A layer that reads or writes integers: it has no gradients."""
-
-    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Forward on blobs; overridden so that the engine asks for no gradients."""
-        super().run(bottoms, tops)
-
 
 @register("DeQuant")
-class DeQuant(_Integers):
+class DeQuant(Layer):
     """Dequantizes sums of products: times scale_d · scale_w, one number or one for each channel."""
+
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Add the parameter that holds the factors."""
         shape = bottoms[0]
         self.per_channel: bool = self.parameter.dequant_param.channel_wise
         self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
-
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Multiplied in float64 and rounded once."""
@@ -107,22 +87,17 @@ class DeQuant(_Integers):
 
 
 @register("AntiQuant")
-class AntiQuant(_Integers):
+class AntiQuant(Layer):
     """Dequantizes the integers of a layer without weights; without a scale it passes float values on."""
 
     returns_views = True
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
-        del bottoms
         options = self.parameter.antiquant_param
         self.factors = InputFactors(self, options) if options.HasField("scale") else None
 
-    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
-        """The bottom's shape."""
-        return [bottoms[0]]
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Dequantize, or pass on."""
-        del parameters
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]

@@ -10,12 +10,11 @@ from torch.nn import functional
 
 from amct.caffe.engine.layers.tensor_operator import TensorOperator
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import canonical_axis, require_axes
+from amct.caffe.engine.shapes import canonical_axis, require_image
 
 if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
-IMAGE_BLOB_AXES = 4
 DEFAULT_BLOCK = 2
 _MODES = {1: "reflect", 2: "edge", 3: "wrap"}
 
@@ -44,18 +43,15 @@ class Reorg(TensorOperator):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read stride and reverse."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.parameter.reorg_param
         self.block, self.is_reverse = (options.stride, options.stride), options.reverse
-        self._check_block()
-
-    def _check_block(self) -> None:
         if min(self.block) <= 0:
             raise self.error(f"the block of pixels must not be empty, got {self.block}")
 
     def shapes(self, bottoms: list[Shape]) -> list[Shape]:
         """(N, C * block area, H / h, W / w), or the inverse with ``reverse``."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         (batch, channels, rows, columns), (height, width) = bottoms[0], self.block
         if self.is_reverse:
             if channels % (height * width):
@@ -80,7 +76,7 @@ class PassThrough(Reorg):
         if self.parameter.HasField("reorg_param"):
             super().setup(bottoms)
             return
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.parameter.pass_through_param
         self.block = (options.block_height or DEFAULT_BLOCK, options.block_width or DEFAULT_BLOCK)
         self.is_reverse = False

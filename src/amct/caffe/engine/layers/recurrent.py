@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
 
-CONTINUATION = 1
+CONTINUATION, STATIC = 1, 2
 GATES = 4
 EVERY_ROW = slice(None)
 
@@ -33,6 +33,9 @@ class Recurrent(Layer):
     top_count = (1, None)
     states = 1
     """The number of states carried."""
+    gates = 1
+    """The rows of the weights are this many times the number of outputs."""
+    no_gradient = (CONTINUATION,)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create the parameters."""
@@ -55,18 +58,21 @@ class Recurrent(Layer):
         self.make_parameters()
 
     def make_parameters(self) -> None:
-        """Create the parameters."""
-        raise NotImplementedError
+        """Create the weights of input, static input and hidden state."""
+        rows = self.gates * self.outputs
+        self.add_weight(rows, self.inputs)
+        self.add_bias(rows)
+        if self.has_static:
+            self.add_weight(rows, self.static_inputs)
+        self.add_weight(rows, self.outputs)
 
     def add_weight(self, rows: int, columns: int) -> None:
         """Add a matrix parameter with the weight filler."""
-        options = self.options
-        self.add_parameter((rows, columns), options.weight_filler if options.HasField("weight_filler") else None)
+        self.add_parameter((rows, columns), self.options.weight_filler)
 
     def add_bias(self, size: int) -> None:
         """Add a vector parameter with the bias filler."""
-        options = self.options
-        self.add_parameter((size,), options.bias_filler if options.HasField("bias_filler") else None)
+        self.add_parameter((size,), self.options.bias_filler)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(T, N, H), and (1, N, H) for every exposed state."""
@@ -110,32 +116,32 @@ class Recurrent(Layer):
 
     def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
         """The input part of the gates at all time steps: W_x x + b (+ W_static x_static)."""
-        driven = functional.linear(x, parameters[0], parameters[1])
+        driven = self.product(x, parameters, 0, bias=1)
         if self.has_static:
-            driven = driven + functional.linear(bottoms[2].reshape(x.shape[1], -1), parameters[2])
+            driven = driven + self.product(bottoms[STATIC].reshape(x.shape[1], -1), parameters, STATIC)
         return driven
 
-    def hidden_product(
+    def product(
         self,
-        hidden: torch.Tensor,
+        x: torch.Tensor,
         parameters: list[torch.Tensor],
         blob: int,
         *,
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """Return hidden times (selected rows of) parameters[blob], plus parameters[bias]."""
-        return functional.linear(hidden, parameters[blob][rows], None if bias is None else parameters[bias])
+        """Return x times (selected rows of) parameters[blob], plus parameters[bias]."""
+        return functional.linear(x, parameters[blob][rows], None if bias is None else parameters[bias])
+
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden state as it is multiplied by a matrix."""
+        return hidden
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One time step: return the output and the new states."""
         raise NotImplementedError
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """All bottoms except ``cont``."""
-        return bottom != CONTINUATION
 
 
 def lstm_step(gates: torch.Tensor, cell: torch.Tensor, cont: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -150,21 +156,13 @@ class LSTM(Recurrent):
     """Blobs: W_xc (4H, D), b_c (4H), W_xc_static if there is a static input, W_hc (4H, H); gate order i, f, o, g."""
 
     states = 2
-
-    def make_parameters(self) -> None:
-        """Create the weights of input, static input and hidden state."""
-        rows = GATES * self.outputs
-        self.add_weight(rows, self.inputs)
-        self.add_bias(rows)
-        if self.has_static:
-            self.add_weight(rows, self.static_inputs)
-        self.add_weight(rows, self.outputs)
+    gates = GATES
 
     def step(
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One time step; the states are h and c."""
-        gates = drive + self.hidden_product(cont * states[0], parameters, -1)
+        gates = drive + self.product(self.rounded(cont * states[0]), parameters, -1)
         cell, hidden = lstm_step(gates, states[1], cont)
         return hidden, [hidden, cell]
 
@@ -175,11 +173,7 @@ class RNN(Recurrent):
 
     def make_parameters(self) -> None:
         """Create the weights of input, static input, hidden state and output."""
-        self.add_weight(self.outputs, self.inputs)
-        self.add_bias(self.outputs)
-        if self.has_static:
-            self.add_weight(self.outputs, self.static_inputs)
-        self.add_weight(self.outputs, self.outputs)
+        super().make_parameters()
         self.add_weight(self.outputs, self.outputs)
         self.add_bias(self.outputs)
 
@@ -187,8 +181,8 @@ class RNN(Recurrent):
         self, drive: torch.Tensor, cont: torch.Tensor, states: list[torch.Tensor], parameters: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """One time step; the only state is h."""
-        hidden = torch.tanh(drive + self.hidden_product(cont * states[0], parameters, -3))
-        return torch.tanh(self.hidden_product(hidden, parameters, -2, bias=-1)), [hidden]
+        hidden = torch.tanh(drive + self.product(self.rounded(cont * states[0]), parameters, -3))
+        return torch.tanh(self.product(self.rounded(hidden), parameters, -2, bias=-1)), [hidden]
 
 
 @register("LSTMUnit")
@@ -197,6 +191,7 @@ class LSTMUnit(Layer):
 
     bottom_count = (3, 3)
     top_count = (2, 2)
+    no_gradient = (2,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The shape of c, twice."""
@@ -207,9 +202,4 @@ class LSTMUnit(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return c = cont * f * c_prev + i * g, h = o * tanh(c)."""
-        del parameters
         return lstm_step(bottoms[1], bottoms[0], bottoms[2].detach().unsqueeze(2))
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """All bottoms except ``cont``."""
-        return bottom != 2

@@ -13,7 +13,7 @@ import torch
 
 from amct.caffe.engine.layers.gru import GRU
 from amct.caffe.engine.layers.quantization import InputFactors
-from amct.caffe.engine.layers.recurrent import EVERY_ROW, LSTM, RNN, Recurrent
+from amct.caffe.engine.layers.recurrent import EVERY_ROW, LSTM, RNN, STATIC, Recurrent
 from amct.caffe.engine.registry import register
 from amct.numerics.affine import fake_quantize, integer_range, quantize
 from amct.numerics.integer import integer_linear
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
 
 MATRIX_AXES = 2
-STATIC = 2
 
 
 class QuantizedRecurrent(Recurrent):
@@ -37,18 +36,9 @@ class QuantizedRecurrent(Recurrent):
         self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
         self.zero = torch.zeros((), dtype=torch.int32)
 
-    def hidden_product(
-        self,
-        hidden: torch.Tensor,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        rows: slice = EVERY_ROW,
-        bias: int | None = None,
-    ) -> torch.Tensor:
-        """The product with the fake-quantized hidden state."""
-        rounded = fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
-        return super().hidden_product(rounded, parameters, blob, rows=rows, bias=bias)
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The fake-quantized hidden state."""
+        return fake_quantize(hidden, self.hidden_scale, self.zero, self.bits)
 
 
 @register("LSTMQuant")
@@ -70,6 +60,7 @@ class IntegerRecurrent(QuantizedRecurrent):
     """The common part of recurrent layers with integer weights."""
 
     keeps_integers = True
+    has_gradients = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Set up the quantized layer; each bottom has a scale and offset, each matrix a scale."""
@@ -78,6 +69,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         if len(inputs) != len(bottoms):
             raise self.error(f"integer_param has {len(inputs)} inputs, the layer {len(bottoms)} bottoms")
         self.factors = [InputFactors(self, each) for each in inputs]
+        self.multiplied = (0, STATIC) if self.has_static else (0,)  # also the places of their matrices
         scales = list(self.parameter.lstm_quant_param.scale_w)
         places = [place for place, blob in enumerate(self.blobs) if len(blob.shape) == MATRIX_AXES]
         if len(scales) != len(places):
@@ -86,61 +78,36 @@ class IntegerRecurrent(QuantizedRecurrent):
             place: torch.tensor(scale, dtype=torch.float32) for place, scale in zip(places, scales, strict=True)
         }
 
-    @property
-    def uses_autograd(self) -> bool:
-        """Integers have no gradients."""
-        return False
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Bottoms that are multiplied by a matrix stay integers; the others are dequantized."""
-        multiplied = (0, STATIC) if self.has_static else (0,)
         taken = [
-            factors.integers(bottom) if index in multiplied else factors.real(bottom)
+            factors.integers(bottom) if index in self.multiplied else factors.real(bottom)
             for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
         ]
         return super().forward(taken, parameters)
 
-    def drive(self, x: torch.Tensor, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> torch.Tensor:
-        """The input part of the gates: exact integer sums, dequantized."""
-        driven = self._product(x, self.factors[0], parameters, 0, bias=1)
-        if self.has_static:
-            static = bottoms[STATIC].reshape(x.shape[1], -1)
-            driven = driven + self._product(static, self.factors[STATIC], parameters, STATIC)
-        return driven
-
-    def _product(
+    def product(
         self,
         x: torch.Tensor,
-        factors: InputFactors,
-        parameters: list[torch.Tensor],
-        blob: int,
-        *,
-        bias: int | None = None,
-    ) -> torch.Tensor:
-        added = None if bias is None else _integers(parameters[bias], torch.int32)
-        sums = integer_linear(x, _integers(parameters[blob], torch.int8), added, offset=int(factors.offset))
-        return self._real(sums, factors.scale, blob)
-
-    def _real(self, sums: torch.Tensor, data_scale: torch.Tensor, blob: int) -> torch.Tensor:
-        """Return sums * (data scale * weight scale) in float64, rounded to float32 once, as in DeQuant."""
-        step = (data_scale.double() * self.weight_scales[blob].double()).float()
-        return (sums.double() * step.double()).float()
-
-    def hidden_product(
-        self,
-        hidden: torch.Tensor,
         parameters: list[torch.Tensor],
         blob: int,
         *,
         rows: slice = EVERY_ROW,
         bias: int | None = None,
     ) -> torch.Tensor:
-        """The quantized hidden state times an int8 matrix: exact sums, dequantized."""
-        state = quantize(hidden, self.hidden_scale, self.zero, self.bits)
+        """Exact sums times (data scale * weight scale), computed in float64 and rounded once, as in DeQuant."""
+        place = blob % len(parameters)
+        is_state = place not in self.multiplied
+        scale, offset = (self.hidden_scale, 0) if is_state else (self.factors[place].scale, self.factors[place].offset)
         matrix = _integers(parameters[blob], torch.int8)[rows]
         added = None if bias is None else _integers(parameters[bias], torch.int32)
-        sums = integer_linear(state, matrix, added)
-        return self._real(sums, self.hidden_scale, blob % len(parameters))
+        sums = integer_linear(x, matrix, added, offset=int(offset))
+        step = (scale.double() * self.weight_scales[place].double()).float()
+        return (sums.double() * step.double()).float()
+
+    def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The quantized hidden state."""
+        return quantize(hidden, self.hidden_scale, self.zero, self.bits)
 
 
 def _integers(parameter: torch.Tensor, kind: torch.dtype) -> torch.Tensor:

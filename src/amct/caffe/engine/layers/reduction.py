@@ -29,7 +29,6 @@ class Reduction(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Reduce by the operation."""
-        del parameters
         options, bottom = self.parameter.reduction_param, bottoms[0]
         axes = list(range(self.axis, bottom.dim()))
         values = {ASUM: torch.abs, SUMSQ: torch.square}.get(options.operation, lambda tensor: tensor)(bottom)
@@ -43,6 +42,8 @@ class Reduction(Layer):
 @register("ArgMax")
 class ArgMax(Layer):
     """The indices (and with ``out_max_val`` the values) of the ``top_k`` largest values; ties: later index first."""
+
+    no_gradient = (0,)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
@@ -68,7 +69,6 @@ class ArgMax(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sort and take the first top_k."""
-        del parameters
         bottom, options = bottoms[0], self.options
         values = bottom.movedim(self.axis, -1) if self.axis is not None else bottom.reshape(bottom.shape[0], -1)
         # The flip makes a stable sort return the later index of a tie first.
@@ -80,8 +80,3 @@ class ArgMax(Layer):
             return [result.movedim(-1, self.axis).contiguous()]
         pieces = [places.to(bottom.dtype), found] if options.out_max_val else [places.to(bottom.dtype)]
         return [torch.stack(pieces, 1).reshape(self.reshape([tuple(bottom.shape)])[0])]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        del bottom
-        return False

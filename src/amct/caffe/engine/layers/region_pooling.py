@@ -12,7 +12,7 @@ import torch
 
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import count, require_axes
+from amct.caffe.engine.shapes import count, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 REGIONS = 1
 COLUMNS = 5
-IMAGE_BLOB_AXES = 4
 SMALLEST = 0.1
 
 
@@ -33,11 +32,12 @@ class _RegionPooling(Layer):
     channels: int
     pooled: tuple[int, int]
     scale: float
+    no_gradient = (REGIONS,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(R, channels, pooled height, pooled width)."""
         features, regions = bottoms
-        require_axes(features, IMAGE_BLOB_AXES, self.name)
+        require_image(features, self.name)
         if count(regions) != regions[0] * COLUMNS:
             raise self.error(f"regions must be rows of (image index, x1, y1, x2, y2), got shape {regions}")
         self.check_channels(features[1])
@@ -49,7 +49,6 @@ class _RegionPooling(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Pool region by region."""
-        del parameters
         features = bottoms[0]
         results = []
         for picture, *region in bottoms[1].detach().reshape(-1, COLUMNS).tolist():
@@ -63,10 +62,6 @@ class _RegionPooling(Layer):
     def pool(self, features: torch.Tensor, x1: float, y1: float, x2: float, y2: float) -> torch.Tensor:
         """Pool one region of one image (C, H, W)."""
         raise NotImplementedError
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Regions have no gradient."""
-        return bottom != REGIONS
 
     def read_size(self, height: int, width: int, scale: float) -> None:
         """Set and check the pooled size and the scale."""
@@ -86,7 +81,6 @@ class ROIPooling(_RegionPooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.parameter.roi_pooling_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
 
@@ -125,7 +119,6 @@ class PSROIPooling(_RegionPooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.parameter.psroi_pooling_param
         if not self.parameter.HasField("psroi_pooling_param") or options.output_dim <= 0:
             raise self.error("needs psroi_pooling_param with spatial_scale, output_dim > 0 and group_size > 0")
@@ -173,7 +166,6 @@ class ROIAlign(_RegionPooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.options = self.parameter.roi_align_param
         self.read_size(options.pooled_h, options.pooled_w, options.spatial_scale)
         if options.roi_end_mode not in (0, 1):

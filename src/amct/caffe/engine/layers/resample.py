@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layers.pooling import size_pair
 from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_axes
+from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
 
-IMAGE_BLOB_AXES = 4
 MASK = 1
 DEFAULT_STRIDE = 2
 AVERAGE = 1
@@ -29,10 +29,11 @@ class _MaskedUnpooling(Layer):
     bottom_count = (1, 2)
     allows_in_place = False
     size: tuple[int, int]
+    no_gradient = (MASK,)
 
     def check_mask(self, bottoms: list[Shape]) -> None:
         """The mask must have the shape of the first bottom."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         if len(bottoms) > MASK and bottoms[MASK] != bottoms[0]:
             raise self.error(f"the mask must have the shape of the first bottom, got {bottoms[MASK]} and {bottoms[0]}")
 
@@ -44,10 +45,6 @@ class _MaskedUnpooling(Layer):
             raise self.error(f"the mask holds an index outside the {height} x {width} image")
         plane = bottom.new_zeros(*lead, height * width)
         return plane.scatter(2, places, bottom.reshape(*lead, -1)).reshape(*lead, height, width)
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        return bottom != MASK
 
 
 def _given(options: ProtoMessage, name: str) -> float | None:
@@ -67,7 +64,6 @@ class Upsample(_MaskedUnpooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factor of size and the factor of the values."""
-        del bottoms
         options = self.parameter.upsample_param
         scale, stride = _given(options, "scale"), _given(options, "stride")
         down, across = _given(options, "stride_h"), _given(options, "stride_w")
@@ -93,7 +89,6 @@ class Upsample(_MaskedUnpooling):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Repeat, or scatter by the mask; then multiply by ``scale``."""
-        del parameters
         if len(bottoms) > MASK:
             result = self.scatter(*bottoms)
         else:
@@ -112,23 +107,15 @@ class Unpooling(_MaskedUnpooling):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the window."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.options = self.parameter.unpooling_param
-        self.kernel = self._pair("kernel_size", "kernel_h", "kernel_w")
-        self.stride = self._pair("stride", "stride_h", "stride_w")
-        self.pad = self._pair("pad", "pad_h", "pad_w")
+        self.kernel, self.stride, self.pad = (size_pair(options, name) for name in ("kernel", "stride", "pad"))
         if min(self.kernel) <= 0 or min(self.stride) <= 0:
             raise self.error(f"kernel and stride must be > 0, got {self.kernel} and {self.stride}")
         if any(pad >= kernel for pad, kernel in zip(self.pad, self.kernel, strict=True)):
             raise self.error(f"pad must be smaller than the kernel, got {self.pad} and {self.kernel}")
         if options.unpool == AVERAGE and len(bottoms) > MASK:
             raise self.error("only MAX unpooling takes a mask (second bottom)")
-
-    def _pair(self, single: str, down: str, across: str) -> tuple[int, int]:
-        options = self.options
-        if options.HasField(down) or options.HasField(across):
-            return getattr(options, down), getattr(options, across)
-        return getattr(options, single), getattr(options, single)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The size given, else (size - 1) * stride + kernel - 2 * pad."""
@@ -146,7 +133,6 @@ class Unpooling(_MaskedUnpooling):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Unpool by MAX or AVE."""
-        del parameters
         bottom = bottoms[0]
         if self.options.unpool == AVERAGE:
             return [self._spread(bottom)]
@@ -190,7 +176,7 @@ class Interp(Layer):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the options."""
-        require_axes(bottoms[0], IMAGE_BLOB_AXES, self.name)
+        require_image(bottoms[0], self.name)
         options = self.options = self.parameter.interp_param
         if options.pad_beg > 0 or options.pad_end > 0:
             raise self.error(
@@ -220,7 +206,6 @@ class Interp(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Crop, then interpolate."""
-        del parameters
         bottom, first, last = bottoms[0], -self.options.pad_beg, self.options.pad_end
         rows, columns = (slice(first, size + last) for size in bottom.shape[2:])
         inner = bottom[:, :, rows, columns]

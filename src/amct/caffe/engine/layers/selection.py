@@ -21,6 +21,7 @@ class BatchReindex(Layer):
     """top[i] = bottom[index[i]]."""
 
     bottom_count = (2, 2)
+    no_gradient = (1,)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(number of indices, ...)."""
@@ -30,17 +31,12 @@ class BatchReindex(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Select the samples."""
-        del parameters
         index = bottoms[1].detach().to(torch.int64)
         if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < bottoms[0].shape[0]):
             raise self.error(
                 f"an index lies outside 0..{bottoms[0].shape[0] - 1}: {int(index.min())}..{int(index.max())}"
             )
         return [bottoms[0].index_select(0, index)]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        return bottom == 0
 
 
 @register("Filter")
@@ -64,17 +60,13 @@ class Filter(Layer):
                 raise self.error(
                     f"Each bottom should have the same 0th dimension as the selector: {shape} (bottom {index})"
                 )
+        self.no_gradient = (len(values),)
         return values
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Select the samples."""
-        del parameters
         kept = bottoms[-1].detach().reshape(-1).nonzero().reshape(-1)
         return [bottom.index_select(0, kept) for bottom in bottoms[:-1]]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """All bottoms except the selector."""
-        return bottom != len(self.bottom_blobs) - 1
 
 
 @register("Silence")
@@ -86,10 +78,8 @@ class Silence(Layer):
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """No tops."""
-        del bottoms
         return []
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Do nothing."""
-        del bottoms, parameters
         return []

@@ -28,7 +28,6 @@ class _View(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A view, if the memory layout allows it."""
-        del parameters
         return [bottoms[0].reshape(self.top_shape)]
 
     top_shape: Shape
@@ -59,7 +58,6 @@ class Reshape(_View):
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the sizes."""
-        del bottoms
         self.dims = list(self.parameter.reshape_param.shape.dim)
         if self.dims.count(-1) > 1:
             raise self.error(f"new shape contains multiple -1 dims: {self.dims}")
@@ -135,7 +133,6 @@ class Crop(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Crop."""
-        del parameters
         window = tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
         return [bottoms[0][window].clone()]
 
@@ -163,7 +160,6 @@ class Im2col(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Unfold the windows."""
-        del parameters
         bottom, window = bottoms[0], self.window
         flat = bottom.reshape(-1, *bottom.shape[self.axis :])
         columns = functional.unfold(flat, window.kernel, window.dilation, window.pad, window.stride)

@@ -26,6 +26,7 @@ class SmoothL1Loss(LossLayer):
     """
 
     bottom_count = (2, 4)
+    no_gradient = (INSIDE, OUTSIDE)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """()."""
@@ -35,7 +36,6 @@ class SmoothL1Loss(LossLayer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The smooth L1 loss of the batch."""
-        del parameters
         sharpness = self.parameter.smooth_l1_loss_param.sigma**2
         difference = bottoms[0] - bottoms[1]
         if len(bottoms) > INSIDE:
@@ -45,7 +45,3 @@ class SmoothL1Loss(LossLayer):
         if len(bottoms) > OUTSIDE:
             values = values * bottoms[OUTSIDE].detach()
         return [values.sum() / bottoms[0].shape[0]]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """The weights have no gradient."""
-        return bottom < INSIDE

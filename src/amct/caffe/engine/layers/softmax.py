@@ -27,5 +27,4 @@ class Softmax(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Softmax along the axis."""
-        del parameters
         return [torch.softmax(bottoms[0], self.axis)]

@@ -65,8 +65,7 @@ class _ClassLoss(LossLayer):
 
     def class_axis(self) -> int:
         """The class axis of the prototxt."""
-        axis: int = self.parameter.softmax_param.axis
-        return axis
+        return int(self.parameter.softmax_param.axis)
 
     def divisor(self, counts: torch.Tensor) -> float:
         """The normalizer of the sum of losses."""
@@ -89,7 +88,6 @@ class SoftmaxWithLoss(_ClassLoss):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The normalized loss, and the probabilities."""
-        del parameters
         scores = bottoms[0]
         labels, counts = self.labels(bottoms[1].reshape(self.label_shape), scores.shape[self.axis])
         results = _SoftmaxLoss.apply(scores, labels, counts, self.axis, self.divisor(counts))  # type: ignore[no-untyped-call]
@@ -102,6 +100,7 @@ class InfogainLoss(_ClassLoss):
 
     bottom_count = (2, 3)
     top_count = (1, 2)
+    no_gradient = (1, 2)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the matrix unless it is the third bottom."""
@@ -116,8 +115,7 @@ class InfogainLoss(_ClassLoss):
 
     def class_axis(self) -> int:
         """The axis of infogain_loss_param."""
-        axis: int = self.parameter.infogain_loss_param.axis
-        return axis
+        return int(self.parameter.infogain_loss_param.axis)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(), and the scores' shape for the probabilities."""
@@ -129,13 +127,8 @@ class InfogainLoss(_ClassLoss):
             raise self.error(f"the infogain matrix must be {classes} x {classes}, it has {given} values")
         return [*tops, bottoms[0]][: len(self.top_blobs)]
 
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Only the scores get a gradient."""
-        return bottom == 0
-
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The normalized loss; probabilities are clamped at 1e-20 in the loss, but not in the gradient."""
-        del parameters
         scores = bottoms[0]
         classes = scores.shape[self.axis]
         given = bottoms[2].detach() if self.matrix is None else self.matrix.to(scores.device)
@@ -170,7 +163,6 @@ class MultinomialLogisticLoss(LossLayer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The loss with probabilities clamped at 1e-20; the gradient is that of the clamped value."""
-        del parameters
         rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
         labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
         chosen = rows.gather(1, labels.unsqueeze(1))

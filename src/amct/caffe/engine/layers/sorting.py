@@ -77,10 +77,10 @@ class Nms(Layer):
 
     bottom_count = (2, 2)
     allows_in_place = False
+    no_gradient = (0, 1)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
-        del bottoms
         options = self.options = self.parameter.nms_param
         self.most = options.max_output_boxes_per_class if options.HasField("max_output_boxes_per_class") else None
         self.threshold = options.score_threshold if options.HasField("score_threshold") else -float("inf")
@@ -100,7 +100,6 @@ class Nms(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Suppress class by class."""
-        del parameters
         boxes, scores = self._corners(bottoms[0].detach()), bottoms[1].detach()
         rows = [
             [picture, label, int(index)]
@@ -121,8 +120,3 @@ class Nms(Layer):
         order = likely[scores[likely].argsort(descending=True, stable=True)]
         kept = list(islice(suppress(boxes[order], self.options.iou_threshold), self.most))
         return order[kept]
-
-    def allows_forced_backward(self, bottom: int) -> bool:
-        """Indices have no gradient."""
-        del bottom
-        return False

@@ -41,7 +41,6 @@ class Permute(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Permute and copy."""
-        del parameters
         return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
 
 

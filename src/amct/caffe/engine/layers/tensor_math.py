@@ -164,6 +164,9 @@ def _without(shape: Shape, axes: Sequence[int], *, keep: bool) -> Shape:
 class _Reduce(TensorOperator):
     """Reduces ``axes`` (all if none are given); ``keepdims`` keeps them with size 1."""
 
+    operator = ""
+    """The tensor method that reduces several axes."""
+
     def setup(self, bottoms: list[Shape]) -> None:
         """Check the axes."""
         options = self.parameter.reduce_param
@@ -182,43 +185,36 @@ class _Reduce(TensorOperator):
 
     def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
         """Reduce ``self.axes``, which is not empty."""
-        raise NotImplementedError
+        reduced: torch.Tensor = getattr(bottom, self.operator)(self.axes, keepdim=self.keep)
+        return reduced
 
 
 @register("ReduceSum")
 class ReduceSum(_Reduce):
     """The sum over ``axes``."""
 
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The sum over the axes."""
-        return bottom.sum(self.axes, keepdim=self.keep)
+    operator = "sum"
 
 
 @register("ReduceMean")
 class ReduceMean(_Reduce):
     """The mean over ``axes``."""
 
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The mean over the axes."""
-        return bottom.mean(self.axes, keepdim=self.keep)
+    operator = "mean"
 
 
 @register("ReduceMax")
 class ReduceMax(_Reduce):
     """The maximum over ``axes``; equal values share the gradient."""
 
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The maximum over the axes."""
-        return bottom.amax(self.axes, keepdim=self.keep)
+    operator = "amax"
 
 
 @register("ReduceMin")
 class ReduceMin(_Reduce):
     """The minimum over ``axes``; equal values share the gradient."""
 
-    def reduce(self, bottom: torch.Tensor) -> torch.Tensor:
-        """The minimum over the axes."""
-        return bottom.amin(self.axes, keepdim=self.keep)
+    operator = "amin"
 
 
 @register("ReduceProd")

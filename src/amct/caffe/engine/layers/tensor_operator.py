@@ -29,7 +29,6 @@ class TensorOperator(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results of ``compute`` for the tops that the net has."""
-        del parameters
         return self.compute(bottoms)[: len(self.top_blobs)]
 
     def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,16 +17,11 @@ from amct.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
+    from torch import Tensor
 
     from amct.caffe.engine.messages import ProtoMessage
 
-    Update = Callable[[torch.Tensor, Sequence[torch.Tensor], float, ProtoMessage, int], torch.Tensor]
-
-
-def _no_check(parameter: ProtoMessage) -> None:
-    """Accept any setting."""
-    del parameter
+    Update = Callable[[Tensor, Sequence[Tensor], float, ProtoMessage, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,72 +33,62 @@ class Rule:
     """``(gradient, histories, rate, solver parameter, iteration) -> value to subtract``."""
     histories: int = 1
     """The number of history tensors per parameter."""
-    check: Callable[[ProtoMessage], None] = _no_check
+    check: Callable[[ProtoMessage], None] = lambda _: None
     """Raises ConfigError if the solver's settings are invalid for the rule."""
 
 
-def _sgd(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
-) -> torch.Tensor:
+def _sgd(gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, _: int) -> Tensor:
     """Return history = momentum * history + rate * gradient; unlike in torch the rate is part of the history."""
     (history,) = histories
     history.mul_(parameter.momentum).add_(gradient, alpha=rate)
     return history.clone()
 
 
-def _nesterov(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
-) -> torch.Tensor:
+def _nesterov(gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, _: int) -> Tensor:
     """(1 + momentum) * new history - momentum * old history."""
     (history,) = histories
     momentum = parameter.momentum
     before = history.clone()
     history.mul_(momentum).add_(gradient, alpha=rate)
-    return before.mul_(-momentum).add_(history, alpha=_float(1 + momentum))
+    return before.mul_(-momentum).add_(history, alpha=float32(1 + momentum))
 
 
-def _adagrad(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
-) -> torch.Tensor:
+def _adagrad(gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, _: int) -> Tensor:
     (history,) = histories
     history.addcmul_(gradient, gradient)
     return gradient.div(history.sqrt().add_(parameter.delta)).mul_(rate)
 
 
-def _rmsprop(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
-) -> torch.Tensor:
+def _rmsprop(gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, _: int) -> Tensor:
     (history,) = histories
     decay = parameter.rms_decay
-    history.mul_(decay).addcmul_(gradient, gradient, value=_float(1 - decay))
+    history.mul_(decay).addcmul_(gradient, gradient, value=float32(1 - decay))
     return gradient.div(history.sqrt().add_(parameter.delta)).mul_(rate)
 
 
-def _adadelta(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, _: int
-) -> torch.Tensor:
+def _adadelta(gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, _: int) -> Tensor:
     gradients, updates = histories
     momentum, delta = parameter.momentum, parameter.delta
-    gradients.mul_(momentum).addcmul_(gradient, gradient, value=_float(1 - momentum))
+    gradients.mul_(momentum).addcmul_(gradient, gradient, value=float32(1 - momentum))
     update = updates.add(delta).div_(gradients.add(delta)).sqrt_().mul_(gradient)
-    updates.mul_(momentum).addcmul_(update, update, value=_float(1 - momentum))
+    updates.mul_(momentum).addcmul_(update, update, value=float32(1 - momentum))
     return update.mul_(rate)
 
 
 def _adam(
-    gradient: torch.Tensor, histories: Sequence[torch.Tensor], rate: float, parameter: ProtoMessage, iteration: int
-) -> torch.Tensor:
+    gradient: Tensor, histories: Sequence[Tensor], rate: float, parameter: ProtoMessage, iteration: int
+) -> Tensor:
     """Adam with bias correction in the rate; ``delta`` is added to the uncorrected square root."""
     first, second = histories
     beta1, beta2 = parameter.momentum, parameter.momentum2
-    first.mul_(beta1).add_(gradient, alpha=_float(1 - beta1))
-    second.mul_(beta2).addcmul_(gradient, gradient, value=_float(1 - beta2))
+    first.mul_(beta1).add_(gradient, alpha=float32(1 - beta1))
+    second.mul_(beta2).addcmul_(gradient, gradient, value=float32(1 - beta2))
     step = iteration + 1
-    correction = _float(math.sqrt(1 - beta2**step) / (1 - beta1**step))
-    return first.div(second.sqrt().add_(parameter.delta)).mul_(_float(rate * correction))
+    correction = float32(math.sqrt(1 - beta2**step) / (1 - beta1**step))
+    return first.div(second.sqrt().add_(parameter.delta)).mul_(float32(rate * correction))
 
 
-def _float(value: float) -> float:
+def float32(value: float) -> float:
     """Round to float32, as the constants of a C++ float solver are."""
     return float(np.float32(value))
 

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from amct.caffe.engine.net import Net
@@ -22,7 +21,7 @@ from amct.caffe.engine.solvers.definition import read_solver, test_definitions, 
 from amct.caffe.engine.solvers.interrupts import Action
 from amct.caffe.engine.solvers.learning_rate import learning_rate
 from amct.caffe.engine.solvers.outputs import MeanScores, Score, scores
-from amct.caffe.engine.solvers.rules import rule_of
+from amct.caffe.engine.solvers.rules import float32, rule_of
 from amct.caffe.engine.wire import StoredBlob, StoredState
 from amct.errors import ConfigError
 
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.solvers.definition import NetDefinition
 
 logger = logging.getLogger(__name__)
-
-
-def _no_request() -> Action:
-    return Action.NONE
 
 
 class Solver:
@@ -87,7 +82,7 @@ class Solver:
         self._displayed = (time.monotonic(), 0)
         self._callbacks: list[tuple[Callable[[], object], Callable[[], object]]] = []
         self._history = [torch.zeros(shape) for shape in self._history_shapes()]
-        self.action_source: Callable[[], Action] = _no_request
+        self.action_source: Callable[[], Action] = lambda: Action.NONE
         """Called after every iteration and every test batch; returns a request to stop or to write a snapshot."""
         logger.info("Solver scaffolding done.")
 
@@ -183,14 +178,14 @@ class Solver:
             gradient, values = blob.gradient, blob.tensor
             if scale != 1.0:
                 gradient = gradient * scale
-            decay = _float(decay_rate * parameter.decay)
+            decay = float32(decay_rate * parameter.decay)
             if decay:
                 gradient = gradient.add(values.sign() if is_l1 else values, alpha=decay)
             indices = [index + block * len(parameters) for block in range(blocks)]
             for slot in indices:
                 self._history[slot] = self._history[slot].to(gradient.device)
             histories = [self._history[slot] for slot in indices]
-            update = self.rule.update(gradient, histories, _float(rate * parameter.rate), self.param, self._iteration)
+            update = self.rule.update(gradient, histories, float32(rate * parameter.rate), self.param, self._iteration)
             blob.set_tensor(values - update)
             blob.set_gradient(update)
         self._iteration += 1
@@ -217,7 +212,7 @@ class Solver:
         norm = math.sqrt(squares)
         if norm <= limit:
             return 1.0
-        factor = _float(limit / norm)
+        factor = float32(limit / norm)
         logger.info(
             "Gradient clipping: scaling down gradients (L2 norm %g > %g) by scale factor %g", norm, limit, factor
         )
@@ -346,10 +341,6 @@ class Solver:
         )
         for number, score in enumerate(scores(self.net)):
             logger.info("    Train net output #%d: %s", number, score)
-
-
-def _float(value: float) -> float:
-    return float(np.float32(value))
 
 
 def _stored(tensor: torch.Tensor) -> StoredBlob:

@@ -1,14 +1,36 @@
-"""Element-wise functions."""
+"""Element-wise functions, and CReLU."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amct.caffe.engine.layers import activations, arithmetic
+from amct.caffe.engine.layers import more_activations as more
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
+
+
+_SAME_OPERATOR = {
+    activations.Sigmoid: "Sigmoid",
+    activations.TanH: "Tanh",
+    activations.AbsVal: "Abs",
+    activations.BNLL: "Softplus",
+    more.Hswish: "HardSwish",
+    more.Sqrt: "Sqrt",
+    more.Ceil: "Ceil",
+    more.Sign: "Sign",
+    more.Cos: "Cos",
+    more.Sin: "Sin",
+    more.Erf: "Erf",
+}
+
+
+@onnx_form(*_SAME_OPERATOR)
+def same_operator(place: Place[Any]) -> None:
+    """The ONNX operator of the same function."""
+    place.top(_SAME_OPERATOR[type(place.layer)], place.bottom)
 
 
 @onnx_form(activations.ReLU)
@@ -20,34 +42,10 @@ def relu(place: Place[activations.ReLU]) -> None:
         place.top("Relu", place.bottom)
 
 
-@onnx_form(activations.Sigmoid)
-def sigmoid(place: Place[activations.Sigmoid]) -> None:
-    """Sigmoid."""
-    place.top("Sigmoid", place.bottom)
-
-
-@onnx_form(activations.TanH)
-def tanh(place: Place[activations.TanH]) -> None:
-    """Tanh."""
-    place.top("Tanh", place.bottom)
-
-
 @onnx_form(activations.ELU)
 def elu(place: Place[activations.ELU]) -> None:
     """Elu."""
     place.top("Elu", place.bottom, alpha=float(place.layer.parameter.elu_param.alpha))
-
-
-@onnx_form(activations.AbsVal)
-def absolute(place: Place[activations.AbsVal]) -> None:
-    """Abs."""
-    place.top("Abs", place.bottom)
-
-
-@onnx_form(activations.BNLL)
-def bnll(place: Place[activations.BNLL]) -> None:
-    """Softplus."""
-    place.top("Softplus", place.bottom)
 
 
 @onnx_form(activations.Swish)
@@ -76,8 +74,11 @@ def threshold(place: Place[activations.Threshold]) -> None:
 
 @onnx_form(activations.Dropout)
 def dropout(place: Place[activations.Dropout]) -> None:
-    """The identity."""
-    place.alias(place.bottom)
+    """The identity, or a multiplication by 1 - p where training does not divide (``scale_train: false``)."""
+    if place.layer.scale_train:
+        place.alias(place.bottom)
+    else:
+        place.top("Mul", place.bottom, place.value("kept", 1.0 - float(place.layer.ratio)))
 
 
 @onnx_form(activations.PReLU)
@@ -131,3 +132,33 @@ def logarithm(place: Place[arithmetic.Log]) -> None:
         place.top("Log", tensor)
     else:
         place.top("Mul", place.step("log", "Log", tensor), place.value("base_factor", float(layer.factor)))
+
+
+@onnx_form(more.ReLU6)
+def relu6(place: Place[more.ReLU6]) -> None:
+    """Clip, plus negative_slope * min(x, 0)."""
+    limits = place.value("minimum", 0.0), place.value("maximum", more.SIX)
+    if not place.layer.slope:
+        place.top("Clip", place.bottom, *limits)
+        return
+    limited = place.step("limited", "Clip", place.bottom, *limits)
+    negative = place.step("negative", "Min", place.bottom, limits[0])
+    place.top("Add", limited, place.step("sloped", "Mul", negative, place.value("slope", float(place.layer.slope))))
+
+
+@onnx_form(more.RReLU)
+def rrelu(place: Place[more.RReLU]) -> None:
+    """LeakyRelu with the mean of lower and upper."""
+    place.top("LeakyRelu", place.bottom, alpha=(place.layer.lower + place.layer.upper) / 2)
+
+
+@onnx_form(more.CReLU)
+def crelu(place: Place[more.CReLU]) -> None:
+    """Relu of Concat(x, -x)."""
+    options = place.layer.parameter.crelu_param
+    opposite = place.step("opposite", "Neg", place.bottom)
+    both = place.step("both", "Concat", place.bottom, opposite, axis=int(options.concat_axis))
+    if options.negative_slope:
+        place.top("LeakyRelu", both, alpha=float(options.negative_slope))
+    else:
+        place.top("Relu", both)

@@ -11,13 +11,11 @@ from amct.caffe.engine.layers.prior_box import PriorBox
 from amct.caffe.engine.layers.region_pooling import COLUMNS, ROIAlign, ROIPooling
 from amct.caffe.engine.layers.sorting import Nms
 from amct.caffe.engine.layers.ssd import Normalize
-from amct.caffe.onnx.forms.place import fixed
+from amct.caffe.onnx.forms.place import FLOAT, INT64, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
-
-FLOAT, INT64 = 1, 7
 
 
 @onnx_form(Normalize)

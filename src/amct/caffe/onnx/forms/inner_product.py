@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.layers.inner_product import Embed, InnerProduct
+from amct.caffe.onnx.forms.place import INT64
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
 
-INT64 = 7
 MATRIX = 2
 
 

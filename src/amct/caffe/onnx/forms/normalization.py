@@ -1,12 +1,14 @@
-"""BatchNorm, Scale, Bias, LRN, MVN and Softmax."""
+"""BatchNorm, Scale, Bias, LRN, MVN, GroupNorm, LayerNormalization and Softmax."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from amct.caffe.engine.layers.batch_norm import BatchNorm
+from amct.caffe.engine.layers.group_normalization import GroupNorm, LayerNormalization
 from amct.caffe.engine.layers.normalization import LRN, MVN, WITHIN_CHANNEL
 from amct.caffe.engine.layers.scale import Bias, Scale
 from amct.caffe.engine.layers.softmax import Softmax
@@ -20,9 +22,7 @@ def batch_norm(place: Place[BatchNorm]) -> None:
     layer = place.layer
     axes = len(place.bottom_dims[0])
     if not layer.use_global:
-        centred, variance = _centred(place, place.bottom, [0, *range(2, axes)])
-        inner = place.step("shifted", "Add", variance, place.value("eps", float(layer.eps)))
-        place.top("Div", centred, place.step("deviation", "Sqrt", inner))
+        place.top("Div", *_centred_and_deviation(place, place.bottom, [0, *range(2, axes)], float(layer.eps)))
         return
     mean, variance_values = (tensor.numpy().astype(np.float32) for tensor in layer.statistics())
     if axes == 1:
@@ -35,11 +35,18 @@ def batch_norm(place: Place[BatchNorm]) -> None:
     place.top("BatchNormalization", place.bottom, *values, epsilon=float(layer.eps))
 
 
-def _centred(place: Place[BatchNorm] | Place[MVN], tensor: str, axes: list[int]) -> tuple[str, str]:
+def _centred(place: Place[Any], tensor: str, axes: list[int]) -> tuple[str, str]:
     """Return x - mean over the axes, and the variance."""
     centred = place.step("centred", "Sub", tensor, place.reduced("mean", "ReduceMean", tensor, axes))
     squares = place.step("squares", "Mul", centred, centred)
     return centred, place.reduced("variance", "ReduceMean", squares, axes)
+
+
+def _centred_and_deviation(place: Place[Any], tensor: str, axes: list[int], eps: float) -> tuple[str, str]:
+    """Return x - mean over the axes, and sqrt(variance + eps)."""
+    centred, variance = _centred(place, tensor, axes)
+    shifted = place.step("shifted", "Add", variance, place.value("eps", eps))
+    return centred, place.step("deviation", "Sqrt", shifted)
 
 
 def _broadcast(place: Place[Scale] | Place[Bias]) -> Dims:
@@ -109,6 +116,30 @@ def mvn(place: Place[MVN]) -> None:
     deviation = place.step("deviation", "Sqrt", variance)
     divisor = place.step("divisor", "Add", deviation, place.value("eps", float(options.eps)))
     place.top_reshaped(place.step("normalized", "Div", centred, divisor))
+
+
+@onnx_form(GroupNorm)
+def group_norm(place: Place[GroupNorm]) -> None:
+    """Normalize each group as a row."""
+    options = place.layer.parameter.group_norm_param
+    shape = place.value("groups", [0, int(options.group_num), -1])  # 0 keeps the batch size
+    rows = place.step("rows", "Reshape", place.bottom, shape)
+    parts = _centred_and_deviation(place, rows, [2], float(options.eps))
+    place.top_reshaped(place.step("normalized", "Div", *parts))
+
+
+@onnx_form(LayerNormalization)
+def layer_normalization(place: Place[LayerNormalization]) -> None:
+    """Normalize the last axes, multiply by the scale, add the bias."""
+    layer = place.layer
+    axes = list(range(layer.axis, len(place.bottom_dims[0])))
+    factors = place.bottoms[1:] or [place.parameter(index, f"factor{index}") for index in range(len(layer.blobs))]
+    parts = _centred_and_deviation(place, place.bottom, axes, float(layer.options.epsilon))
+    normalized = place.step("normalized", "Div", *parts)
+    if len(factors) == 1:
+        place.top("Mul", normalized, factors[0])
+    else:
+        place.top("Add", place.step("scaled", "Mul", normalized, factors[0]), factors[1])
 
 
 @onnx_form(Softmax)

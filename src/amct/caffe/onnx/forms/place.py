@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -21,6 +22,8 @@ Dims: TypeAlias = tuple[int | None, ...]
 """A shape; None is a size that depends on the batch size."""
 LayerT = TypeVar("LayerT", bound=Layer, covariant=True)
 
+FLOAT, INT64, BOOL = 1, 7, 9
+"""Element types, as numbered by ONNX."""
 REDUCE_AXES_ARE_INPUTS = 18
 """From this opset on; for ReduceSum already from opset 13."""
 
@@ -54,8 +57,7 @@ class Place(Generic[LayerT]):
 
     def top(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> None:
         """Write a top by one node with the layer's name."""
-        name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
-        self.writer.node(operator, name, inputs, [self.tops[index]], **attributes)
+        self.writer.node(operator, self._name(index), inputs, [self.tops[index]], **attributes)
 
     def step(self, part: str, operator: str, *inputs: str, **attributes: Attribute) -> str:
         """Add an intermediate node called ``<layer>.<part>``; returns its output."""
@@ -63,8 +65,10 @@ class Place(Generic[LayerT]):
 
     def main(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> str:
         """Add the node with the layer's name where its output is not yet the top; returns its output."""
-        name = self.layer.name if index == 0 else f"{self.layer.name}.{index}"
-        return self.writer.node(operator, name, inputs, **attributes)
+        return self.writer.node(operator, self._name(index), inputs, **attributes)
+
+    def _name(self, index: int) -> str:
+        return self.layer.name if index == 0 else f"{self.layer.name}.{index}"
 
     def node(
         self, operator: str, part: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Attribute
@@ -146,9 +150,5 @@ def fixed(dims: Sequence[int | None]) -> tuple[int, ...]:
 
 def product(dims: Sequence[int | None]) -> int | None:
     """The number of values; None if it depends on the batch size."""
-    total = 1
-    for size in dims:
-        if size is None:
-            return None
-        total *= size
-    return total
+    known = [size for size in dims if size is not None]
+    return math.prod(known) if len(known) == len(dims) else None

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.caffe.engine.layers.pooling import AVE, LOWEST, MAX, SPP, Pooling, PoolWindow
-from amct.caffe.onnx.forms.place import Place, fixed
+from amct.caffe.onnx.forms.place import FLOAT, Place, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.writer import Attribute
-
-FLOAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)

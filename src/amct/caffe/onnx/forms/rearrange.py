@@ -10,13 +10,12 @@ from amct.caffe.engine.layers.rearrange import Pad, Reorg, Reverse, ShuffleChann
 from amct.caffe.engine.layers.sorting import Sort, TopK
 from amct.caffe.engine.layers.ssd import Permute
 from amct.caffe.engine.shapes import canonical_axis
-from amct.caffe.onnx.forms.place import fixed
+from amct.caffe.onnx.forms.place import FLOAT, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
 
-FLOAT = 1
 WRAP, WRAP_OPSET = 3, 19
 _MODES = {1: "reflect", 2: "edge", WRAP: "wrap"}
 _FIRST_PLACE = int(np.iinfo(np.int64).min)
@@ -56,9 +55,7 @@ def shuffle_channel(place: Place[ShuffleChannel]) -> None:
 @onnx_form(Reverse)
 def reverse(place: Place[Reverse]) -> None:
     """Slice with step -1."""
-    count = len(place.bottom_dims[0])
-    given = place.layer.parameter.reverse_param.axis or [0]
-    axes = sorted({canonical_axis(axis, count, place.layer.name) for axis in given})
+    axes = place.layer.axes
     edges = {"from": [-1] * len(axes), "to": [_FIRST_PLACE] * len(axes), "axes": axes, "steps": [-1] * len(axes)}
     place.top("Slice", place.bottom, *(place.value(name, values) for name, values in edges.items()))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from amct.caffe.engine.layers.reduction import ASUM, MEAN, SUMSQ, ArgMax, Reduction
-from amct.caffe.onnx.forms.place import Place, fixed, product
+from amct.caffe.onnx.forms.place import FLOAT, Place, fixed, product
 from amct.caffe.onnx.forms.registry import onnx_form
 
-FLOAT = 1
 _OPERATORS = {ASUM: "ReduceL1", SUMSQ: "ReduceSumSquare", MEAN: "ReduceMean"}
 _FIRST_PLACE = np.iinfo(np.int64).min
 

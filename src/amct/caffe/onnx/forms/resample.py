@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.caffe.engine.layers.resample import AVERAGE, Interp, Unpooling, Upsample
-from amct.caffe.onnx.forms.place import fixed
+from amct.caffe.onnx.forms.place import INT64, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
     from amct.caffe.onnx.forms.writer import Attribute
 
-INT64 = 7
 RESIZE_AXES_OPSET = 18
 
 

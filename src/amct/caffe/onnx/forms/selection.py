@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.dummy_data import DummyData
 from amct.caffe.engine.layers.input import Parameter
 from amct.caffe.engine.layers.selection import BatchReindex, Filter
+from amct.caffe.onnx.forms.place import BOOL, INT64
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
-
-INT64, BOOL = 7, 9
 
 
 @onnx_form(BatchReindex)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from amct.caffe.engine.layers import tensor_math
+from amct.caffe.onnx.forms.place import FLOAT
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
     from amct.caffe.onnx.forms.writer import Attribute
 
-FLOAT = 1
 _REDUCTIONS = {
     tensor_math.ReduceSum: "ReduceSum",
     tensor_math.ReduceMean: "ReduceMean",

@@ -1,8 +1,8 @@
-"""Average poolings that round their size up and count padding, written so that every kernel divides by the same number.
+"""Rewrites average poolings with ceil_mode and counted padding so that every kernel divides by the same number.
 
-ONNX counts the zeros that ``pads`` adds, but not what lies beyond them when ``ceil_mode`` lets a last window stand out;
+ONNX counts the zeros that ``pads`` adds, but not what lies beyond them when ``ceil_mode`` adds a last window;
 onnxruntime's integer kernel counts both, and so do its float kernels of some releases. With the zeros added by a Pad
-before it and none counted by the pooling itself, there is nothing left to count in two ways.
+before the pooling and none counted by the pooling itself, the count is the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
 
-def with_pads_apart(model: ModelProto) -> ModelProto:
-    """The model with such poolings written anew; the model itself when there is none."""
-    if not any(_counts_in_two_ways(node) for node in model.graph.node):
+def with_explicit_pool_padding(model: ModelProto) -> ModelProto:
+    """The model with such poolings rewritten; the model itself when there is none."""
+    if not any(_has_ambiguous_count(node) for node in model.graph.node):
         return model
     graph = OnnxGraph(model)
-    for node in [node for node in graph.nodes if _counts_in_two_ways(node)]:
+    for node in [node for node in graph.nodes if _has_ambiguous_count(node)]:
         pads = list(attribute_value(node, "pads", []))
         if any(pads):
             _add_pad(graph, node, pads)
@@ -32,7 +32,7 @@ def with_pads_apart(model: ModelProto) -> ModelProto:
     return graph.build()
 
 
-def _counts_in_two_ways(node: NodeProto) -> bool:
+def _has_ambiguous_count(node: NodeProto) -> bool:
     if node.op_type != "AveragePool" or attribute_value(node, "auto_pad", "NOTSET") != "NOTSET":
         return False
     return bool(attribute_value(node, "ceil_mode", 0)) and bool(attribute_value(node, "count_include_pad", 0))
