@@ -32,9 +32,9 @@ class LayerBlock:
 
     name: str
     type: str
-    data: Mapping[str, Any]
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    implied: Mapping[str, Any] = field(default_factory=dict)
+    data: dict[str, Any]
+    origins: dict[str, Origin] = field(default_factory=dict)
+    implied: dict[str, Any] = field(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
         """The origin of a value: its own, or the built-in default."""

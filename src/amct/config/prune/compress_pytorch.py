@@ -11,7 +11,7 @@ quantization block does not change the quantization of its layers, one without a
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amct.config.dialect import warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
@@ -31,7 +31,6 @@ from amct.schema import descriptor, parse_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.config.precedence import Origin
     from amct.config.text.names import Named
 
 
@@ -87,13 +86,13 @@ class _Compression:
 
     def layer(self, layer: LayerInfo) -> LayerBlock:
         """The full config of one layer; without data when the layer is neither quantized nor pruned."""
-        data: dict[str, Any] = {}
-        origins: dict[str, Origin] = {}
+        block = LayerBlock(name=layer.name, type=layer.type, data={})
         if self.quantizes and layer.type in QAT_TYPES and layer.refusal is None:
-            data, origins = self.quantizer.expand(layer)
+            block = self.quantizer.expand(layer)
         if self.prunes and (pruned := self.pruner.expand(layer)) is not None:
-            data, origins = {**data, **pruned[0]}, {**pruned[1], **origins}
-        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+            data, origins = {**block.data, **pruned[0]}, {**pruned[1], **block.origins}
+            block = LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+        return block
 
     def check(self) -> None:
         if not self.prunes and not self.quantizes:

@@ -143,17 +143,20 @@ class PtqDialect(Dialect):
         block = self.read_choice(choice)
         why = simple.skipped(layer) or (DEFAULT if capability.on_by_default else Origin(Level.RULE))
         enabled = why is DEFAULT
-        origins = {"": choice.origin, self.switch_key: why}
+        target = LayerBlock(
+            name=layer.name,
+            type=layer.type,
+            data={self.switch_key: enabled},
+            origins={"": choice.origin, self.switch_key: why},
+        )
 
         def note(what: str, position: Position | None) -> None:
             if enabled:
                 problems.adjust(layer.name, what, position)
 
-        data: dict[str, Any] = {self.switch_key: enabled}
-        implied: dict[str, Any] = {}
         if block.strength is not None and capability.dmq:
-            data[BALANCE_KEY] = block.strength
-            origins[BALANCE_KEY] = Origin(choice.origin.level, block.strength_position)
+            target.data[BALANCE_KEY] = block.strength
+            target.origins[BALANCE_KEY] = Origin(choice.origin.level, block.strength_position)
         elif block.strength is not None:
             note("dmq_balancer does not apply to these layers", block.strength_position)
         changed: dict[str, Any] = {}
@@ -164,9 +167,9 @@ class PtqDialect(Dialect):
         changed |= self.fitted_bits(layer, block, note)
         inputs = [block.activation] * layer.inputs
         offset = self.offset(simple, block.activation)
-        data[DATA_KEY] = self.write_inputs(layer, inputs, offset, changed, origins, implied)
-        self._write_weight(layer, self.fitted_weight(layer, block.weight, note), changed, data, origins, implied)
-        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+        self.write_inputs(layer, inputs, offset, changed, target)
+        self._write_weight(self.fitted_weight(layer, block.weight, note), changed, target)
+        return target
 
     @abstractmethod
     def is_per_tensor(self, layer: LayerInfo) -> bool:
@@ -191,26 +194,20 @@ class PtqDialect(Dialect):
         inputs: Sequence[AlgorithmBlock],
         offset: tuple[bool, Origin],
         changed: Mapping[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        """The activation block of a layer as it is written; ``implied`` takes the values that hold without it."""
-
-    def _write_weight(
-        self,
-        layer: LayerInfo,
-        block: AlgorithmBlock | None,
-        changed: Mapping[str, Any],
-        data: dict[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],
+        target: LayerBlock,
     ) -> None:
-        channel_wise = self.types[layer.type].channel_wise
+        """Add the activation block of a layer as it is written, and the values that hold without it."""
+
+    def _write_weight(self, block: AlgorithmBlock | None, changed: Mapping[str, Any], target: LayerBlock) -> None:
+        capability = self.types[target.type]
+        channel_wise = capability.channel_wise
         if block is not None:
             channel_wise = block.given.get("channel_wise", channel_wise)
-            data[WEIGHT_KEY] = block.write(WEIGHT_KEY, "wts_algo", origins, changed, channel_wise=channel_wise)
-        elif self.types[layer.type].weights:
-            implied |= {f"{WEIGHT_KEY}.{key}": value for key, value in self._default_weight(channel_wise).items()}
+            written = block.write(WEIGHT_KEY, "wts_algo", target.origins, changed, channel_wise=channel_wise)
+            target.data[WEIGHT_KEY] = written
+        elif capability.weights:
+            default = self._default_weight(channel_wise)
+            target.implied.update({f"{WEIGHT_KEY}.{key}": value for key, value in default.items()})
 
     def _default_weight(self, channel_wise: bool) -> dict[str, Any]:
         default = AlgorithmBlock(algorithm=self.weight[0], given={}, positions={}, origin=DEFAULT)
@@ -235,20 +232,17 @@ class PtqDialect(Dialect):
         self,
         layer: LayerInfo,
         members: Mapping[str, JsonNode],
-        enabled: bool,
         written: Mapping[str, Any],
-        origins: dict[str, Origin],
+        target: LayerBlock,
         problems: ProblemList,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read and check the JSON block of a layer; return it as it is written, and values that hold without it."""
-        data: dict[str, Any] = {self.switch_key: enabled}
-        implied: dict[str, Any] = {}
+    ) -> None:
+        """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
         inputs = self.read_inputs(layer, members.get(DATA_KEY), problems)
         weight_name = f"{layer.name}.{WEIGHT_KEY}"
         weight = self.read_block(WEIGHT_KEY, members.get(WEIGHT_KEY), weight_name, problems)
         balance = members.get(BALANCE_KEY)
         if balance is not None:
-            data[BALANCE_KEY] = self.read_strength(layer.name, balance, problems)
+            target.data[BALANCE_KEY] = self.read_strength(layer.name, balance, problems)
         position = balance.key_position if balance is not None else None
         for name, activation in inputs:
             block = QuantBlock(activation=activation, weight=weight, strength_position=position)
@@ -259,10 +253,9 @@ class PtqDialect(Dialect):
                 problems.add(f"{label(layer)}: {message}", block.position(key))
         offset = written["activation_offset"], DEFAULT
         blocks = [block for _, block in inputs]
-        data[DATA_KEY] = self.write_inputs(layer, blocks, offset, {}, origins, implied)
+        self.write_inputs(layer, blocks, offset, {}, target)
         given = weight if weight.position is not None and self.has_weight_block(layer) else None
-        self._write_weight(layer, given, {}, data, origins, implied)
-        return data, implied
+        self._write_weight(given, {}, target)
 
     def read_inputs(
         self, layer: LayerInfo, node: JsonNode | None, problems: ProblemList

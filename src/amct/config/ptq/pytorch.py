@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from amct.config.dialect import QuantBlock
+    from amct.config.full_config import LayerBlock
     from amct.config.json.reader import JsonNode
     from amct.config.layers import LayerInfo
     from amct.config.precedence import Choice
@@ -156,18 +157,16 @@ class PyTorchPtq(PtqDialect):
         inputs: Sequence[AlgorithmBlock],
         offset: tuple[bool, Origin],
         changed: Mapping[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],  # noqa: ARG002  every value is written
-    ) -> dict[str, Any]:
+        target: LayerBlock,
+    ) -> None:
         """One block for all inputs, with ``asymmetric`` always written."""
         block = inputs[0]
         if not self.types[layer.type].asymmetric:
             offset = False, Origin(Level.RULE)
         elif "asymmetric" in block.given:
             offset = block.given["asymmetric"], block.origin_of("asymmetric")
-        written = block.write(DATA_KEY, "act_algo", origins, changed, asymmetric=offset[0])
-        origins[f"{DATA_KEY}.asymmetric"] = offset[1]
-        return written
+        target.data[DATA_KEY] = block.write(DATA_KEY, "act_algo", target.origins, changed, asymmetric=offset[0])
+        target.origins[f"{DATA_KEY}.asymmetric"] = offset[1]
 
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
         """The global fields as they are written: the precision mode only when it is not the default."""
