@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from amct.config import registry
+from amct.config.checks import show
 from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import check_skip_fusion
@@ -14,6 +15,7 @@ from amct.config.layers import LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
 from amct.config.precedence import DEFAULT, Level, Origin
 from amct.config.problems import ProblemList
+from amct.config.ptq.pytorch_types import MIGRATION_RANGE
 from amct.config.settings import BatchNormUpdate
 from amct.config.text.algorithm_blocks import AlgorithmBlock
 from amct.config.text.names import Named, without_repeats
@@ -242,7 +244,7 @@ class PtqDialect(Dialect):
         weight = self.read_block(WEIGHT_KEY, members.get(WEIGHT_KEY), weight_name, problems)
         balance = members.get(BALANCE_KEY)
         if balance is not None:
-            target.data[BALANCE_KEY] = self.read_strength(layer.name, balance, problems)
+            target.data[BALANCE_KEY] = _read_strength(layer.name, balance, problems)
         position = balance.key_position if balance is not None else None
         for name, activation in inputs:
             block = QuantBlock(activation=activation, weight=weight, strength_position=position)
@@ -263,10 +265,6 @@ class PtqDialect(Dialect):
         """The activation blocks of a layer, each with its name for messages."""
         name = f"{layer.name}.{DATA_KEY}"
         return [(name, self.read_block(DATA_KEY, node, name, problems))]
-
-    def read_strength(self, name: str, node: JsonNode, problems: ProblemList) -> float | None:
-        """The strength of DMQ balancing; only dialects with the key ``dmq_balancer_param`` have it."""
-        raise NotImplementedError
 
     def has_weight_block(self, layer: LayerInfo) -> bool:  # noqa: ARG002  for dialects where it depends on the layer
         """Whether the JSON block of a layer can have a weight block."""
@@ -324,3 +322,16 @@ class PtqDialect(Dialect):
             data = {**data, "num_bits": 8}
         settings: WeightSettings = settings_of(data, self.weight, "wts_algo")
         return settings
+
+
+def _read_strength(name: str, node: JsonNode, problems: ProblemList) -> float | None:
+    """The strength of DMQ balancing; a value of another type or out of range is reported."""
+    value, (low, high) = node.value, MIGRATION_RANGE
+    if not isinstance(value, float):
+        problems.add_wrong_type(
+            f"{name}.{BALANCE_KEY} must be a number with a decimal point, got {show(node.plain())}", node.position
+        )
+        return None
+    if not low <= value <= high:
+        problems.add(f"{name}.{BALANCE_KEY} must be at least {low} and at most {high}, got {value}", node.position)
+    return value

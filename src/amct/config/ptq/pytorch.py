@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import show
 from amct.config.precedence import Level, Origin
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.ptq.pytorch_types import (
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from amct.config.dialect import QuantBlock
     from amct.config.full_config import LayerBlock
-    from amct.config.json.reader import JsonNode
     from amct.config.layers import LayerInfo
     from amct.config.precedence import Choice
     from amct.config.problems import ProblemList
@@ -172,18 +170,6 @@ class PyTorchPtq(PtqDialect):
         """The global fields as they are written: the precision mode only when it is not the default."""
         written = super().written_globals(settings, given)
         return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
-
-    def read_strength(self, name: str, node: JsonNode, problems: ProblemList) -> float | None:
-        """The strength of DMQ balancing; a value of another type or out of range is reported."""
-        value, (low, high) = node.value, MIGRATION_RANGE
-        if not isinstance(value, float):
-            problems.add_wrong_type(
-                f"{name}.{BALANCE_KEY} must be a number with a decimal point, got {show(node.plain())}", node.position
-            )
-            return None
-        if not low <= value <= high:
-            problems.add(f"{name}.{BALANCE_KEY} must be at least {low} and at most {high}, got {value}", node.position)
-        return value
 
 
 def _is_ada(block: AlgorithmBlock) -> bool:
