@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -35,7 +36,6 @@ from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
 from amct.caffe.ptq.fold import fuse
 from amct.caffe.running import build_net
-from amct.export.onnx.inspect import count_integer_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +130,9 @@ def measure(model: Model, rounds: int) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qdq.onnx"
         path.write_bytes(quantized.SerializeToString())
+        sys.path.append(str(Path(__file__).parents[1] / "tests"))
+        from integer_kernels import count_integer_kernels
+
         kernels = count_integer_kernels(path)
     lean = Net.from_file(ASSETS / model.prototxt, keep_blobs=False)
     lean.load_weights(ASSETS / model.caffemodel)

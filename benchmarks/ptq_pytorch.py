@@ -266,7 +266,6 @@ def calibration(_: Path) -> Values:
     from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
     from amct.pytorch.watch.calibrating import start_calibration
-    from amct.pytorch.watch.fast_placement import intermediate_watch
 
     data = batches()
     traced = cached_trace(
@@ -274,7 +273,7 @@ def calibration(_: Path) -> Values:
     )
     plan, _open = plan_of(amct.QuantConfig(batch_num=len(data)), traced.config_layers(), len(data))
     preparation = prepare(traced, plan)
-    between = intermediate_watch(preparation, preparation.float_onnx())
+    between = preparation.intermediate_watch(preparation.float_onnx())
 
     def calibrated() -> torch.nn.Module:
         started = start_calibration(preparation, intermediate=between)

@@ -14,7 +14,7 @@ from numpy_nets import AscendExecutor, attributes_of
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.ascend import ascend_model, dequant_param, pack_int4, unpack_int4
+from amct.export.ascend import ascend_model, dequant_param, pack_int4
 from amct.export.binding import LayerFactors
 from amct.export.fake_quant import fake_quant_model
 
@@ -159,6 +159,12 @@ def test_four_bit_activations_add_the_bias_in_float():
     assert next(node for node in deploy.graph.node if node.name == "first").input[2] == cast.output[0]
 
 
+def unpack_int4(packed, axis):
+    ahead = np.moveaxis(packed, axis, 0)
+    both = np.stack([np.left_shift(ahead, 4) >> 4, ahead >> 4], axis=1)
+    return np.ascontiguousarray(np.moveaxis(both.reshape(-1, *ahead.shape[1:]), 0, axis))
+
+
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=40), st.sampled_from([0, 1, 2]))
 def test_packing_is_undone_by_unpacking(values, axis):
     weight = np.array(values[: len(values) // 2 * 2], dtype=np.int8)
@@ -249,9 +255,9 @@ def test_scales_per_gate_are_repeated_for_each_row():
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("LSTM", {"layout": 1}, "layout=1"),
+        ("LSTM", {"layout": 1}, "layout is 1"),
         ("LSTM", {"activations": ["Tanh", "Tanh", "Tanh"]}, "activations"),
-        ("GRU", {"linear_before_reset": 0}, "linear_before_reset=0"),
+        ("GRU", {"linear_before_reset": 0}, "linear_before_reset is 0"),
     ],
 )
 def test_forms_that_ascend_lacks_are_refused(kind, change, words):
@@ -262,7 +268,7 @@ def test_forms_that_ascend_lacks_are_refused(kind, change, words):
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, value)])
-    with pytest.raises(ExportError, match=f'layer "rnn": .* cannot express .*{words}'):
+    with pytest.raises(ExportError, match=f'layer "rnn": .* cannot compute it: .*{words}'):
         ascend_model(model, net.bindings(), factors)
 
 

@@ -171,7 +171,7 @@ def test_inputs_and_attributes_are_replaced():
     graph.set_inputs(node, ["x", "fc.w"])
     assert list(node.input) == ["x", "fc.w"]
     assert [user.name for user in graph.consumers("x")] == ["node_stem", "node_fc"]
-    assert graph.consumers("fc.b") == []
+    assert graph.consumers("fc.b") == ()
     graph.set_attribute(node, "activations", [])
     assert node.attribute[-1].type == AttributeProto.STRINGS
 
@@ -198,7 +198,7 @@ def test_a_removed_node_leaves_its_place_to_another():
     relu = graph.node("node_stem_relu")
     graph.remove_node(relu)
     assert graph.producer("stem_relu_out") is None
-    assert graph.consumers("stem_out") == []
+    assert graph.consumers("stem_out") == ()
     graph.add_node("Relu", "node_stem_relu", ["stem_out"], ["stem_relu_out"])
     feeds = net.data()
     np.testing.assert_array_equal(run(graph.build(), feeds)["y"], run(model, feeds)["y"])

@@ -14,8 +14,8 @@ from test_export_fake_quant import balanced
 
 from amct.errors import ArgumentError, ExportError
 from amct.export.binding import LayerFactors
-from amct.export.onnx.inspect import KernelCount, count_integer_kernels
 from amct.export.qdq.exporter import Placement, Target, observed_tensors, qdq_model
+from integer_kernels import KernelCount, count_integer_kernels
 
 EXACT8 = {"placement": Placement.EXACT, "target": Target.EXACT8}
 CONVOLUTIONAL = ("residual", "grouped", "linear", "pooled", "conv1d3d")

@@ -19,12 +19,12 @@ from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError
 from amct.export.ascend import ascend_model
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import file_name
-from amct.export.onnx.inspect import count_integer_kernels
 from amct.export.onnx.messages import model_opset
 from amct.export.qdq.exporter import qdq_model
 from amct.export.saving import quant_document
 from amct.export.writer import SavePath, check_opset, save_model, save_models
 from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
+from integer_kernels import count_integer_kernels
 
 DEPLOY, FAKE_QUANT, QDQ = (file_name(name) for name in ("deploy", "fake_quant", "qdq"))
 DOCUMENT = QuantJson(version=VERSION, model="net", layers={}, skipped=(), files={})

@@ -28,9 +28,9 @@ import amct.onnx_model as amct
 import amct.pytorch as torch_door
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
-from amct.export.onnx.inspect import count_integer_kernels
 from amct.onnx_model import runtime
 from amct.record import read_record
+from integer_kernels import count_integer_kernels
 
 EPSILON = float(np.finfo(np.float32).eps)
 

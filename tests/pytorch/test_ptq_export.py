@@ -14,7 +14,7 @@ from torch import nn
 
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ExportError
-from amct.export.onnx.inspect import count_integer_kernels
+from integer_kernels import count_integer_kernels
 
 NETS = (
     "mix", "conv1d3d", "attention", "resnet20", "mobile", "folds", "keywords", "one_dict", "lstm", "lstm_state",

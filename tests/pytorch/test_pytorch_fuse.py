@@ -164,7 +164,7 @@ IMAGE = (2, 3, 6, 6)
         (Pair(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), twice), IMAGE, '"layer" is called 2 times'),
         (Pair(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), norm_twice), IMAGE, '"norm" is called 2 times'),
         (shared_weight(), IMAGE, '"layer" shares its weight'),
-        (Pair(nn.Linear(6, 5), nn.BatchNorm1d(4)), (2, 4, 6), "3 dimensions; its channels are not where"),
+        (Pair(nn.Linear(6, 5), nn.BatchNorm1d(4)), (2, 4, 6), "3 dimensions; its channels are not on axis 1"),
         (
             Pair(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), lambda s, x: (y := s.layer(x)) + s.norm(y)),
             IMAGE,

@@ -163,15 +163,20 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
 
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
+    import torch
+
     from amct.cli.model_layers import load_reference
-    from amct.pytorch.onnx.reference_onnx import reference_onnx
+    from amct.pytorch.capture.cached_trace import cached_trace
+    from amct.pytorch.fuse import fuse
+    from amct.pytorch.onnx.float_onnx import float_onnx
 
     (reference,) = pair.float_model
     first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
     if first is None:
         raise CalibrationError(f"{request.data.data}: there are no samples")
     model = load_reference(reference).eval()
-    float_model = reference_onnx(model, first[0])
+    traced = cached_trace(model, torch.from_numpy(first[0]))
+    float_model = float_onnx(traced, fuse(traced)).model  # its tensors have the names of those in the quantized files
     return _run_onnx_files(float_model, pair, request, request.batches(len(first[0])), type(model).__name__)
 
 

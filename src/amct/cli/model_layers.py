@@ -30,7 +30,7 @@ def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerLis
     """The dialect and the layers of a ``net.prototxt``, ``net.onnx``, ``package.module:factory`` or ``layers.txt``.
 
     ONNX files have the configs of PyTorch models. A list (``.txt``) has a layer a line, ``name type``; its dialect is
-    told from the types.
+    found from the types.
 
     Raises:
         ArgumentError: the model is none of these, or a Python reference lacks its input shape.

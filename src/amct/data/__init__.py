@@ -1,7 +1,7 @@
 """Data from disk: pictures, .npy/.npz arrays, LMDBs of Datums, idx files; reading and preparing, no framework.
 
 ``images.py`` decodes pictures, ``resample.py`` changes their size, ``datum.py`` and ``lmdb.py`` read Caffe's
-databases, ``arrays.py`` and ``idx.py`` the rest; ``samples.py`` puts one face on all of them; ``read_ahead.py`` fetches
+databases, ``arrays.py`` and ``idx.py`` the rest; ``samples.py`` gives them one interface; ``read_ahead.py`` fetches
 in the background. Nothing here imports torch.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures from files and bytes (JPEG, PNG and whatever else Pillow reads), as uint8 arrays."""
+"""Pictures from files and bytes (JPEG, PNG and the other formats of Pillow), as uint8 arrays."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class _Shared(Generic[Item]):
-    """What the thread and its owner both see. It does not know the owner, so the owner can be forgotten."""
+    """State shared by the thread and its owner; it holds no reference to the owner, which can be collected."""
 
     def __init__(self, fetch: Callable[[], Item], depth: int) -> None:
         self.fetch = fetch
@@ -31,7 +31,7 @@ class _Shared(Generic[Item]):
         self.changed = threading.Condition()
 
     def work(self) -> None:
-        """Fetch until told to stop, or until fetching fails."""
+        """Fetch until ``stopped`` is set or fetching fails."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.stopped or len(self.ready) < self.depth)

@@ -1,4 +1,4 @@
-"""One face on every kind of data: a folder or list of pictures, .npy/.npz, LMDB, idx; prepared for a network."""
+"""One interface to every kind of data: a folder or list of pictures, .npy/.npz, LMDB, idx; prepared for a network."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from onnx import TensorProto
 from amct.errors import ExportError
 from amct.export.exported import ExportedModel
 from amct.export.onnx.layer import layer_report
-from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.layer_lookup import find_layers, recurrent_problem
 from amct.export.onnx.messages import attribute_value
 from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
 from amct.export.qdq.balance import insert_balance
@@ -103,13 +103,13 @@ def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, fl
     if layer.pad is not None:
         # The pad reads integers: zero is the offset there.
         zero = np.asarray(factors.offset_d, dtype=np.int16 if factors.act_bits == 16 else np.int8)
-        graph.set_input(layer.pad, 2, graph.set_initializer(graph.fresh_name(f"{layer.pad.name}.value"), zero))
+        graph.set_input(layer.pad, 2, graph.add_initializer(f"{layer.pad.name}.value", zero))
         graph.forget_type(layer.pad.output[0])
 
 
 def _insert_dequant(graph: OnnxGraph, layer: Layer) -> None:
     name = f"{layer.name}.dequant"
-    param = graph.set_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
+    param = graph.add_initializer(f"{name}.param", dequant_param(layer.dequant_scale()))
     read, write = graph.tap(layer.output, f"{name}.output0")
     for tensor in (layer.node.output[0], read):
         graph.forget_type(tensor)
@@ -143,13 +143,6 @@ def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
     return np.ascontiguousarray(np.moveaxis(packed, 0, axis))
 
 
-def unpack_int4(packed: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """The inverse of ``pack_int4``."""
-    ahead = np.moveaxis(packed, axis, 0)
-    both = np.stack([np.left_shift(ahead, 4) >> 4, ahead >> 4], axis=1)
-    return np.ascontiguousarray(np.moveaxis(both.reshape(-1, *ahead.shape[1:]), 0, axis))
-
-
 def _packed(layer: Layer) -> NDArray[np.int8]:
     if layer.groups > 1:
         raise ExportError(
@@ -178,7 +171,7 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
     if layer.bias is not None:
         bias = owned_name(graph, node, 3, f"{layer.name}.bias")
         graph.set_initializer(bias, layer.integer_bias()[np.newaxis])
-    param = graph.set_initializer(f"{layer.name}.dequant.param", dequant_param(layer.dequant_scale()))
+    param = graph.add_initializer(f"{layer.name}.dequant.param", dequant_param(layer.dequant_scale()))
     states = [state, cell] if layer.kind is LayerKind.LSTM else [state]
     graph.set_inputs(node, [x, weight, recurrent, *states, bias, lengths, "", param])
     node.op_type = _RECURRENT_OPERATOR[layer.kind]
@@ -206,19 +199,11 @@ def _replace_recurrent(graph: OnnxGraph, layer: Layer) -> None:
 
 
 def _check_recurrent(layer: Layer) -> None:
-    node = layer.node
-    activations = [name.decode() for name in attribute_value(node, "activations", [])]
-    problems = {
-        "its activation has 4 bits; Ascend has 8 and 16": layer.factors.act_bits not in _QUANT_DTYPE,
-        "layout=1 (batch first inside the operator)": attribute_value(node, "layout", 0) != 0,
-        "peephole weights": layer.kind is LayerKind.LSTM and len(node.input) > 7 and bool(node.input[7]),
-        f"activations {activations}": activations not in ([], list(layer.kind.onnx_activations)),
-        "linear_before_reset=0": layer.kind is LayerKind.GRU and not attribute_value(node, "linear_before_reset", 0),
-    }
-    found = [problem for problem, present in problems.items() if present]
-    if found:
+    four_bits = "its activation has 4 bits; Ascend has 8 and 16"
+    problem = recurrent_problem(layer.node) if layer.factors.act_bits in _QUANT_DTYPE else four_bits
+    if problem is not None:
         raise ExportError(
-            f'layer "{layer.name}": Ascend\'s {_RECURRENT_OPERATOR[layer.kind]} cannot express {"; ".join(found)}; '
+            f'layer "{layer.name}": Ascend\'s {_RECURRENT_OPERATOR[layer.kind]} cannot compute it: {problem}; '
             "leave this layer in float (skip_layers)"
         )
 

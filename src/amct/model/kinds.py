@@ -66,7 +66,7 @@ class LayerKind(str, Enum):
     @property
     def channel_axis(self) -> int:
         """The axis of the layer's input that holds its channels (features)."""
-        return _KINDS[self].channel_axis
+        return self.weight_kind.channel_axis if self.has_weights else 1
 
     @property
     def is_recurrent(self) -> bool:
@@ -105,7 +105,6 @@ class _Kind:
     float_torch_types: tuple[str, ...] = ()
     """Torch types that take a batch norm but are never quantized."""
     weight: WeightKind | None = None
-    channel_axis: int = 1
     onnx_gates: tuple[int, ...] = ()
     onnx_activations: tuple[str, ...] = ()
     folds_batch_norm: bool = False
@@ -133,7 +132,6 @@ _KINDS: Mapping[LayerKind, _Kind] = MappingProxyType(
             caffe_types=("InnerProduct",),
             torch_types={ANY_RANK: "Linear"},
             weight=WeightKind.LINEAR,
-            channel_axis=-1,
             folds_batch_norm=True,
         ),
         LayerKind.AVERAGE_POOL: _Kind(
@@ -144,7 +142,6 @@ _KINDS: Mapping[LayerKind, _Kind] = MappingProxyType(
             caffe_types=("LSTM",),
             torch_types={ANY_RANK: "LSTM"},
             weight=WeightKind.RNN,
-            channel_axis=-1,
             onnx_gates=(0, 3, 1, 2),
             onnx_activations=("Sigmoid", "Tanh", "Tanh"),
         ),
@@ -153,11 +150,10 @@ _KINDS: Mapping[LayerKind, _Kind] = MappingProxyType(
             caffe_types=("GRU",),
             torch_types={ANY_RANK: "GRU"},
             weight=WeightKind.RNN,
-            channel_axis=-1,
             onnx_gates=(1, 0, 2),
             onnx_activations=("Sigmoid", "Tanh"),
         ),
-        LayerKind.RNN: _Kind(caffe_types=("RNN",), weight=WeightKind.RNN, channel_axis=-1),
+        LayerKind.RNN: _Kind(caffe_types=("RNN",), weight=WeightKind.RNN),
     }
 )
 

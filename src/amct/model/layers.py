@@ -41,3 +41,8 @@ class LayerFacts:
     dtype: str = "float32"
     input_shapes: tuple[tuple[int | None, ...], ...] = ()
     attributes: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether two 4-bit weights can share a byte along the input channels."""
+        return self.groups == 1 and self.in_channels is not None and self.in_channels % 2 == 0

@@ -16,3 +16,8 @@ class WeightKind(Enum):
     """``[Cout, Cin]``."""
     RNN = "rnn"
     """``[gates · hidden, input]`` of LSTM/GRU; without channel_wise, ``groups`` gates have a scale each."""
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the layer's input that holds its channels (features)."""
+        return -1 if self in (WeightKind.LINEAR, WeightKind.RNN) else 1

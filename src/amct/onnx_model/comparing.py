@@ -1,4 +1,4 @@
-"""Runs two ONNX models side by side in onnxruntime and compares what their layers and outputs are.
+"""Runs two ONNX models side by side in onnxruntime and compares the outputs of their layers.
 
 Layers are found by the names of their tensors, which quantizing keeps. Where a batch norm was folded, the layer is
 compared behind it. One batch at a time is in memory.
@@ -211,12 +211,12 @@ def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[s
 
 
 def _results(layer: Layer) -> list[str]:
-    """What stands for a layer's result, the best first: a recurrent layer may give its last state only."""
+    """The tensors that can be compared as a layer's result, the best first; a recurrent layer has several."""
     return [name for name in layer.node.output if name] if layer.kind.is_recurrent else [layer.output]
 
 
 def _compared(own: OnnxGraph, theirs: OnnxGraph, tensor: str) -> str | None:
-    """The tensor of the float model that stands for a layer's result: behind a batch norm that the other has not."""
+    """The tensor of the float model that is compared: the output of a batch norm that is folded in the other model."""
     norm = _sole_norm(own, tensor)
     if norm is None or _is_norm(theirs.producer(norm.output[0])):
         return tensor if theirs.producer(tensor) is not None else None

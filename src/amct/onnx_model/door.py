@@ -19,11 +19,10 @@ from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers
+from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.opset import with_opset
 from amct.onnx_model.reading import read_model
 from amct.onnx_model.runtime import Runner
-from amct.onnx_model.weights import put_weights, weight_parts
 from amct.ptq import flow
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
@@ -173,7 +172,6 @@ class OnnxDoor:
                 layer,
                 weight_parts(after[layer.name].layer),
                 balance=balance.get(layer.name),
-                channel_axis=after[layer.name].layer.kind.channel_axis,
                 can_pack=after[layer.name].can_pack,
             )
             for layer in chosen

@@ -1,6 +1,6 @@
 """Fills a report from files: a float ONNX model, and the QDQ or fake-quant file that quantization made of it.
 
-The grids of a QDQ file stand in its own nodes; those of a fake-quant file in the record beside it. Reasons and folded
+The grids of a QDQ file are in its own nodes; those of a fake-quant file in the record beside it. Reasons and folded
 layers come from the ``quant.json`` beside it.
 """
 
@@ -20,9 +20,8 @@ from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
-from amct.onnx_model.layers import find_all_layers, reads_rescaled
+from amct.onnx_model.layers import find_all_layers, reads_rescaled, weight_parts
 from amct.onnx_model.reading import read_model
-from amct.onnx_model.weights import weight_parts
 from amct.ptq.compare import measure
 from amct.ptq.weights import LayerWeights
 from amct.record import Record, read_record
@@ -90,7 +89,7 @@ def files_report(
 
     Raises:
         FileError, ParseError: a file cannot be read.
-        ModelError: a model cannot be run, they do not belong together, or nothing tells the grids.
+        ModelError: a model cannot be run, they do not belong together, or the grids are in no file.
         ArgumentError, ArgumentTypeError, CalibrationError: the data or the metric cannot be used.
     """
     source = read_model(float_model, "float_model")
@@ -155,7 +154,6 @@ def _float_weights(layer: Layer, record: Record) -> LayerWeights:
         rounded={},
         factors={},
         balance=torch.tensor(factors) if factors else None,
-        channel_axis=layer.kind.channel_axis,
     )
 
 

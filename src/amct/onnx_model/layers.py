@@ -1,4 +1,4 @@
-"""Finds the layers of an ONNX model: which nodes can be quantized, as what type in configs, and why others cannot."""
+"""The layers of an ONNX model: which nodes can be quantized, as what type, and why others cannot; their weights."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from amct.config.layers import LayerInfo, LayerList
 from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
+from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
 from amct.export.onnx.messages import attribute_value, subgraphs
+from amct.export.onnx.weights import replace_weight
 from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
+from amct.ptq.weights import WeightPart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
+    from amct.ptq.weights import LayerWeights
 
 BATCH_NORM = "BatchNormalization"
 _OTHER_WEIGHTED = frozenset(
@@ -151,21 +156,13 @@ def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
 
 
 def _setting_problem(node: NodeProto) -> str | None:
-    """What keeps a recurrent layer from being quantized; others have no such settings."""
-    kind = KIND_OF_OPERATOR[node.op_type]
-    if not kind.is_recurrent:
+    """The setting that keeps a recurrent layer from being quantized; others have no such settings."""
+    if not KIND_OF_OPERATOR[node.op_type].is_recurrent:
         return None
-    activations = [name.decode() for name in attribute_value(node, "activations", [])]
     direction = attribute_value(node, "direction", "forward")
-    problems = {
-        f'direction is "{direction}"; only "forward" can be quantized': direction != "forward",
-        "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
-        "it has peephole weights": node.op_type == "LSTM" and len(node.input) > 7 and bool(node.input[7]),
-        f"its activations are {activations}": activations not in ([], list(kind.onnx_activations)),
-        "linear_before_reset is 0; only 1 can be quantized": node.op_type == "GRU"
-        and not attribute_value(node, "linear_before_reset", 0),
-    }
-    return next((problem for problem, present in problems.items() if present), None)
+    if direction != "forward":
+        return f'direction is "{direction}"; only "forward" can be quantized'
+    return recurrent_problem(node)
 
 
 def _rank(graph: OnnxGraph, layer: Layer) -> int | None:
@@ -212,3 +209,30 @@ def topology(model: ModelProto) -> Graph:
     ]
     outputs = [value.name for value in model.graph.output if value.name in known]
     return Graph(nodes, inputs=inputs, outputs=list(dict.fromkeys([*outputs, *captured])))
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weight_parts(layer: Layer) -> tuple[WeightPart, ...]:
+    """The float weights of a layer; none for average pooling."""
+    arrays = {"weight": layer.weight, "recurrent weight": layer.recurrent_weight}
+    return tuple(
+        WeightPart(
+            name=name,
+            tensor=torch.from_numpy(np.array(array)),
+            kind=layer.kind.weight_kind,
+            groups=layer.groups,
+            gates=layer.kind.gates,
+            balanced=name == "weight",
+        )
+        for name, array in arrays.items()
+        if array is not None
+    )
+
+
+def put_weights(weights: LayerWeights, graph: OnnxGraph, layer: Layer) -> None:
+    """Let the layer's node in a graph compute with the rounded weights; its input is not balanced there."""
+    for index, weight in enumerate(weights.unbalanced().values(), start=1):
+        array: NDArray[np.floating] = weight.numpy()
+        replace_weight(graph, layer, array[np.newaxis] if layer.kind.is_recurrent else array, index)

@@ -21,8 +21,14 @@ from amct.atomic import check_whole, read_bytes
 from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
 from amct.export.onnx.messages import subgraphs
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
-from amct.onnx_model.light import light_copy
-from amct.onnx_model.opset import first_line, set_file_version, usual_opset, with_opset
+from amct.onnx_model.opset import (
+    drop_stored_inputs,
+    first_line,
+    light_copy,
+    set_file_version,
+    usual_opset,
+    with_opset,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +90,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     for tensor in _tensors(proto.graph):
         _check_tensor(source, tensor)
     proto = _without_functions(source, proto)
-    _drop_default_inputs(proto)
+    drop_stored_inputs(proto)
     set_file_version(proto)
     _refuse_quantized(source, proto, _DEPLOYED if allow_quantized else _DEPLOYED | _QUANTIZED)
     _check(source, proto)
@@ -194,15 +200,6 @@ def _without_functions(source: str, proto: ModelProto) -> ModelProto:
         return inliner.inline_local_functions(proto)
     except Exception as error:
         raise ParseError(f"{source}: its functions cannot be expanded: {first_line(error)}") from error
-
-
-def _drop_default_inputs(proto: ModelProto) -> None:
-    """Old files list weights among the inputs, as values that a caller might replace."""
-    stored = {tensor.name for tensor in proto.graph.initializer}
-    kept = [value for value in proto.graph.input if value.name not in stored]
-    if len(kept) != len(proto.graph.input):
-        del proto.graph.input[:]
-        proto.graph.input.extend(kept)
 
 
 def _check(source: str, proto: ModelProto) -> None:

@@ -79,7 +79,6 @@ class LayerWeights:
         factors: By name of the part: its scales.
         bits: Bits of the integers.
         balance: DMQ's factors, one per input channel: the layer's input is divided by them.
-        channel_axis: The axis of the layer's input that holds the channels.
         custom_rounding: Whether the rounding is learned (AdaRound) or error-cancelling, not to the nearest: an exported
             file then stores the rounded weight, because the integers do not follow from float weight and scale.
         can_pack: Whether two 4-bit weights can share a byte.
@@ -90,9 +89,13 @@ class LayerWeights:
     factors: Mapping[str, WeightFactors]
     bits: int = 8
     balance: Tensor | None = None
-    channel_axis: int = 1
     custom_rounding: bool = False
     can_pack: bool = True
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the layer's input that holds the channels."""
+        return self.parts[0].kind.channel_axis if self.parts else 1
 
     @property
     def recorded_bits(self) -> int:
@@ -140,7 +143,6 @@ def quantize_weights(
     parts: Sequence[WeightPart],
     *,
     balance: Tensor | None = None,
-    channel_axis: int = 1,
     can_pack: bool = True,
 ) -> LayerWeights:
     """Quantize the weights of one layer with scales from their largest absolute values (ARQ).
@@ -179,7 +181,6 @@ def quantize_weights(
         factors=factors,
         bits=settings.num_bits,
         balance=balance,
-        channel_axis=channel_axis,
         custom_rounding=cancel_errors,
         can_pack=can_pack,
     )

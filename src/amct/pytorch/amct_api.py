@@ -7,7 +7,7 @@ A script calls them one after the other, with files in between::
     quantize_model("config.json", "m.onnx", "record.txt", model, inputs)    → calibration model; then batch_num forwards
     save_model("m.onnx", "record.txt", "out/net")                           → deploy, fake-quant and QDQ models
 
-The model is looked at once and never changed; every file is checked to be writable before any work is done.
+The model is traced once and never changed; every file is checked to be writable before any work is done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_mod
 from amct.pytorch.preparation import prepare
 from amct.pytorch.watch.balancing import balancing_model
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import intermediate_watch
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
@@ -193,13 +192,13 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     if isinstance(onnx, ExportError):
         if traced.program is not None:
             raise onnx
-        # Data decides what the model executes: it can be calibrated all the same, and the file tells why not saved.
+        # Control flow that depends on data: the model can be calibrated; the file holds the reason why it is not saved.
         logger.warning("calibration works, but save_model will not: %s", onnx)
         write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
         return start_calibration(preparation, record_file=record_path).model
     write_modified(onnx_path, onnx.model, file_notes(preparation))
-    between = intermediate_watch(preparation, onnx)
-    return start_calibration(preparation, record_file=record_path, intermediate=between).model
+    watch = preparation.intermediate_watch(onnx)
+    return start_calibration(preparation, record_file=record_path, intermediate=watch).model
 
 
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:

@@ -56,7 +56,7 @@ def _without_labels(model: nn.Module, batch: object) -> object:
         if count > 1 and _is_label(batch[0], batch[count - 1]) and _is_optional(signature, list(bound.arguments)[-1]):
             count -= 1
         return tuple(batch[:count])
-    return batch  # the error tells what the forward takes
+    return batch  # the error message lists what the forward takes
 
 
 def _is_label(first: object, last: object) -> bool:

@@ -34,7 +34,7 @@ class TorchRun:
 
     Args:
         model: The model.
-        layers: By layer: the module whose output stands for it.
+        layers: By layer: the module whose output is compared.
         weights: By layer: the weights that may balance its input, for watching inputs.
     """
 

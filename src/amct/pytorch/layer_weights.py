@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from amct.model.kinds import KIND_OF_TORCH_TYPE
@@ -16,18 +15,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.model.kinds import LayerKind
-
 
 def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
     """The float weights of a layer of a quantizable type, named by attribute; none for average pooling."""
-    kind = layer_kind(module)
+    kind = KIND_OF_TORCH_TYPE.get(quantizable_type(module) or "")
     if kind is None or not kind.has_weights:
         return ()
     return tuple(
         WeightPart(
             name=name,
-            tensor=_tensor(module, name),
+            tensor=getattr(module, name).detach(),
             kind=kind.weight_kind,
             groups=1 if kind.is_recurrent else getattr(module, "groups", 1),
             gates=kind.gates,
@@ -36,28 +33,6 @@ def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
         )
         for name in (("weight_ih_l0", "weight_hh_l0") if kind.is_recurrent else ("weight",))
     )
-
-
-def layer_kind(module: nn.Module) -> LayerKind | None:
-    """The kind of a layer of a quantizable type."""
-    return KIND_OF_TORCH_TYPE.get(quantizable_type(module) or "")
-
-
-def _tensor(module: nn.Module, attribute: str) -> Tensor:
-    weight = getattr(module, attribute)
-    assert isinstance(weight, torch.Tensor)
-    return weight.detach()
-
-
-def channel_axis(module: nn.Module) -> int:
-    """The axis of a layer's input that holds the channels."""
-    return -1 if isinstance(module, (nn.Linear, nn.RNNBase)) else 1
-
-
-def can_pack(module: nn.Module) -> bool:
-    """Whether two 4-bit weights can share a byte along the input channels."""
-    inputs = getattr(module, "in_channels", getattr(module, "in_features", None))
-    return getattr(module, "groups", 1) == 1 and isinstance(inputs, int) and inputs % 2 == 0
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

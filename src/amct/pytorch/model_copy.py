@@ -1,10 +1,11 @@
-"""Copies of the user's model: the model itself is never changed."""
+"""Copies of the user's model, which is never changed, and of its tensors as NumPy arrays."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -13,6 +14,7 @@ from amct.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
 _COMPILED = "_orig_mod"  # where torch.compile keeps the model; its class lives in a module that is slow to import
@@ -74,3 +76,11 @@ def _culprit(model: nn.Module) -> str:
             except Exception:  # noqa: BLE001  same code, asked piece by piece
                 return f' (attribute "{attribute}" of module "{name}")' if name else f' (attribute "{attribute}")'
     return ""
+
+
+def as_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The values of a tensor; an array of a CPU tensor shares its memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:  # NumPy has no such type of its own
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

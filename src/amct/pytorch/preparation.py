@@ -20,11 +20,11 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.comparing import TorchRun
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.fuse import Fused, fuse
-from amct.pytorch.layer_weights import can_pack, channel_axis, put_weights, weight_parts
+from amct.pytorch.layer_weights import put_weights, weight_parts
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.fast_placement import intermediate_watch
+from amct.pytorch.watch.intermediate_tensors import find_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from amct.ptq.door import ComparedModel
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import Record
 
@@ -54,10 +55,6 @@ class TorchPreparation(Preparation):
 
     traced: Traced
     fused: Fused
-
-    def module(self, layer: str) -> nn.Module:
-        """The module of a layer in the folded model."""
-        return self.fused.model.get_submodule(layer)
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model that computes with the quantized weights."""
@@ -89,12 +86,25 @@ class TorchPreparation(Preparation):
         except ExportError as error:
             return error
 
+    def intermediate_watch(self, onnx: FloatOnnx) -> TensorWatch | None:
+        """The tensors that calibration observes for the fast placement of the QDQ file; None when it is impossible."""
+        wanted = self.fast_tensors(
+            onnx.model,
+            [binding for binding in onnx.bindings if binding.layer in self.weights],
+            is_float32=all(self.traced.layers[name].dtype == "float32" for name in self.weights),
+        )
+        if wanted is None:
+            return None
+        watch = find_tensors(self.traced, self.fused.fusions, wanted, onnx.tensors)
+        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
+        return replace(watch, given=self.layer_inputs(inputs))
+
     # -- as the flow asks for it ---------------------------------------------------------------------------------------
 
     def start_calibration(self) -> Calibration:
         """A calibration of a copy of the model with rounded weights."""
         onnx = self.default_onnx
-        intermediate = intermediate_watch(self, onnx) if isinstance(onnx, FloatOnnx) else None
+        intermediate = self.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
         calibrated = start_calibration(self, intermediate=intermediate)
 
         def run(batches: Iterable[Arguments]) -> None:
@@ -173,8 +183,7 @@ def prepare(
             layer,
             weight_parts(module),
             balance=(balance or {}).get(layer.name),
-            channel_axis=channel_axis(module),
-            can_pack=can_pack(module),
+            can_pack=traced.layers[layer.name].can_pack,
         )
     preparation = TorchPreparation(
         name=type(traced.model).__name__,

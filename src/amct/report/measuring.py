@@ -122,7 +122,7 @@ def check_metric(metric: Metric | None, data: object) -> None:
     """Refuse a metric without data, whose labels it needs.
 
     Raises:
-        ArgumentError: so it is.
+        ArgumentError: there is a metric and no data.
     """
     if metric is not None and data is None:
         raise ArgumentError("metric: it needs data, with labels; pass data= too")

@@ -228,6 +228,10 @@ class OnnxGraph(TensorIndex[NodeProto]):
         self._value_info.pop(name, None)
         return name
 
+    def add_initializer(self, name: str, value: NDArray[Any]) -> str:
+        """Store a new array under a name of its own: ``name``, with a number behind it when it is taken."""
+        return self.set_initializer(self.fresh_name(name), value)
+
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
         """A Constant node; returns the name of its output, ``<name>.output0``."""
         return self.add_node("Constant", name, [], value=numpy_helper.from_array(np.asarray(value, order="C"), name))
@@ -245,7 +249,9 @@ class OnnxGraph(TensorIndex[NodeProto]):
                 f'cannot add {op_type} "{name}": the ONNX graph already has a node of this name; '
                 "was the model exported before? Start from the float model"
             )
-        node = helper.make_node(op_type, list(inputs), list(outputs or [f"{name}.output0"]), name=name)
+        node = helper.make_node(
+            op_type, list(inputs), list(outputs or [self._fresh_tensor(f"{name}.output0")]), name=name
+        )
         for key, value in attributes.items():
             node.attribute.append(make_attribute(key, value))
         self.nodes.append(node)
@@ -267,9 +273,16 @@ class OnnxGraph(TensorIndex[NodeProto]):
     def fresh_name(self, name: str) -> str:
         """``name``, or with a number behind it when a node or tensor is already called so."""
         candidate, number = name, 1
-        while candidate in self._by_name or candidate in self.producers or candidate in self._initializers:
+        while candidate in self._by_name or self._is_tensor(candidate):
             candidate, number = f"{name}_{number}", number + 1
         return candidate
+
+    def _fresh_tensor(self, name: str) -> str:
+        return self.fresh_name(name) if self._is_tensor(name) else name
+
+    def _is_tensor(self, name: str) -> bool:
+        known = name in self.producers or name in self._initializers
+        return known or any(value.name == name for value in self.inputs)
 
     def set_input(self, node: NodeProto, index: int, tensor: str) -> None:
         """Let one input of a node come from another tensor."""
@@ -317,6 +330,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
             self.producers[hidden] = self.producers.pop(tensor)
             self._constant_depths.clear()
             return hidden, tensor
+        fallback = self._fresh_tensor(fallback)
         for user in self.consumers(tensor):
             for index, name in enumerate(user.input):
                 if name == tensor:

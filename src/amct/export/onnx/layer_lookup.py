@@ -17,7 +17,7 @@ from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer import Layer
 from amct.export.onnx.messages import attribute_value
 from amct.model import Skip
-from amct.model.kinds import LayerKind
+from amct.model.kinds import KIND_OF_OPERATOR, LayerKind
 from amct.numerics.dmq import balance_weight
 
 if TYPE_CHECKING:
@@ -221,6 +221,20 @@ def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFacto
         bias=None if bias is None else bias.reshape(-1),
         element_type=_float_type(weight),
     )
+
+
+def recurrent_problem(node: NodeProto) -> str | None:
+    """The setting of an LSTM or GRU that has no quantized form; None when there is none."""
+    kind = KIND_OF_OPERATOR[node.op_type]
+    activations = [name.decode() for name in attribute_value(node, "activations", [])]
+    problems = {
+        "layout is 1 (batch first); only 0 can be quantized": attribute_value(node, "layout", 0) != 0,
+        "it has peephole weights": kind is LayerKind.LSTM and len(node.input) > 7 and bool(node.input[7]),
+        f"its activations are {activations}": activations not in ([], list(kind.onnx_activations)),
+        "linear_before_reset is 0; only 1 can be quantized": kind is LayerKind.GRU
+        and not attribute_value(node, "linear_before_reset", 0),
+    }
+    return next((problem for problem, present in problems.items() if present), None)
 
 
 def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, groups: int) -> NDArray[Any]:

@@ -42,5 +42,5 @@ def _add_pad(graph: OnnxGraph, node: NodeProto, pads: list[int]) -> None:
     places = len(pads) // 2
     amounts = np.array([0, 0, *pads[:places], 0, 0, *pads[places:]], dtype=np.int64)
     name = graph.fresh_name(f"{node.name}.pad")
-    stored = graph.set_initializer(graph.fresh_name(f"{name}.pads"), amounts)
+    stored = graph.add_initializer(f"{name}.pads", amounts)
     graph.set_input(node, 0, graph.add_node("Pad", name, [node.input[0], stored]))

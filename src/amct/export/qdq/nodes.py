@@ -218,7 +218,7 @@ class QdqNodes:
         arrays = {"quantized": integers, "scale": scales.reshape(()) if per_tensor else scales}
         if zero is not None:
             arrays["zero_point"] = zero.reshape(()) if per_tensor else zero
-        inputs = [graph.set_initializer(graph.fresh_name(f"{base}.{name}"), array) for name, array in arrays.items()]
+        inputs = [graph.add_initializer(f"{base}.{name}", array) for name, array in arrays.items()]
         attributes: dict[str, Any] = {} if per_tensor else {"axis": axis}
         return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
 
@@ -233,11 +233,11 @@ class QdqNodes:
         base = owned_name(graph, layer.node, 1, name)
         flat = rows.reshape(groups * outputs, inputs // groups, *kernel)
         tensor = self._dequantized_weight(base, np.ascontiguousarray(flat), scales, axis=0)
-        wide = graph.set_initializer(f"{name}.by_group", np.array([groups, outputs, inputs // groups, *kernel]))
+        wide = graph.add_initializer(f"{name}.by_group", np.array([groups, outputs, inputs // groups, *kernel]))
         tensor = graph.add_node("Reshape", f"{name}.split", [tensor, wide])
         permutation = [0, 2, 1, *range(3, 3 + len(kernel))]
         tensor = graph.add_node("Transpose", f"{name}.swap", [tensor], perm=permutation)
-        own = graph.set_initializer(f"{name}.own_shape", np.array(integers.shape))
+        own = graph.add_initializer(f"{name}.own_shape", np.array(integers.shape))
         graph.set_input(layer.node, 1, graph.add_node("Reshape", f"{name}.join", [tensor, own]))
 
     def _bias(self, layer: Layer, scales: NDArray[np.float32], scale_d: float) -> None:
@@ -255,15 +255,15 @@ class QdqNodes:
         self.graph.set_input(*layer.bias_place, result)
 
     def _parameters(self, base: str, factors: TensorFactors) -> list[str]:
-        scale = self.graph.set_initializer(f"{base}.scale", np.asarray(factors.scale, dtype=np.float32))
-        return [scale, self.graph.set_initializer(f"{base}.zero_point", self.zero(factors))]
+        scale = self.graph.add_initializer(f"{base}.scale", np.asarray(factors.scale, dtype=np.float32))
+        return [scale, self.graph.add_initializer(f"{base}.zero_point", self.zero(factors))]
 
     def _clipped(self, tensor: str, factors: TensorFactors, base: str) -> str:
         """4-bit activations are stored in uint8, which saturates too late: clip to their own range first."""
         low = np.float32((-8 - factors.zero_point) * factors.scale)
         high = np.float32((7 - factors.zero_point) * factors.scale)
         limits = [
-            self.graph.set_initializer(f"{base}.minimum", np.asarray(low)),
-            self.graph.set_initializer(f"{base}.maximum", np.asarray(high)),
+            self.graph.add_initializer(f"{base}.minimum", np.asarray(low)),
+            self.graph.add_initializer(f"{base}.maximum", np.asarray(high)),
         ]
         return self.graph.add_node("Clip", f"{base}.clip", [tensor, *limits])

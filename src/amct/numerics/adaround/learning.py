@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,21 +37,9 @@ _SWEEPS = 20
 _REPORTS = 100
 
 
-class LayerData(Protocol):
-    """Inputs and target outputs of a layer, sample by sample."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs (quantized network) and outputs (float layer, before the activation) of some samples."""
-        ...
-
-
 @dataclass(frozen=True)
 class CachedData:
-    """Layer data held in memory."""
+    """Inputs (quantized network) and target outputs (float layer, before the activation), sample by sample."""
 
     inputs: Tensor
     outputs: Tensor
@@ -142,7 +130,7 @@ class AdaRoundResult:
 @torch.no_grad()
 def adaround(
     layer: AdaRoundLayer,
-    data: LayerData,
+    data: CachedData,
     settings: AdaRoundSettings | None = None,
     *,
     factors: WeightFactors | None = None,
@@ -205,12 +193,12 @@ def _notes(layer: AdaRoundLayer, settings: AdaRoundSettings, obstacle: str, *, w
     return tuple(notes)
 
 
-def _batches(data: LayerData, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(data: CachedData, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     for begin in range(0, len(data), size):
         yield data.batch(torch.arange(begin, min(begin + size, len(data))))
 
 
-def _loss_on(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, steps: Tensor, size: int) -> float:
+def _loss_on(layer: AdaRoundLayer, data: CachedData, rounding: SoftRounding, steps: Tensor, size: int) -> float:
     """Return the loss of a rounding (in integer steps, ``[Cout, K]``) over all data."""
     weight = layer.restore(steps * rounding.scale)
     total = sum(
@@ -230,7 +218,7 @@ def _finite(loss: float, when: str) -> float:
 
 def _learn_by_forwards(
     layer: AdaRoundLayer,
-    data: LayerData,
+    data: CachedData,
     rounding: SoftRounding,
     settings: AdaRoundSettings,
     generator: torch.Generator | None,
@@ -256,7 +244,7 @@ def _learn_by_forwards(
     return rounding.hard()
 
 
-def _reason_against_gram(layer: AdaRoundLayer, data: LayerData, settings: AdaRoundSettings) -> str:
+def _reason_against_gram(layer: AdaRoundLayer, data: CachedData, settings: AdaRoundSettings) -> str:
     """Return why the Gram matrix would be slower or too large; empty when it is not."""
     inputs = layer.rows().shape[1]
     entries = layer.groups * inputs * inputs
@@ -273,7 +261,7 @@ def _reason_against_gram(layer: AdaRoundLayer, data: LayerData, settings: AdaRou
 
 def _learn_by_gram(
     layer: AdaRoundLayer,
-    data: LayerData,
+    data: CachedData,
     rounding: SoftRounding,
     settings: AdaRoundSettings,
     progress: Progress | None,
@@ -297,7 +285,7 @@ def _learn_by_gram(
     return _switch_greedily(statistics, rounding)
 
 
-def _statistics(layer: AdaRoundLayer, data: LayerData, rounding: SoftRounding, size: int) -> GramStatistics:
+def _statistics(layer: AdaRoundLayer, data: CachedData, rounding: SoftRounding, size: int) -> GramStatistics:
     kernel = (1, 1) if layer.geometry is None else (layer.weight.shape[2], layer.weight.shape[3])
     outputs, inputs = rounding.floor.shape
     statistics = GramStatistics(Unfolding(layer.geometry, kernel), outputs, inputs, layer.weight.device)

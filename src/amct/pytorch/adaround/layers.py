@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -203,9 +203,10 @@ def _collect(
     for name in names:
         module = model.get_submodule(name)
         if inputs:
-            handles.append(module.register_forward_pre_hook(_before(note, name), with_kwargs=True))
+            hook = lambda _, args, kwargs, name=name: note(name, given_input(args, kwargs))  # noqa: E731  a closure each
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
-            handles.append(module.register_forward_hook(_after(note, name)))
+            handles.append(module.register_forward_hook(lambda _, __, output, name=name: note(name, output)))
     try:
         with torch.no_grad():
             for number, (args, kwargs) in enumerate(batches):
@@ -217,20 +218,6 @@ def _collect(
         for handle in handles:
             handle.remove()
     return found
-
-
-def _before(note: Callable[[str, object], None], name: str) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        note(name, given_input(args, kwargs))
-
-    return hook
-
-
-def _after(note: Callable[[str, object], None], name: str) -> Callable[..., None]:
-    def hook(_: nn.Module, __: object, output: object) -> None:
-        note(name, output)
-
-    return hook
 
 
 @dataclass

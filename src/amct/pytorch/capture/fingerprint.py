@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from amct.pytorch.arrays import as_array
+from amct.pytorch.model_copy import as_array
 
 Fingerprint = tuple[Hashable, ...]
 TensorFingerprint = tuple[tuple[int, ...], torch.dtype, int]
@@ -79,7 +79,7 @@ class _Reader:
         self._bytes_left = _MOST_BYTES
 
     def of(self, value: object) -> Hashable:
-        """The fingerprint of any object; one that was met before is told by its number, which ends cycles."""
+        """The fingerprint of any object; one that was met before is represented by its number, which ends cycles."""
         if type(value) in _PLAIN:
             return type(value), value
         if id(value) in self._seen:
@@ -99,7 +99,7 @@ class _Reader:
         content = tensor_fingerprint(tensor) if self._tensor_values else None
         return _Identity(tensor), tuple(tensor.shape), tensor.dtype, tensor.device, content
 
-    def _reference(self, value: Any) -> Hashable:  # noqa: ANN401  the types are told apart here
+    def _reference(self, value: Any) -> Hashable:  # noqa: ANN401  any of the types below
         """What a deep copy shares with the model: classes, functions, methods, weak references."""
         if isinstance(value, type):
             return self._class(value)

@@ -134,7 +134,7 @@ class _Reader:
             self._operation(node, prefix)
 
     def _operation(self, node: fx.Node, prefix: str) -> None:
-        arguments: Any = fx.map_arg(node.args, self._resolved)  # type: ignore[arg-type]  # maps to what it is told
+        arguments: Any = fx.map_arg(node.args, self._resolved)  # type: ignore[arg-type]  # maps to any type
         found = (self.known.get(source) for source in node.all_input_nodes)
         operands = tuple(value for value in found if isinstance(value, Value) and value.shape is not None)
         made = Operation(

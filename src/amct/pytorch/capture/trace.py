@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from amct.config.layers import LayerInfo, LayerList
 from amct.errors import ArgumentTypeError, ExportError, ModelError
 from amct.model import Graph, LayerFacts, Skip
-from amct.pytorch.capture.call_watch import Call, watch_calls
 from amct.pytorch.capture.example_inputs import ExampleInputs, example_inputs
 from amct.pytorch.capture.layer_types import (
     LAYER_TYPES,
@@ -31,11 +31,11 @@ from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.capture.program import CaptureFailure, capture
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
 from amct.pytorch.capture.program_reader import read_program, unused_modules
-from amct.pytorch.model_copy import unwrap
+from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.onnx.io_names import IoNames
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.export import ExportedProgram
 
@@ -75,6 +75,15 @@ class Traced:
         """The modules in the form that the config package reads."""
         reasons = {skip.layer: skip.reason for skip in self.skips}
         return LayerList(_config_layer(name, kind, self, reasons) for name, kind in self.module_types.items() if name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a layer: shapes of the tensors it was given, and anything that makes it unlike the plain layer."""
+
+    input_shapes: tuple[tuple[int | None, ...], ...] = ()
+    packed: bool = False
+    problem: str | None = None
 
 
 def trace(
@@ -147,7 +156,7 @@ def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> Export
 
 
 def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure) -> Traced:
-    calls = watch_calls(model, inputs)
+    calls = _watch_calls(model, inputs)
     layers, skips = _quantizable_layers(model, calls)
     return Traced(
         model=model,
@@ -158,6 +167,38 @@ def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure
         module_types=_module_types(model),
         failure=failure,
     )
+
+
+def _watch_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
+    """Run a copy of the model once in eval mode and note the calls of its quantizable layers, in execution order.
+
+    Raises:
+        ModelError: the model fails on the example input.
+    """
+    duplicate = copy_model(model)
+    calls: dict[str, list[Call]] = {}
+    for name, module in duplicate.named_modules():
+        if quantizable_type(module):
+            module.register_forward_pre_hook(_noting(calls, name), with_kwargs=True)
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            duplicate(*inputs.args, **inputs.kwargs)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} fails on the example input: {error}. Check input_data: shapes "
+            f"{[list(tensor.shape) for tensor in inputs.tensors()]}"
+        ) from error
+    return calls
+
+
+def _noting(calls: dict[str, list[Call]], name: str) -> Callable[..., None]:
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        shapes = tuple(tuple(value.shape) for value in given if isinstance(value, torch.Tensor))
+        packed = any(isinstance(value, PackedSequence) for value in given)
+        calls.setdefault(name, []).append(Call(input_shapes=shapes, packed=packed))
+
+    return note
 
 
 def _as_call(call: LayerCall, unused: bool) -> Call:
@@ -258,8 +299,7 @@ def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, st
     facts = traced.layers.get(name)
     if facts is None:
         return LayerInfo(name=name, type=kind, refusal=reasons.get(name))
-    packable = facts.groups == 1 and facts.in_channels is not None and facts.in_channels % 2 == 0
-    return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=packable)
+    return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=facts.can_pack)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

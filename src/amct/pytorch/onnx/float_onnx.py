@@ -21,8 +21,8 @@ from amct.export.onnx.messages import model_opset
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.pytorch.arrays import as_array
 from amct.pytorch.capture.program import failure_of, quiet_exporters
+from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs
 from amct.pytorch.onnx.opset import lower_opset

@@ -15,7 +15,7 @@ from torch import nn
 
 from amct.errors import ExportError
 from amct.export.onnx.graph import OnnxGraph
-from amct.pytorch.arrays import as_array
+from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.recurrent import onnx_parameters
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class _Placing:
     # -- what goes -------------------------------------------------------------------------------------------------
 
     def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
-        """Let everybody who read the batch norm read what it read."""
+        """Let all readers of a batch norm read its input instead."""
         graph = self.graph
         made = {output for node in nodes for output in node.output}
         reads = {name for node in nodes for name in node.input if name and name not in made}

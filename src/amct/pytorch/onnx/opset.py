@@ -69,7 +69,7 @@ def _check_exists(node: NodeProto, opset: int) -> None:
         for body in (attribute.g, *attribute.graphs):
             for inner in body.node:
                 if inner.op_type in _RULES:
-                    _refuse(inner, f"it stands inside {node.op_type}, where it cannot be rewritten for opset {opset}")
+                    _refuse(inner, f"it is inside {node.op_type}, where it cannot be rewritten for opset {opset}")
                 _check_exists(inner, opset)
 
 
@@ -134,7 +134,7 @@ def _padded_axes(graph: _Graph, node: NodeProto) -> None:
     for number, axis in enumerate(axes.reshape(-1)):
         everywhere[int(axis) % rank] = pads[number]
         everywhere[int(axis) % rank + rank] = pads[number + axes.size]
-    graph.set_input(node, 1, graph.set_initializer(graph.fresh_name(f"{node.name}_pads"), everywhere))
+    graph.set_input(node, 1, graph.add_initializer(f"{node.name}_pads", everywhere))
     graph.set_input(node, 3, "")
     del node.input[3:]
 
@@ -164,7 +164,7 @@ def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
 def _slice(graph: _Graph, node: NodeProto, tensor: str, axis: int, ends: tuple[int, int]) -> str:
     name = graph.fresh_name(f"{node.name}_end")
     limits = [
-        graph.set_initializer(f"{name}.{part}", np.array([value], dtype=np.int64))
+        graph.add_initializer(f"{name}.{part}", np.array([value], dtype=np.int64))
         for part, value in (("starts", ends[0]), ("ends", ends[1]), ("axes", axis))
     ]
     return graph.add_node("Slice", name, [tensor, *limits])
@@ -197,7 +197,7 @@ def _spelled_out_layer_norm(graph: _Graph, node: NodeProto) -> None:
     centred = add("Sub", x, add("ReduceMean", x, axes=axes, keepdims=1))
     variance = add("ReduceMean", add("Mul", centred, centred), axes=axes, keepdims=1)
     epsilon = np.array(attribute_value(node, "epsilon", 1e-5), dtype=np.float32)
-    stored = graph.set_initializer(graph.fresh_name(f"{node.name}_epsilon"), epsilon)
+    stored = graph.add_initializer(f"{node.name}_epsilon", epsilon)
     result = add("Div", centred, add("Sqrt", add("Add", variance, stored)))
     result = result if given == TensorProto.FLOAT else add("Cast", result, to=given)
     if len(node.input) > 2 and node.input[2]:

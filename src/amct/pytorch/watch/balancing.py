@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amct.calibration import BalanceSession
 from amct.ptq.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.fuse import fuse
 from amct.pytorch.layer_weights import weight_parts
-from amct.pytorch.watch.layer_hooks import observe_balance, run_in_context
+from amct.pytorch.watch.layer_hooks import given_input, run_in_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
 
@@ -40,15 +39,18 @@ def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[st
     for name in order:
         module = model.get_submodule(name)
         setattr(module, MARK, True)
-        observe_balance(session.observe, name, module)
-
-    @contextmanager
-    def forward_context(_: Arguments) -> Iterator[None]:
-        with session.batch():
-            yield
-
-    run_in_context(model, forward_context)
+        module.register_forward_pre_hook(_observing(session, name, parts[name].kind.channel_axis), with_kwargs=True)
+    run_in_context(model, lambda _: session.batch())
     return model
+
+
+def _observing(session: BalanceSession, name: str, axis: int) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is not None:
+            session.observe(name, x, axis)
+
+    return hook
 
 
 def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments]) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from amct.calibration.session import HIDDEN
 from amct.numerics.affine import fake_quantize
 from amct.numerics.dmq import balance_activation
-from amct.pytorch.layer_weights import channel_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,17 +114,6 @@ def _states(module: nn.RNNBase, state: Any, output: Tensor) -> Tensor:  # noqa: 
     if h is None:
         h = output.new_zeros(module.hidden_size)
     return torch.cat([h.reshape(-1), later.reshape(-1)])
-
-
-def observe_balance(observe: Callable[[str, Tensor, int], None], name: str, module: nn.Module) -> RemovableHandle:
-    """Call ``observe(name, x, channel_axis)`` with every input of a layer."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = given_input(args, kwargs)
-        if x is not None:
-            observe(name, x, channel_axis(module))
-
-    return module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def run_in_context(
