@@ -40,7 +40,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "do_fusion": "Fold BatchNorm (Caffe: also Scale and Bias) into the layer before it.",
         "skip_fusion_layers": "Layers whose BatchNorm is not folded.",
         "fakequant_precision_mode": "FORCE_FP16_QUANT rounds activation scales to what half precision can hold.",
-        "common_config": "For every layer that no override speaks of.",
+        "common_config": "For every layer that no override names.",
         "override_layer_types": "For all layers of a type; goes before `common_config`.",
         "override_layer_configs": "For one layer; goes before everything else.",
         "update_bn": "Refresh the statistics of BatchNorm layers after the weights were quantized (for SNQ).",

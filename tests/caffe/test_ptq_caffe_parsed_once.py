@@ -5,23 +5,22 @@ from __future__ import annotations
 import pytest
 from ptq_caffe_flow import batch, golden_flow
 
+from amct.caffe import layer_list, quantize
 from amct.caffe import model as caffe_model
-from amct.caffe import quantize
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The files that were parsed, by what parsed them."""
     found = {"read_message": [], "read_weights": []}
-    for name, calls in found.items():
-        original = getattr(caffe_model, name)
+    for module, (name, calls) in zip((layer_list, caffe_model), found.items(), strict=True):
+        original = getattr(module, name)
 
         def spy(*args, original=original, calls=calls):
             calls.append(args)
             return original(*args)
 
-        monkeypatch.setattr(caffe_model, name, spy)
-    monkeypatch.setattr("amct.caffe.layer_list.read_message", caffe_model.read_message)
+        monkeypatch.setattr(module, name, spy)
     return found
 
 

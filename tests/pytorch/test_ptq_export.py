@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from ptq_helpers import Flow, difference, images, run_onnx, run_torch, small
@@ -240,3 +241,17 @@ def test_a_pooling_that_rounds_up_and_counts_padding_divides_by_what_torch_divid
     bound = 2 * quantized.record["1"].scale_d + quantized.compare(x)[0].largest_error
     for file in ("q_qdq_model.onnx", "q_fake_quant_model.onnx"):
         assert difference(run_onnx(tmp_path / file, model, x), run_torch(model, x)) <= bound
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(8, 4), nn.Conv1d(8, 4, 1)], ids=["linear", "convolution"])
+def test_weights_that_are_all_zero_are_saved(layer, tmp_path):
+    """A head that was initialized with zeros: balancing its input would divide by zero noise."""
+    nn.init.zeros_(layer.weight)
+    first = nn.Linear(8, 8) if isinstance(layer, nn.Linear) else nn.Conv1d(8, 8, 1)
+    model = nn.Sequential(first, nn.ReLU(), layer).eval()
+    x = torch.randn(2, 8) if isinstance(layer, nn.Linear) else torch.randn(2, 8, 5)
+    amct.quantize(model, [x]).save(tmp_path / "z")
+    session = onnxruntime.InferenceSession(tmp_path / "z_qdq_model.onnx")
+    got = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    expected = model(x).detach().numpy()
+    assert np.abs(got - expected).max() <= 2 * np.abs(expected).max() / 255  # one step of the output, which is the bias

@@ -1,8 +1,7 @@
-"""The edge where a block of a config file becomes a settings object: pydantic checks, we say what is wrong and where.
+"""Conversion of a block of a config file to a settings object.
 
-pydantic knows the type and the range of every field from the annotations in ``settings`` and finds all mistakes of a
-block at once; it knows nothing of lines and columns, so the caller gives a function from a path inside the block to a
-position.
+pydantic checks the type and the range of every field by the annotations in ``settings``. It has no lines and columns,
+so the caller passes a function from a path inside the block to a position.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def check_settings(
     Args:
         settings: A dataclass whose annotations give types and ranges; fields not in ``values`` take its defaults.
         values: The block, by the names of the dataclass fields.
-        locate: Where the value at a path inside the block stands.
+        locate: Returns the position of the value at a path inside the block.
         problems: Takes every mistake found.
-        block: What the block is called in messages, such as ``conv1.weight_quant_params``.
-        names: How fields are called in the file, where that is not their own name.
+        block: The name of the block in messages, such as ``conv1.weight_quant_params``.
+        names: The names of fields in the file, where they differ.
 
     Returns:
         The settings, or None when the block has a mistake (it is in ``problems`` then).
@@ -77,7 +76,7 @@ def check_settings(
 
 
 def checked_settings(settings: Callable[..., Settings], values: Mapping[str, Any], *, block: str = "") -> Settings:
-    """Turn values that come from no file into a settings object.
+    """Convert values without positions to a settings object.
 
     Raises:
         ConfigError: a value is not legal; all mistakes are listed.
@@ -131,7 +130,7 @@ def _defaults(settings: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _spell(path: Path) -> str:
-    """A path as a reader would write it: ``search_range[0]``."""
+    """Format a path: ``search_range[0]``."""
     text = ""
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}"

@@ -245,21 +245,21 @@ class Dialect(ABC):
             members = known_members(node, keys, layer.name, problems)
         origins = {"": Origin(Level.FILE, node.key_position)}
         origins |= {key: Origin(Level.FILE, member.key_position) for key, member in members.items()}
-        enabled = read_bool(members, self.switch_key, True, layer.name, problems)
-        data, implied = self.read_members(layer, members, enabled, written, origins, problems)
-        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+        data = {self.switch_key: read_bool(members, self.switch_key, True, layer.name, problems)}
+        target = LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+        self.read_members(layer, members, written, target, problems)
+        return target
 
     @abstractmethod
     def read_members(
         self,
         layer: LayerInfo,
         members: Mapping[str, JsonNode],
-        enabled: bool,
         written: Mapping[str, Any],
-        origins: dict[str, Origin],
+        target: LayerBlock,
         problems: ProblemList,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read and check the JSON block of a layer; return it as it is written, and values that hold without it."""
+    ) -> None:
+        """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
 
     def read_block(self, key: str, node: JsonNode | None, what: str, problems: ProblemList) -> AlgorithmBlock:
         """One JSON block of a layer; the default algorithm when it is missing or has mistakes."""

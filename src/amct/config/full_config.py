@@ -1,7 +1,7 @@
-"""The full config: what stands in the JSON file, with the origin of every value.
+"""The full config: the content of the JSON file, with the origin of every value.
 
-``FullConfig`` is the middle of the road from a simple config (``.cfg``) to a plan. It is made either by expanding a
-simple config for a model or by reading the JSON a user edited; ``to_json`` writes it with AMCT's keys in AMCT's order.
+``FullConfig`` is the step between a simple config (``.cfg``) and a plan. It is created by expanding a simple config for
+a model or by reading a JSON file; ``to_json`` writes it with AMCT's keys in AMCT's order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class LayerBlock:
         name: The layer.
         type: Its type name.
         data: The block as it is written.
-        origins: Where each value comes from, by its dotted key (``activation_quant_params.num_bits``); the empty key is
-            the origin of the block as a whole, a key that ends in a dot that of a part which comes from elsewhere.
+        origins: The origin of each value, by its dotted key (``activation_quant_params.num_bits``); the empty key is
+            that of the whole block, a key that ends in a dot that of a part with another origin.
         implied: Values that hold although they are not written, by their dotted keys.
     """
 
     name: str
     type: str
-    data: Mapping[str, Any]
-    origins: Mapping[str, Origin] = field(default_factory=dict)
-    implied: Mapping[str, Any] = field(default_factory=dict)
+    data: dict[str, Any]
+    origins: dict[str, Origin] = field(default_factory=dict)
+    implied: dict[str, Any] = field(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
-        """Where a value comes from: its own origin, or the built-in default."""
+        """The origin of a value: its own, or the built-in default."""
         return self.origins.get(key, DEFAULT)
 
     def block_origin(self, key: str) -> Origin:

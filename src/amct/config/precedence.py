@@ -1,8 +1,8 @@
-"""Which block of a config applies to a layer, and where in the file it stands.
+"""Which block of a config applies to a layer, and its position in the file.
 
 An override replaces the block of ``common_config`` as a whole and inherits nothing from it. The order is
-layer > type > common > built-in default. ``Origin`` remembers the winner, so that every effective setting can be traced
-back to its line.
+layer > type > common > built-in default. ``Origin`` records the block that applies, so that every effective setting
+can be traced to its line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Level(Enum):
-    """How near to a layer a setting was given; the value is what a user reads."""
+    """The kind of origin of a setting; the value is its text in messages."""
 
     LAYER = "override of this layer"
     TYPE = "override of this layer type"
@@ -36,7 +36,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a setting comes from."""
+    """The kind and position of the origin of a setting."""
 
     level: Level
     position: Position | None = None
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """All blocks of a simple config, ready to be chosen from."""
+    """All blocks of a simple config."""
 
     common: Choice = Choice(None, DEFAULT)
     by_type: Mapping[str, Choice] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The settings of every algorithm: one frozen class each, with the default and the legal range of every field.
 
 These classes are what the rest of the program works with. The annotations are also what a config file is checked
-against (see ``checks``), so a range stands in one place. Which bit widths are legal depends on the layer type: see
+against (see ``checks``), so a range is defined in one place. Which bit widths are legal depends on the layer type: see
 ``ptq.pytorch_types`` and ``ptq.caffe_types``.
 """
 
@@ -16,8 +16,8 @@ from pydantic_core import PydanticCustomError
 from amct.errors import ConfigError
 
 
-def _integer(value: Any) -> Any:  # noqa: ANN401  whatever stands in the file
-    """A literal of pydantic takes what is equal: 1.0 and true for 1."""
+def _integer(value: Any) -> Any:  # noqa: ANN401  any JSON value
+    """Refuse 1.0 and true, which pydantic accepts for the literal 1."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("int_type", "not an integer")
     return value
@@ -38,7 +38,7 @@ _FLOAT32_EPSILON = 1.2e-7
 
 
 class SettingsError(ConfigError):
-    """A rule between two fields is broken; ``field`` says which one to look at."""
+    """A rule between two fields is broken; ``field`` is the field to correct."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -46,14 +46,14 @@ class SettingsError(ConfigError):
 
 
 class CheckedSettings:
-    """Base of all settings; pydantic reads from it that unknown keys, NaN and infinity are mistakes."""
+    """Base of all settings: pydantic refuses unknown keys, NaN and infinity."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IfmrSettings(CheckedSettings):
-    """IFMR: search the activation range around the percentiles that loses least when quantized."""
+    """IFMR: search the activation range around the percentiles that has the smallest quantization error."""
 
     num_bits: StrictInt = 8
     max_percentile: Percentile = 0.999999

@@ -117,7 +117,8 @@ class LayerInputObserver:
         noises = [noise.power(factors) for factors in choices]
         best = int(np.argmin(noises))
         unbalanced = noise.power(torch.ones_like(largest))
-        return choices[best] if noises[best] * MIN_NOISE_REDUCTION <= unbalanced else None
+        helps = 0 < noises[best] * MIN_NOISE_REDUCTION <= unbalanced  # weights that are all zero make no noise
+        return choices[best] if helps else None
 
 
 def _subsample(x: Tensor) -> Tensor:

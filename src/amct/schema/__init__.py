@@ -1,4 +1,4 @@
-"""The file formats of AMCT as protobuf messages, and a text reader that remembers where everything stood."""
+"""The file formats of AMCT as protobuf messages, and a text reader that records the position of every field."""
 
 from __future__ import annotations
 

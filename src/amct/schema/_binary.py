@@ -1,4 +1,4 @@
-"""Binary files to messages, with our errors instead of protobuf's."""
+"""Conversion of binary files to messages, with the errors of this package instead of protobuf's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _Me
 
 
 def _refuse_broken_names(message: Message) -> None:
-    """Look at every string: some protobuf runtimes hand out bytes, silently, where a string is not UTF-8."""
+    """Check every string: some protobuf runtimes silently return bytes where a string is not UTF-8."""
     pending: list[Message] = [message]
     while pending:
         for field, value in pending.pop().ListFields():

@@ -1,6 +1,6 @@
-"""What the text reader needs to know of a message type, taken from its descriptor once.
+"""The fields of a message type as the text reader needs them, taken from its descriptor once.
 
-Each field gets the functions that read its numbers and words, so the parser never asks for a type.
+Each field has the functions that read its numbers and words, so the parser has no cases by type.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def table_of(descriptor: Descriptor) -> MessageTable:
 
 
 def _labels(field: FieldDescriptor) -> tuple[bool, bool]:
-    """Whether a field is repeated, and whether required; protobuf 6.31 renamed the question, 7 dropped ``label``."""
+    """Whether a field is repeated, and whether required; protobuf 6.31 renamed the attributes, 7 dropped ``label``."""
     if hasattr(field, "is_repeated"):
         return bool(field.is_repeated), bool(field.is_required)
     label = getattr(field, "label")  # noqa: B009 - the type stubs of newer protobuf do not know it
@@ -153,7 +153,7 @@ def _keep(literal: str) -> str:
 
 
 def anything(name: str) -> FieldInfo:
-    """Stands for a field that is already reported as a mistake, so that the rest of the file can still be checked."""
+    """A placeholder for a field that is already reported as a mistake, so that the rest of the file can be checked."""
     return FieldInfo(
         name=name,
         kind="anything",

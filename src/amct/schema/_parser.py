@@ -1,8 +1,8 @@
 """The parser of protobuf's text format.
 
 Nearly every line of a real file is ``name: value``, ``name {`` or ``}``; one regular expression reads such a statement
-as a whole. Whatever it does not match (lists, escapes, strings in pieces, comments in odd places, mistakes) is read
-token by token. There is no recursion: open blocks are a list, so nesting is limited by a number and not by the stack.
+as a whole. Everything else (lists, escapes, strings in pieces, comments in unusual places, mistakes) is read token by
+token. There is no recursion: open blocks are a list, so nesting is limited by a number and not by the stack.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """An open block: what to go back to when it closes."""
+    """An open block, and the state to restore when it closes."""
 
     outer: TextMessage
     outer_lookup: Callable[[str], FieldInfo | None]
@@ -79,7 +79,7 @@ class _Parser:
 
     def parse(self) -> TextMessage:
         self._read_statements()
-        if not self._problems:  # else a value that is there but wrong would be called missing, too
+        if not self._problems:  # a wrong value would be reported as missing too
             self._check_required()
         if self._problems:
             raise ParseError.from_problems(self._problems)
@@ -99,7 +99,7 @@ class _Parser:
         while True:
             found = match(text, self._at)
             if found is None:
-                if not self._read_odd_statement():
+                if not self._read_unusual_statement():
                     return
                 continue
             self._at = found.end()
@@ -125,7 +125,7 @@ class _Parser:
             else:
                 self._add(info, value, offset)
 
-    def _read_odd_statement(self) -> bool:
+    def _read_unusual_statement(self) -> bool:
         """Read one statement token by token; false at the end of the file."""
         before = self._at
         kind, token = self._next()
@@ -325,7 +325,7 @@ class _Parser:
     # ------------------------------------------------------------------ mistakes
 
     def _unknown(self, name: str, offset: int) -> FieldInfo:
-        """Report an unknown field; its value is then read as anything, so that later mistakes show too."""
+        """Report an unknown field; its value is then read as anything, so that later mistakes are found too."""
         table = self._message.table
         for block in reversed(self._blocks):
             if name in block.outer.table.fields:
@@ -356,7 +356,7 @@ class _Parser:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like ``name``; a few known names are all listed when none is really like it."""
+    """The known name most similar to ``name``; if none is similar, all known names where they are few."""
     names = list(known)
     comparable = name[:100]  # comparing costs the square of the length
     hint = did_you_mean(comparable, names)

@@ -1,4 +1,4 @@
-"""The characters of one text file: decoding them, and turning an offset into line and column."""
+"""One text file: decoding, and conversion of an offset to line and column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class SourceText:
-    """A decoded text and its name; knows the position of every character."""
+    """A decoded text with its name and the positions of its lines."""
 
     __slots__ = ("__dict__", "name", "text")
 

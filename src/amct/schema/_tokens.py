@@ -1,7 +1,7 @@
-"""The words of protobuf's text format, as regular expressions.
+"""The tokens of protobuf's text format, as regular expressions.
 
-``STATEMENT`` matches a whole statement of the common kind, ``TOKEN`` one token of anything. Each piece matches in only
-one way, so no input makes them backtrack for long.
+``STATEMENT`` matches a whole statement of the common form, ``TOKEN`` any single token. Each part matches in only one
+way, so no input makes them backtrack for long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SKIP = r"\s*(?:\#[^\n]*(?:\n\s*|\Z))*"
 """Blanks and comments."""
 
 _DIGITS = r"\.?[0-9](?:[eE][+-]|[\w.])*"
-"""Everything that hangs together with a digit; whether it is a number is for the field to say."""
+"""A digit with all adjoining letters, digits, dots and exponents; the field checks whether it is a number."""
 
 STATEMENT = re.compile(
     _SKIP

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LONGEST_NUMBER = 400
-"""No number of any field type needs more characters; int() and float() need not meet megabytes of digits."""
+"""No field type needs a longer number; the limit keeps megabytes of digits away from int() and float()."""
 
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 _REAL = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?[fF]?")
@@ -44,7 +44,7 @@ _ESCAPE = re.compile(
 class BadValueError(Exception):
     """A scalar that its field cannot hold; the parser turns it into a problem with a position.
 
-    ``offset`` is where in the quoted text the trouble lies.
+    ``offset`` is the position of the mistake in the quoted text.
     """
 
     def __init__(self, message: str, offset: int = 0) -> None:
@@ -53,7 +53,7 @@ class BadValueError(Exception):
 
 
 def shown(text: str) -> str:
-    """The user's own text for a message, cut when it is very long."""
+    """A text from the file for a message; a long one is cut."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -89,7 +89,7 @@ def read_double(literal: str) -> float:
 
 
 def read_float(literal: str) -> float:
-    """Read a decimal literal as float32, given back as the double of its shortest decimal (0.7 stays 0.7)."""
+    """Read a decimal literal as float32; return it as the double of its shortest decimal (0.7 stays 0.7)."""
     value = read_double(literal)
     if abs(value) >= _FLOAT32_TOO_LARGE:
         raise BadValueError(

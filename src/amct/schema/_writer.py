@@ -1,7 +1,7 @@
 """Messages as text, in the layout of AMCT's documents.
 
 protobuf's own writer depends on its version: up to 4.25 it writes control characters and bytes above 127 raw, which
-nobody can read back. The layout here is that of protobuf 5 and later with ``as_utf8``.
+cannot be parsed again. The layout here is that of protobuf 5 and later with ``as_utf8``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _write_fields(message: Message, indent: str, lines: list[str]) -> None:
         info = fields[field.name]
         values: Iterable[Any] = value if info.repeated else (value,)
         if info.message is None:
-            show = _shower(field)
-            lines += [f"{indent}{field.name}: {show(item)}\n" for item in values]
+            format_value = _formatter(field)
+            lines += [f"{indent}{field.name}: {format_value(item)}\n" for item in values]
             continue
         if info.repeated and table_of(info.message).is_map_entry:
             values = _map_entries(info.message, value)
@@ -57,14 +57,14 @@ def _map_entries(entry: Any, container: Any) -> Iterable[Message]:  # noqa: ANN4
         yield make(key=key, value=container[key])
 
 
-def _shower(field: FieldDescriptor) -> Callable[[Any], str]:
+def _formatter(field: FieldDescriptor) -> Callable[[Any], str]:
     """The function that writes one value of a field."""
     enum = field.enum_type
     if enum is not None:
         names = {value.number: value.name for value in reversed(enum.values)}
         return lambda number: names.get(number, str(number))
     if field.cpp_type == field.CPPTYPE_STRING:
-        return _show_bytes if field.type == field.TYPE_BYTES else _show_string
+        return _format_bytes if field.type == field.TYPE_BYTES else _format_string
     if field.cpp_type == field.CPPTYPE_BOOL:
         return lambda value: "true" if value else "false"
     if field.cpp_type == field.CPPTYPE_FLOAT:
@@ -72,11 +72,11 @@ def _shower(field: FieldDescriptor) -> Callable[[Any], str]:
     return str
 
 
-def _show_string(value: str) -> str:
+def _format_string(value: str) -> str:
     return f'"{_SPECIAL.sub(_escaped, value)}"'
 
 
-def _show_bytes(value: bytes) -> str:
+def _format_bytes(value: bytes) -> str:
     text = _SPECIAL.sub(_escaped, value.decode("latin-1"))
     return '"' + "".join(character if character < "\x80" else f"\\{ord(character):03o}" for character in text) + '"'
 

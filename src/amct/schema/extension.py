@@ -32,7 +32,7 @@ def message_from_dataclass(settings: type[Any], name: str) -> DescriptorProto:
     """The message type with the fields of a dataclass, numbered from 1 in their order, with their defaults.
 
     ``bool``, ``int``, ``float``, ``str`` and ``Literal`` of one of these become optional fields, tuples and lists of
-    them repeated fields. ``Annotated`` and ``| None`` are looked through.
+    them repeated fields. ``Annotated`` and ``| None`` are ignored.
 
     Raises:
         ArgumentTypeError: it is no dataclass, or a field has another type.

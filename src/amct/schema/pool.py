@@ -1,7 +1,7 @@
 """Message types from the committed descriptor set, each family in a descriptor pool of its own.
 
-Private pools let a program that also loads, say, a real Caffe's ``caffe_pb2`` live beside ours: names and numbers may
-be the same without a clash. Nothing is read before the first message type is asked for.
+Private pools do not clash with the messages of another library in the same program, such as Caffe's ``caffe_pb2``. The
+descriptor set is read when the first message type is requested.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def file_protos(schema: Schema) -> tuple[FileDescriptorProto, ...]:
 
 
 def pool_of(files: Iterable[FileDescriptorProto]) -> DescriptorPool:
-    """A new descriptor pool with these files and nothing else; imports stand before their users."""
+    """A new descriptor pool with these files and nothing else; imports come before their users."""
     from google.protobuf.descriptor_pool import DescriptorPool
 
     pool = DescriptorPool()

@@ -1,7 +1,7 @@
 """Messages read from protobuf text, with the file, line and column of every field.
 
-protobuf's own reader gives positions only in its errors, takes repeated fields silently or not at all, recurses as deep
-as the file says and turns 1e999 into infinity; a config error must name its line, so the reading is done here.
+protobuf's own reader has positions only in its errors, accepts repeated fields silently or not at all, has no depth
+limit and reads 1e999 as infinity.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TextField(NamedTuple):
-    """One field as it stands in the file; ``value`` of an enum is its name, of a block a ``TextMessage``."""
+    """One field of the file; ``value`` of an enum is its name, of a block a ``TextMessage``."""
 
     name: str
     value: Any
@@ -31,15 +31,15 @@ class TextField(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """Where the field's name stands."""
+        """The position of the field's name."""
         return self.source.position(self.offset)
 
 
 class TextMessage:
-    """A message as it stands in the file.
+    """A message of the file.
 
-    ``fields`` has every occurrence in the order of the file; ``get``, ``all`` and ``which`` give what counts:
-    the last value, the merged block, the last member of a oneof.
+    ``fields`` has every occurrence in the order of the file; ``get``, ``all`` and ``which`` return the effective value:
+    the last one, the merged block, the last member of a oneof.
     """
 
     __slots__ = ("__dict__", "_source", "descriptor", "effective", "fields", "offset", "warnings")
@@ -48,15 +48,15 @@ class TextMessage:
         self.descriptor = descriptor
         self.fields: list[TextField] = []
         self.effective: dict[str, TextField] = {}
-        """The occurrence that counts of each field that is not repeated."""
+        """The effective occurrence of each field that is not repeated."""
         self.warnings: Sequence[Problem] = ()
-        """Oddities of the whole file, such as a value given twice; kept at the outermost message only."""
+        """Warnings about the whole file, such as a repeated value; only the outermost message has them."""
         self._source = source
         self.offset = offset
 
     @property
     def position(self) -> Position:
-        """Where the field that opens this message stands; 1:1 for the outermost."""
+        """The position of the field that opens this message; 1:1 for the outermost."""
         return self._source.position(self.offset)
 
     @property
@@ -84,7 +84,7 @@ class TextMessage:
         return name in (self._occurrences if self._info(name).repeated else self.effective)
 
     def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - the type is the field's
-        """The last value the file gives, or ``default``; the schema's own default is not looked at."""
+        """The last value the file gives, or ``default``; the schema's default is not used."""
         if self._info(name).repeated:
             occurrences = self._occurrences.get(name)
             return occurrences[-1].value if occurrences else default
@@ -92,19 +92,19 @@ class TextMessage:
         return default if field is None else field.value
 
     def all(self, name: str) -> list[Any]:
-        """All values of a repeated field; of another field the one that counts, if any."""
+        """All values of a repeated field; of another field the effective one, if any."""
         if self._info(name).repeated:
             return [field.value for field in self._occurrences.get(name, ())]
         return [self.effective[name].value] if name in self.effective else []
 
     def where(self, name: str, index: int = -1) -> Position:
-        """Where the last (or the ``index``-th) occurrence stands; the message's own position when there is none."""
+        """The position of the last (or the ``index``-th) occurrence; that of the message when there is none."""
         self._info(name)
         occurrences = self._occurrences.get(name)
         return occurrences[index].position if occurrences else self.position
 
     def which(self, oneof: str) -> str | None:
-        """The member of a oneof that counts, or None."""
+        """The effective member of a oneof, or None."""
         if oneof not in self.table.oneofs:
             raise ArgumentError(
                 f"{self.descriptor.full_name} has no oneof {oneof!r}.{did_you_mean(oneof, self.table.oneofs)}"
@@ -124,7 +124,7 @@ class TextMessage:
         return message
 
     def _fill(self, target: Any) -> Iterator[tuple[TextMessage, Any]]:  # noqa: ANN401 - generated class
-        """Set what this message holds itself; yield each inner message with its still empty target."""
+        """Set the fields of this message; yield each inner message with its empty target."""
         for name, field in self.effective.items():
             info = self.table.fields[name]
             if info.message is not None:

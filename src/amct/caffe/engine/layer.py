@@ -10,8 +10,8 @@
         def setup(self, bottoms: list[Shape]) -> None:          # called once: read options, create parameters
             self.options = self.parameter.power_param
 
-        def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # when a bottom changes shape: the tops' shapes
-            return [bottoms[0]]
+        def reshape(self, bottoms: list[Shape]) -> list[Shape]:  # when a bottom changes shape: the tops' shapes; this
+            return [bottoms[0]]                                  # is the default
 
         def forward(self, bottoms: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
             return [(self.options.shift + self.options.scale * bottoms[0]) ** self.options.power]
@@ -25,7 +25,8 @@
   of a bottom; if ``self.may_overwrite`` is true the bottom's memory may be reused (``torch.relu_``).
 * **Gradients** come from torch's autograd over ``forward``. Where Caffe's backward differs from the derivative (ties,
   approximations), use a ``torch.autograd.Function`` inside ``forward``. A layer that works on blobs (Python layers,
-  Input) overrides ``run``, and ``run_backward`` if it has gradients.
+  Input) overrides ``run``, and ``run_backward`` if it has gradients. ``no_gradient`` lists the bottoms that hold labels
+  or indices.
 * Random numbers: use torch's global generator (seeded by ``caffe.set_random_seed``). ``self.is_training`` is the phase.
 * Errors: ``raise self.error("kernel_size must be > 0, got 0")`` adds the layer's name. Check everything in ``setup`` or
   ``reshape``: building a net finds all mistakes before memory is allocated.

@@ -1,4 +1,4 @@
-"""The blocks of a full JSON config: objects with known keys, the algorithm inside a block, the layers they are for."""
+"""The blocks of a full JSON config: objects with known keys, algorithms and layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_json_object(data: str | bytes, source: str, problems: ProblemList) -> J
 
 
 def is_object(node: JsonNode, what: str, problems: ProblemList) -> bool:
-    """Whether a node is an object; if not, that is reported."""
+    """Whether a node is an object; a problem is added if it is not."""
     if not node.is_object:
         problems.add_wrong_type(f"{what} must be an object in braces, got {show(node.plain())}", node.position)
     return node.is_object
@@ -92,13 +92,13 @@ def read_algorithm_block(
     what: str,
     problems: ProblemList,
 ) -> AlgorithmBlock | None:
-    """The algorithm of a JSON block with the values the block sets; None when it cannot be told.
+    """The algorithm of a JSON block with the values that the block sets; None when the block has no known algorithm.
 
     Args:
         node: The block.
         algorithms: The algorithms it may name; the first one when it names none.
         name_key: The key that names the algorithm, or None when there is only one.
-        what: What the block is called in messages, such as ``conv1.weight_quant_params``.
+        what: The name of the block in messages, such as ``conv1.weight_quant_params``.
         problems: Takes every mistake of the block.
     """
     if not is_object(node, what, problems):
@@ -118,7 +118,7 @@ def read_algorithm_block(
     fields = {algorithm.field_of(key): node for key, node in nodes.items()}
     names = {algorithm.field_of(key): key for key in nodes}
     if check_members(algorithm.settings, fields, problems, block=what, names=names) is None:
-        # The caller goes on checking what the layer can do: leave it the values that are of the right type.
+        # The caller checks the layer type next: it gets only the values of the right type.
         given = {key: value for key, value in given.items() if type(value) is type(algorithm.default_of(key))}
     return AlgorithmBlock(
         algorithm=algorithm,
@@ -154,7 +154,7 @@ def _report_foreign(
     what: str,
     problems: ProblemList,
 ) -> None:
-    """Report a key the algorithm does not have; say so when it belongs to another algorithm."""
+    """Report a key that the algorithm does not have, and the algorithm that has it, if any."""
     owner = next((other for other in algorithms if key in other.keys), None)
     if owner is None:
         known = {name for item in algorithms for name in item.keys}
@@ -176,9 +176,9 @@ def find_layer(
     *,
     switch_key: str = "quant_enable",
 ) -> LayerInfo | None:
-    """The layer a top-level key names; None, and a report, when the layer cannot be quantized.
+    """The layer that a top-level key names; None, with a problem added, when it cannot be quantized.
 
-    A layer that cannot be quantized may stand in the file as long as it is switched off there.
+    The file may name a layer that cannot be quantized if it switches that layer off.
     """
     layer = model.find(name)
     if layer is None:

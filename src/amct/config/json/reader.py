@@ -1,8 +1,7 @@
-"""Read JSON and remember where every key and value stands.
+"""A JSON reader that records the position of every key and value.
 
-The standard reader forgets positions, keeps the last of two equal keys without a word, accepts ``NaN`` and recurses as
-deep as the file asks. A config is edited by hand, so a mistake in it needs a line and a column: this reader keeps both
-for every key and value. It stops at the first thing that is not JSON (``ParseError``) and lists repeated keys in
+Python's ``json`` has no positions, silently keeps the last of two equal keys, accepts ``NaN`` and has no depth limit.
+This reader stops at the first text that is not JSON (``ParseError``) and lists repeated keys in
 ``JsonDocument.problems``, because a file with a repeated key can still be checked for its other mistakes.
 """
 
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from amct.errors import ParseError, Position, Problem
 
-MAX_DEPTH = 64  # a config is four levels deep; the limit keeps hostile files away from Python's recursion limit
+MAX_DEPTH = 64  # a config has four levels; the limit keeps hostile files below Python's recursion limit
 MAX_NUMBER_LENGTH = 400  # longer than any float64 needs, and far below the length where int() becomes slow
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -28,7 +27,7 @@ _CONSTANTS: dict[str, bool | None] = {"true": True, "false": False, "null": None
 
 
 class _Lines:
-    """Turns an offset in a text into a position; shared by all nodes of one document."""
+    """Converts an offset in a text to a position; shared by all nodes of one document."""
 
     def __init__(self, text: str, source: str) -> None:
         self.source = source
@@ -91,7 +90,7 @@ class JsonNode:
 
 @dataclass(frozen=True)
 class JsonDocument:
-    """A JSON text that could be read, and the repeated keys found in it."""
+    """A parsed JSON text and its repeated keys."""
 
     root: JsonNode
     problems: tuple[Problem, ...]
@@ -105,14 +104,14 @@ def read_json(data: str | bytes, source: str) -> JsonDocument:
         source: The name of the file, for positions.
 
     Raises:
-        ParseError: The text is not JSON, or not UTF-8; the position is that of the first character that cannot be.
+        ParseError: The text is not JSON, or not UTF-8; the position is that of the first wrong character.
     """
     text = decode_utf8(data, source) if isinstance(data, bytes) else data.removeprefix("\ufeff")
     return _Reader(text, source).document()
 
 
 def decode_utf8(data: bytes, source: str) -> str:
-    """Decode the bytes of a config file, telling the line and column of the first byte that is not UTF-8."""
+    """Decode the bytes of a config file; the error has the position of the first byte that is not UTF-8."""
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         return data.decode("utf-8")
@@ -223,7 +222,7 @@ class _Reader:
         return items
 
     def separator(self, closing: str) -> None:
-        """Pass the comma between two items, or stop before the closing bracket."""
+        """Skip the comma between two items, or stop before the closing bracket."""
         self.skip_space()
         if self.peek() == closing:
             return

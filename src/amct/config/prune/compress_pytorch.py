@@ -1,17 +1,17 @@
 """Pruning, and pruning combined with quantization-aware training (PyTorch): from a simple config to a plan.
 
-AMCT has no file between the two; the full config made here has the keys of its in-memory config, so that it can be
-explained like any other. What the config asks for is told by its blocks: a ``prune_config`` anywhere switches pruning
-on, a data or weight block anywhere switches quantization on.
+AMCT has no file between the two; the full config has the keys of AMCT's in-memory config, so that it can be explained
+like any other. A ``prune_config`` anywhere in the file switches pruning on, a data or weight block anywhere switches
+quantization on.
 
 An override of pruning does not switch a skipped layer on again, one of quantization does. An override without a
-quantization block leaves the quantization of its layers alone, one without a ``prune_config`` their pruning.
+quantization block does not change the quantization of its layers, one without a ``prune_config`` their pruning.
 """
 
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amct.config.dialect import warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
@@ -31,7 +31,6 @@ from amct.schema import descriptor, parse_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.config.precedence import Origin
     from amct.config.text.names import Named
 
 
@@ -86,14 +85,14 @@ class _Compression:
         )
 
     def layer(self, layer: LayerInfo) -> LayerBlock:
-        """What is done to one layer; no data when nothing is."""
-        data: dict[str, Any] = {}
-        origins: dict[str, Origin] = {}
+        """The full config of one layer; without data when the layer is neither quantized nor pruned."""
+        block = LayerBlock(name=layer.name, type=layer.type, data={})
         if self.quantizes and layer.type in QAT_TYPES and layer.refusal is None:
-            data, origins = self.quantizer.expand(layer)
+            block = self.quantizer.expand(layer)
         if self.prunes and (pruned := self.pruner.expand(layer)) is not None:
-            data, origins = {**data, **pruned[0]}, {**pruned[1], **origins}
-        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+            data, origins = {**block.data, **pruned[0]}, {**pruned[1], **block.origins}
+            block = LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins)
+        return block
 
     def check(self) -> None:
         if not self.prunes and not self.quantizes:
@@ -109,7 +108,7 @@ class _Compression:
             PYTORCH_QAT.check_quantization(self.simple, self.layers, self.problems)
 
     def check_something_left(self, expanded: Sequence[LayerBlock]) -> None:
-        """Report a config that leaves nothing to do; warn when that is so of pruning or quantization alone."""
+        """Report a config without a layer to compress; warn when only pruning or only quantization has none."""
         left = {
             "prune": any(config.data.get(PRUNE_SWITCH_KEY) for config in expanded),
             "quantize": any(config.data.get(SWITCH_KEY) for config in expanded),
@@ -122,7 +121,7 @@ class _Compression:
             (self.problems.warn if any(left.values()) else self.problems.add)(message, position)
 
     def warn_of_prune_only_overrides(self) -> None:
-        """AMCT resets the quantization of such layers to the defaults, which nobody asked for."""
+        """Warn of a difference from AMCT, which resets the quantization of such layers to the defaults."""
         found: list[Named] = []
         for choices in (self.simple.by_type, self.simple.by_layer):
             for item in named(choices):

@@ -1,4 +1,4 @@
-"""The two ways to prune a layer: which field of a ``.cfg`` asks for it, and which layers can have it."""
+"""The two pruning methods: their fields in a ``.cfg`` and the layers that they can prune."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NAME_KEY = "algo"
 
 @dataclass(frozen=True, kw_only=True)
 class PruneMethod:
-    """One way to prune.
+    """One pruning method.
 
     Attributes:
-        prune_type: Its name in the reference's configs.
-        field: The field of ``PruneConfig`` that asks for it.
-        oneof: Where that field's message names the algorithm.
-        algorithms: The algorithms there are.
-        types: The layer types that can start it.
-        done: What happens to a layer, as messages say it.
-        depthwise: Whether a depthwise convolution can start it.
+        prune_type: Its name in AMCT's configs.
+        field: The field of ``PruneConfig`` that chooses it.
+        oneof: The oneof of that field's message that chooses the algorithm.
+        algorithms: Its algorithms.
+        types: The layer types that can be pruned by themselves.
+        done: The participle of the method in messages.
+        depthwise: Whether a depthwise convolution can be pruned by itself.
     """
 
     prune_type: str
@@ -41,7 +41,7 @@ class PruneMethod:
     depthwise: bool
 
     def refusal(self, layer: LayerInfo) -> str | None:
-        """Why this way does not suit the kind of layer; None when it does."""
+        """Why this method cannot prune such a layer; None when it can."""
         if layer.type not in self.types:
             return f"{layer.type} cannot be {self.done}"
         if layer.depthwise and not self.depthwise:
@@ -72,7 +72,7 @@ METHODS = (FILTER, SELECTIVE)
 
 @dataclass(frozen=True, kw_only=True)
 class Pruner:
-    """What a ``prune_config`` asks for."""
+    """The method of a ``prune_config`` and the settings of its algorithm."""
 
     method: PruneMethod
     block: AlgorithmBlock

@@ -1,7 +1,7 @@
-"""The config of the automatic channel-pruning search: how far to compress, and which layers are not to be searched.
+"""The config of the automatic channel-pruning search: the compression ratio, and the layers that are not searched.
 
 ``override_prune_cfg`` names a second file, a simple config of retraining that may only skip layers or override their
-filter pruning: those layers stay as it says, all other prunable layers are searched.
+filter pruning: those layers are fixed, all other prunable layers are searched.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class PruneSearchParseError(ParseError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSearchSettings(CheckedSettings):
-    """How far a search goes.
+    """The settings of a search.
 
     Attributes:
-        compress_ratio: How many times fewer bit operations the result must need.
+        compress_ratio: The bit operations of the model divided by those of the result.
         ascend_optimized: Whether channels are removed 16 at a time.
         max_prune_ratio: The largest share of channels taken from one layer.
-        test_iteration: How many batches measure the sensitivity.
+        test_iteration: The number of batches that measure the sensitivity.
     """
 
     compress_ratio: Annotated[float, Field(strict=True, gt=1.0)]
@@ -79,9 +79,9 @@ class PruneSearchConfig:
 
     Attributes:
         source: The file.
-        settings: How far the search goes.
+        settings: The settings of the search.
         search_layers: The layers to search, in model order.
-        fixed: The layers that ``override_prune_cfg`` decides about: a pruner of their own, enabled unless skipped.
+        fixed: The layers that ``override_prune_cfg`` fixes: each has its own pruner, enabled unless skipped.
         override: That file as a message, for the config the search writes; None when there is none.
         warnings: What the user should know.
     """
@@ -112,8 +112,8 @@ def read_search_config(
     Raises:
         PruneSearchParseError: The text is not such a config.
         ParseError: The file it names is not a simple config.
-        ConfigError: A value is out of range, the second file cannot be read or says more than it may, or no layer is
-            left to search; all mistakes are listed.
+        ConfigError: A value is out of range, the second file cannot be read or has fields that it must not have, or no
+            layer is left to search; all mistakes are listed.
     """
     problems, model = ProblemList(), LayerList(layers)
     try:
@@ -134,7 +134,7 @@ def read_search_config(
         expander.check(model)
     problems.raise_all()
     assert settings is not None
-    search, fixed = _sorted_out(expander, model)
+    search, fixed = _searched_and_fixed(expander, model)
     _check_something_left(search, message, model, problems)
     problems.raise_all()
     return PruneSearchConfig(
@@ -167,7 +167,7 @@ def _read_override(
 
 
 def _check_fields(override: TextMessage, simple: RetrainSimple, problems: ProblemList) -> None:
-    """Report what a file that only fixes some layers must not say."""
+    """Report fields that a file which only fixes some layers must not have."""
     for field in override.fields:
         if field.name not in ALLOWED_FIELDS:
             what = f"{field.name} is not possible in {OVERRIDE_FILE}. It may have: {', '.join(ALLOWED_FIELDS)}."
@@ -185,7 +185,9 @@ def _check_fields(override: TextMessage, simple: RetrainSimple, problems: Proble
             problems.add(what, block.where(PRUNE_BLOCK))
 
 
-def _sorted_out(expander: PruneExpander, model: LayerList) -> tuple[tuple[str, ...], tuple[PruneLayerPlan, ...]]:
+def _searched_and_fixed(
+    expander: PruneExpander, model: LayerList
+) -> tuple[tuple[str, ...], tuple[PruneLayerPlan, ...]]:
     """The layers to search and the layers that are fixed."""
     search, fixed = [], []
     for layer in model:

@@ -30,6 +30,7 @@ from amct.config.text.algorithm_blocks import AlgorithmBlock
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from amct.config.full_config import LayerBlock
     from amct.config.json.reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
     from amct.config.precedence import Choice
@@ -143,17 +144,17 @@ class CaffePtq(PtqDialect):
         inputs: Sequence[AlgorithmBlock],
         offset: tuple[bool, Origin],
         changed: Mapping[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],
-    ) -> dict[str, Any] | list[dict[str, Any]]:
+        target: LayerBlock,
+    ) -> None:
         """A block, or a list with a block for each input; ``with_offset`` is written only where it is given."""
         written = []
         for index, block in enumerate(inputs):
             prefix = f"{DATA_KEY}[{index}]" if layer.inputs > 1 else DATA_KEY
-            written.append(block.write(prefix, "act_algo", origins, changed))
+            written.append(block.write(prefix, "act_algo", target.origins, changed))
             if "with_offset" not in block.given:
-                implied[f"{prefix}.with_offset"], origins[f"{prefix}.with_offset"] = offset
-        return written if layer.inputs > 1 else written[0]
+                key = f"{prefix}.with_offset"
+                target.implied[key], target.origins[key] = offset
+        target.data[DATA_KEY] = written if layer.inputs > 1 else written[0]
 
     def global_nodes(
         self, nodes: Mapping[str, JsonNode], root: JsonNode, model: LayerList, problems: ProblemList
@@ -194,16 +195,15 @@ class CaffePtq(PtqDialect):
         self,
         layer: LayerInfo,
         members: Mapping[str, JsonNode],
-        enabled: bool,
         written: Mapping[str, Any],
-        origins: dict[str, Origin],
+        target: LayerBlock,
         problems: ProblemList,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> None:
         """Read a layer; warn of a weight block without effect."""
         if WEIGHT_KEY in members and not self.has_weight_block(layer) and not layer.average_pooling:
             what = f"{layer.name}.{WEIGHT_KEY} is ignored: {layer.type} has no weights to quantize"
             problems.warn(what, members[WEIGHT_KEY].key_position)
-        return super().read_members(layer, members, enabled, written, origins, problems)
+        super().read_members(layer, members, written, target, problems)
 
     def has_weight_block(self, layer: LayerInfo) -> bool:
         """Whether the layer has weights."""

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from amct.config import registry
+from amct.config.checks import show
 from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import check_skip_fusion
@@ -14,6 +15,7 @@ from amct.config.layers import LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
 from amct.config.precedence import DEFAULT, Level, Origin
 from amct.config.problems import ProblemList
+from amct.config.ptq.pytorch_types import MIGRATION_RANGE
 from amct.config.settings import BatchNormUpdate
 from amct.config.text.algorithm_blocks import AlgorithmBlock
 from amct.config.text.names import Named, without_repeats
@@ -143,17 +145,20 @@ class PtqDialect(Dialect):
         block = self.read_choice(choice)
         why = simple.skipped(layer) or (DEFAULT if capability.on_by_default else Origin(Level.RULE))
         enabled = why is DEFAULT
-        origins = {"": choice.origin, self.switch_key: why}
+        target = LayerBlock(
+            name=layer.name,
+            type=layer.type,
+            data={self.switch_key: enabled},
+            origins={"": choice.origin, self.switch_key: why},
+        )
 
         def note(what: str, position: Position | None) -> None:
             if enabled:
                 problems.adjust(layer.name, what, position)
 
-        data: dict[str, Any] = {self.switch_key: enabled}
-        implied: dict[str, Any] = {}
         if block.strength is not None and capability.dmq:
-            data[BALANCE_KEY] = block.strength
-            origins[BALANCE_KEY] = Origin(choice.origin.level, block.strength_position)
+            target.data[BALANCE_KEY] = block.strength
+            target.origins[BALANCE_KEY] = Origin(choice.origin.level, block.strength_position)
         elif block.strength is not None:
             note("dmq_balancer does not apply to these layers", block.strength_position)
         changed: dict[str, Any] = {}
@@ -164,9 +169,9 @@ class PtqDialect(Dialect):
         changed |= self.fitted_bits(layer, block, note)
         inputs = [block.activation] * layer.inputs
         offset = self.offset(simple, block.activation)
-        data[DATA_KEY] = self.write_inputs(layer, inputs, offset, changed, origins, implied)
-        self._write_weight(layer, self.fitted_weight(layer, block.weight, note), changed, data, origins, implied)
-        return LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins, implied=implied)
+        self.write_inputs(layer, inputs, offset, changed, target)
+        self._write_weight(self.fitted_weight(layer, block.weight, note), changed, target)
+        return target
 
     @abstractmethod
     def is_per_tensor(self, layer: LayerInfo) -> bool:
@@ -191,26 +196,20 @@ class PtqDialect(Dialect):
         inputs: Sequence[AlgorithmBlock],
         offset: tuple[bool, Origin],
         changed: Mapping[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],
-    ) -> dict[str, Any] | list[dict[str, Any]]:
-        """The activation block of a layer as it is written; ``implied`` takes the values that hold without it."""
-
-    def _write_weight(
-        self,
-        layer: LayerInfo,
-        block: AlgorithmBlock | None,
-        changed: Mapping[str, Any],
-        data: dict[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],
+        target: LayerBlock,
     ) -> None:
-        channel_wise = self.types[layer.type].channel_wise
+        """Add the activation block of a layer as it is written, and the values that hold without it."""
+
+    def _write_weight(self, block: AlgorithmBlock | None, changed: Mapping[str, Any], target: LayerBlock) -> None:
+        capability = self.types[target.type]
+        channel_wise = capability.channel_wise
         if block is not None:
             channel_wise = block.given.get("channel_wise", channel_wise)
-            data[WEIGHT_KEY] = block.write(WEIGHT_KEY, "wts_algo", origins, changed, channel_wise=channel_wise)
-        elif self.types[layer.type].weights:
-            implied |= {f"{WEIGHT_KEY}.{key}": value for key, value in self._default_weight(channel_wise).items()}
+            written = block.write(WEIGHT_KEY, "wts_algo", target.origins, changed, channel_wise=channel_wise)
+            target.data[WEIGHT_KEY] = written
+        elif capability.weights:
+            default = self._default_weight(channel_wise)
+            target.implied.update({f"{WEIGHT_KEY}.{key}": value for key, value in default.items()})
 
     def _default_weight(self, channel_wise: bool) -> dict[str, Any]:
         default = AlgorithmBlock(algorithm=self.weight[0], given={}, positions={}, origin=DEFAULT)
@@ -235,20 +234,17 @@ class PtqDialect(Dialect):
         self,
         layer: LayerInfo,
         members: Mapping[str, JsonNode],
-        enabled: bool,
         written: Mapping[str, Any],
-        origins: dict[str, Origin],
+        target: LayerBlock,
         problems: ProblemList,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read and check the JSON block of a layer; return it as it is written, and values that hold without it."""
-        data: dict[str, Any] = {self.switch_key: enabled}
-        implied: dict[str, Any] = {}
+    ) -> None:
+        """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
         inputs = self.read_inputs(layer, members.get(DATA_KEY), problems)
         weight_name = f"{layer.name}.{WEIGHT_KEY}"
         weight = self.read_block(WEIGHT_KEY, members.get(WEIGHT_KEY), weight_name, problems)
         balance = members.get(BALANCE_KEY)
         if balance is not None:
-            data[BALANCE_KEY] = self.read_strength(layer.name, balance, problems)
+            target.data[BALANCE_KEY] = _read_strength(layer.name, balance, problems)
         position = balance.key_position if balance is not None else None
         for name, activation in inputs:
             block = QuantBlock(activation=activation, weight=weight, strength_position=position)
@@ -259,10 +255,9 @@ class PtqDialect(Dialect):
                 problems.add(f"{label(layer)}: {message}", block.position(key))
         offset = written["activation_offset"], DEFAULT
         blocks = [block for _, block in inputs]
-        data[DATA_KEY] = self.write_inputs(layer, blocks, offset, {}, origins, implied)
+        self.write_inputs(layer, blocks, offset, {}, target)
         given = weight if weight.position is not None and self.has_weight_block(layer) else None
-        self._write_weight(layer, given, {}, data, origins, implied)
-        return data, implied
+        self._write_weight(given, {}, target)
 
     def read_inputs(
         self, layer: LayerInfo, node: JsonNode | None, problems: ProblemList
@@ -270,10 +265,6 @@ class PtqDialect(Dialect):
         """The activation blocks of a layer, each with its name for messages."""
         name = f"{layer.name}.{DATA_KEY}"
         return [(name, self.read_block(DATA_KEY, node, name, problems))]
-
-    def read_strength(self, name: str, node: JsonNode, problems: ProblemList) -> float | None:
-        """The strength of DMQ balancing; only dialects with the key ``dmq_balancer_param`` have it."""
-        raise NotImplementedError
 
     def has_weight_block(self, layer: LayerInfo) -> bool:  # noqa: ARG002  for dialects where it depends on the layer
         """Whether the JSON block of a layer can have a weight block."""
@@ -331,3 +322,16 @@ class PtqDialect(Dialect):
             data = {**data, "num_bits": 8}
         settings: WeightSettings = settings_of(data, self.weight, "wts_algo")
         return settings
+
+
+def _read_strength(name: str, node: JsonNode, problems: ProblemList) -> float | None:
+    """The strength of DMQ balancing; a value of another type or out of range is reported."""
+    value, (low, high) = node.value, MIGRATION_RANGE
+    if not isinstance(value, float):
+        problems.add_wrong_type(
+            f"{name}.{BALANCE_KEY} must be a number with a decimal point, got {show(node.plain())}", node.position
+        )
+        return None
+    if not low <= value <= high:
+        problems.add(f"{name}.{BALANCE_KEY} must be at least {low} and at most {high}, got {value}", node.position)
+    return value

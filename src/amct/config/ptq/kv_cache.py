@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 GLOBAL_KEYS = ("batch_num", "activation_offset")
 BLOCK_KEY = "kv_data_quant_config"
 LAYERS_ARGUMENT = "kv_cache_quant_layers"
-GRANULARITIES = ("per_tensor", "per_channel")  # their place is their number in the JSON
+GRANULARITIES = ("per_tensor", "per_channel")  # the index is the number in the JSON
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import show
 from amct.config.precedence import Level, Origin
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.ptq.pytorch_types import (
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from amct.config.dialect import QuantBlock
-    from amct.config.json.reader import JsonNode
+    from amct.config.full_config import LayerBlock
     from amct.config.layers import LayerInfo
     from amct.config.precedence import Choice
     from amct.config.problems import ProblemList
@@ -156,35 +155,21 @@ class PyTorchPtq(PtqDialect):
         inputs: Sequence[AlgorithmBlock],
         offset: tuple[bool, Origin],
         changed: Mapping[str, Any],
-        origins: dict[str, Origin],
-        implied: dict[str, Any],  # noqa: ARG002  every value is written
-    ) -> dict[str, Any]:
+        target: LayerBlock,
+    ) -> None:
         """One block for all inputs, with ``asymmetric`` always written."""
         block = inputs[0]
         if not self.types[layer.type].asymmetric:
             offset = False, Origin(Level.RULE)
         elif "asymmetric" in block.given:
             offset = block.given["asymmetric"], block.origin_of("asymmetric")
-        written = block.write(DATA_KEY, "act_algo", origins, changed, asymmetric=offset[0])
-        origins[f"{DATA_KEY}.asymmetric"] = offset[1]
-        return written
+        target.data[DATA_KEY] = block.write(DATA_KEY, "act_algo", target.origins, changed, asymmetric=offset[0])
+        target.origins[f"{DATA_KEY}.asymmetric"] = offset[1]
 
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
         """The global fields as they are written: the precision mode only when it is not the default."""
         written = super().written_globals(settings, given)
         return {key: value for key, value in written.items() if (key, value) != (MODE_KEY, "DEFAULT")}
-
-    def read_strength(self, name: str, node: JsonNode, problems: ProblemList) -> float | None:
-        """The strength of DMQ balancing; a value of another type or out of range is reported."""
-        value, (low, high) = node.value, MIGRATION_RANGE
-        if not isinstance(value, float):
-            problems.add_wrong_type(
-                f"{name}.{BALANCE_KEY} must be a number with a decimal point, got {show(node.plain())}", node.position
-            )
-            return None
-        if not low <= value <= high:
-            problems.add(f"{name}.{BALANCE_KEY} must be at least {low} and at most {high}, got {value}", node.position)
-        return value
 
 
 def _is_ada(block: AlgorithmBlock) -> bool:

@@ -103,15 +103,12 @@ class QatDialect(Dialect):
                 expander.enabled(quantizable[0])[1].position,
             )
         problems.raise_all()
-        expanded = []
-        for layer in quantizable:
-            data, origins = expander.expand(layer)
-            expanded.append(LayerBlock(name=layer.name, type=layer.type, data=data, origins=origins))
+        expanded = tuple(expander.expand(layer) for layer in quantizable)
         warn_of_refused(expander.blocks, layers, problems)
         return FullConfig(
             source=simple.source,
             fields=self.simple_globals(simple),
-            layers=tuple(expanded),
+            layers=expanded,
             origins=simple.origins,
             warnings=problems.warnings,
         )
@@ -149,12 +146,11 @@ class QatDialect(Dialect):
         self,
         layer: LayerInfo,
         members: Mapping[str, JsonNode],
-        enabled: bool,
         written: Mapping[str, Any],  # noqa: ARG002  no global field matters here
-        origins: dict[str, Origin],
+        target: LayerBlock,
         problems: ProblemList,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read and check the JSON block of a layer; return it as it is written."""
+    ) -> None:
+        """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
         activation, weight = (
             self.read_block(key, members.get(key), f"{layer.name}.{key}", problems) for key in (DATA_KEY, WEIGHT_KEY)
         )
@@ -163,26 +159,17 @@ class QatDialect(Dialect):
             problems.add(f"{label(layer)}: {message}", block.position(key))
 
         def note(key: str, what: str) -> None:
-            if enabled:
+            if target.data[SWITCH_KEY]:
                 problems.adjust(layer.name, what, block.position(key), anywhere=True)
 
-        return self.write(layer, block, self.fit(layer, block, note), enabled, origins), {}
+        self.write(block, self.fit(layer, block, note), target)
 
-    def write(
-        self,
-        layer: LayerInfo,
-        block: QuantBlock,
-        changed: Mapping[str, Any],
-        enabled: bool,
-        origins: dict[str, Origin],
-    ) -> dict[str, Any]:
-        """The JSON block of a layer; ``changed`` has weight settings, by dotted key, that a rule replaces."""
-        channel_wise = block.weight.given.get("channel_wise", self.types[layer.type].channel_wise)
-        return {
-            SWITCH_KEY: enabled,
-            DATA_KEY: block.activation.write(DATA_KEY, NAME_KEY, origins, {}),
-            WEIGHT_KEY: block.weight.write(WEIGHT_KEY, NAME_KEY, origins, changed, channel_wise=channel_wise),
-        }
+    def write(self, block: QuantBlock, changed: Mapping[str, Any], target: LayerBlock) -> None:
+        """Add the blocks of a layer; ``changed`` has weight settings, by dotted key, that a rule replaces."""
+        weight, origins = block.weight, target.origins
+        channel_wise = weight.given.get("channel_wise", self.types[target.type].channel_wise)
+        target.data[DATA_KEY] = block.activation.write(DATA_KEY, NAME_KEY, origins, {})
+        target.data[WEIGHT_KEY] = weight.write(WEIGHT_KEY, NAME_KEY, origins, changed, channel_wise=channel_wise)
 
     # -- plan ----------------------------------------------------------------------------------------------------------
 
@@ -237,8 +224,8 @@ class QatExpander:
             return False, skipped
         return not self.overrides_only, DEFAULT
 
-    def expand(self, layer: LayerInfo) -> tuple[dict[str, Any], dict[str, Origin]]:
-        """The JSON keys of a layer and the origin of each value."""
+    def expand(self, layer: LayerInfo) -> LayerBlock:
+        """The JSON block of a layer."""
         choice = self.blocks.choose(layer)
         block = self.dialect.read_choice(choice)
         enabled, why = self.enabled(layer)
@@ -257,4 +244,6 @@ class QatExpander:
             note(key, "channel_wise does not apply to these layers, they are quantized per tensor")
         changed |= self.dialect.fit(layer, block, note)
         origins = {"": choice.origin, SWITCH_KEY: why}
-        return self.dialect.write(layer, block, changed, enabled, origins), origins
+        target = LayerBlock(name=layer.name, type=layer.type, data={SWITCH_KEY: enabled}, origins=origins)
+        self.dialect.write(block, changed, target)
+        return target

@@ -43,7 +43,7 @@ class RetrainSimple:
         batch_num: How many batches determine the initial clips.
         precision_mode: ``FORCE_FP16_QUANT`` or None.
         names: The skip lists by their field names, each name once.
-        by_type: The overrides by layer type, whatever blocks they have.
+        by_type: The overrides by layer type, with any blocks.
         by_layer: The overrides by layer name.
         origins: The origins of the global fields.
     """
@@ -88,7 +88,7 @@ class RetrainSimple:
         return Choice(self.message, Origin(Level.COMMON, self.message.where(present[0])))
 
     def asks_for(self, fields: tuple[str, ...]) -> bool:
-        """Whether the file has such a block, globally or in an override."""
+        """Whether the file has one of these blocks, globally or in an override."""
         messages = [self.message, *(choice.block for choice in self.overrides())]
         return any(message is not None and sets(message, name) for message in messages for name in fields)
 

@@ -1,4 +1,4 @@
-"""The algorithm inside a block of a simple config: which one, what it sets, and where each value stands."""
+"""The algorithm in a block of a simple config, with the values that are set and their positions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmBlock:
-    """One algorithm with what a file sets of it.
+    """One algorithm with the values that a file sets.
 
     Attributes:
         algorithm: The algorithm chosen; the first one of its kind when the block names none.
         given: The JSON keys the file sets, with their values as JSON has them.
-        positions: Where each of these values stands.
-        origin: Where the block as a whole comes from.
-        position: Where the algorithm is named; None when it is not.
+        positions: The position of each of these values.
+        origin: The origin of the whole block.
+        position: The position of the algorithm's name; None when the block names none.
     """
 
     algorithm: Algorithm
@@ -42,11 +42,11 @@ class AlgorithmBlock:
         return self.given[key] if key in self.given else self.algorithm.default_of(key)
 
     def origin_of(self, key: str) -> Origin:
-        """Where the value of a JSON key comes from."""
+        """The origin of the value of a JSON key."""
         return Origin(self.origin.level, self.positions[key]) if key in self.given else DEFAULT
 
     def origins(self, prefix: str, name_key: str | None) -> dict[str, Origin]:
-        """Where each value comes from, by its dotted key below ``prefix``; ``name_key`` is the algorithm's name."""
+        """The origin of each value, by its dotted key below ``prefix``; ``name_key`` holds the algorithm's name."""
         origins = {f"{prefix}.{key}": self.origin_of(key) for key in self.algorithm.setting_keys(name_key)}
         if name_key is not None and self.position is not None:
             origins[f"{prefix}.{name_key}"] = Origin(self.origin.level, self.position)
@@ -95,11 +95,11 @@ class AlgorithmBlock:
 _PARTS = {"acts_quant_algo": "activations", "wts_quant_algo": "weights"}
 """The fields of a ``LayerConfig`` that correspond to the oneofs of a ``.cfg``."""
 _TRUE_WHERE_POSSIBLE = frozenset({"channel_wise", "asymmetric"})
-"""Settings that are true by default where a layer can have them: only false is a demand."""
+"""Settings that are true by default where a layer can have them: only false counts as given."""
 
 
 def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
-    """The algorithm that a block chooses in one of its oneofs (the last one in the file wins), or that an entry has."""
+    """The algorithm that a block chooses in one of its oneofs (the last one in the file), or that an entry has."""
     if choice.entry is not None:
         part = _PARTS[oneof]
         return _typed_block(getattr(choice.entry, part), part, choice.origin, algorithms)
@@ -146,7 +146,7 @@ def _typed_block(settings: object, part: str, origin: Origin, algorithms: tuple[
 def _find(message: TextMessage, field: str) -> tuple[TextMessage, str] | None:
     """The message that holds a field and the field's name there; None when the file does not set it.
 
-    A dot leads into an inner message. Keys of the JSON that the ``.cfg`` has no field for are never set.
+    A dot separates an inner message from its field. JSON keys without a field in the ``.cfg`` are never set.
     """
     *outer, name = field.split(".")
     for step in outer:
@@ -172,13 +172,13 @@ def _value(algorithm: Algorithm, key: str, found: list[tuple[TextMessage, str] |
 
 
 def _as_float32(value: float) -> float:
-    """The number a float32 really holds: 6.1 becomes 6.099999904632568."""
+    """The value of a number as float32: 6.1 becomes 6.099999904632568."""
     held: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return held
 
 
 def check_block(block: AlgorithmBlock, name_key: str | None, problems: ProblemList) -> None:
-    """Report values of a block that are out of range, whatever layer it is for."""
+    """Report values of a block that are out of range for every layer."""
     algorithm = block.algorithm
     values = {
         algorithm.field_of(key): block.value(key) for key in algorithm.setting_keys(name_key) if key in block.given

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SimpleConfig:
-    """Global fields, lists of names and blocks of a simple config, or of the arguments that stand for one.
+    """Global fields, lists of names and blocks of a simple config, or the equivalent function arguments.
 
-    ``extra`` has the global fields that only some configs have, as the JSON writes them.
+    ``extra`` has the global fields that only one dialect has, as the JSON writes them.
     """
 
     source: str
@@ -65,7 +65,7 @@ class SimpleConfig:
 
 
 def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
-    """Take the common parts out of a parsed ``.cfg``; repeated names are reported."""
+    """Read the common parts of a parsed ``.cfg``; repeated names are reported."""
     for warning in message.warnings:
         problems.warn(warning.message, warning.position)
     scalars: dict[str, Any] = {
@@ -97,7 +97,7 @@ def check_simple_config(
     fusible_types: Collection[str],
     problems: ProblemList,
 ) -> None:
-    """Report what does not fit the model: unknown names, types that cannot be quantized, nothing left to do."""
+    """Report unknown names, types that cannot be quantized, and a config without a layer to quantize."""
     if config.batch_num < 1:
         position = config.origins.get("batch_num", DEFAULT).position
         problems.add(f"batch_num must be at least 1, got {config.batch_num}", position)
