@@ -224,7 +224,7 @@ def test_folders_that_cannot_be_written_are_told_before_any_work(path, flow, mon
         raise AssertionError("work was done before the folder was checked")
 
     flow.configure()
-    monkeypatch.setattr("amct.pytorch.amct_api.look", no_work)
+    monkeypatch.setattr("amct.pytorch.amct_api.cached_trace", no_work)
     monkeypatch.setattr("amct.pytorch.amct_api.read_modified", no_work)
     refuses(OSError, "cannot write", amct.create_quant_config, path, flow.model, flow.example)
     refuses(OSError, "cannot write", amct.quantize_preprocess, flow.config, path, flow.model, flow.example)
