@@ -34,7 +34,7 @@ from amct.caffe.model import read_model
 from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.onnx.observe import BlobRanges
 from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
-from amct.caffe.ptq.fold import fuse
+from amct.caffe.ptq.folding import fuse
 from amct.caffe.running import build_net
 
 if TYPE_CHECKING:

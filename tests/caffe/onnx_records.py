@@ -8,7 +8,7 @@ from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
 from amct.caffe.engine.layers.inner_product import InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
-from amct.caffe.ptq.fold import fuse
+from amct.caffe.ptq.folding import fuse
 from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.affine import fake_quantize

@@ -9,7 +9,7 @@ from ptq_caffe_flow import NETS, batch, forward, golden_flow, prototxt, text_flo
 
 import amct_caffe as amct
 from amct.caffe.model import read_model
-from amct.caffe.ptq.fold import accelerate, fuse
+from amct.caffe.ptq.folding import accelerate, fuse
 from amct.caffe.running import build_net
 from amct.errors import FileError, ModelError, ParseError
 

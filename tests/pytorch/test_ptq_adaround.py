@@ -18,7 +18,7 @@ from amct.pytorch.adaround.activation_after import activation_after
 from amct.pytorch.adaround.layers import _collect, _FloatOutputs
 from amct.pytorch.adaround.output_cache import OutputCache
 from amct.pytorch.capture.trace import trace
-from amct.pytorch.fuse import fuse
+from amct.pytorch.folding import fuse
 
 LEARN = amct.AdaRoundSettings(num_bits=4, num_iteration=60)
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from amct.errors import ArgumentError, ExportError
 from amct.export.binding import bindings_by_name
 from amct.pytorch.capture.trace import Traced, trace
-from amct.pytorch.fuse import fuse
+from amct.pytorch.folding import fuse
 from amct.pytorch.onnx.float_onnx import FloatOnnx, float_onnx
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.trace import trace
-from amct.pytorch.fuse import fuse
+from amct.pytorch.folding import fuse
 
 
 def outputs(model: nn.Module, data) -> list[torch.Tensor]:

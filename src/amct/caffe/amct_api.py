@@ -19,7 +19,7 @@ from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
 from amct.caffe.model_files import write_model
 from amct.caffe.ptq import update_bn as ptq_update_bn
-from amct.caffe.ptq.fold import accelerate, check_global_statistics, fuse
+from amct.caffe.ptq.folding import accelerate, check_global_statistics, fuse
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph
 from amct.caffe.ptq.insertion import insert_ifmr
 from amct.caffe.ptq.quantized_weights import quantize_weights

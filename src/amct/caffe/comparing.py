@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
     from amct.report.activations import InputStatistics
-    from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured, Metric
+    from amct.report.similarity import LayerComparison
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from amct.config.layers import LayerInfo
     from amct.ptq.quantized_model import QuantizedModel
-    from amct.report.compare import LayerComparison
+    from amct.report.similarity import LayerComparison
 
 WORST_SHOWN = 3
 QDQ_FILE = "qdq_model.onnx"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from amct.onnx_model.batches import Feeds
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
-    from amct.report.compare import LayerComparison
     from amct.report.measuring import Measured
+    from amct.report.similarity import LayerComparison
 
 
 def compare(

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
-    from amct.report.compare import LayerComparison
     from amct.report.content import ReportContent
     from amct.report.measuring import Metric
+    from amct.report.similarity import LayerComparison
 
 
 class QuantizedModel:

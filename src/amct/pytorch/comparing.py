@@ -15,7 +15,7 @@ from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.fuse import fuse
+from amct.pytorch.folding import fuse
 from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.watch.layer_hooks import given_input
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.ptq.door import OnTensor
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.watch.layer_hooks import Arguments
-    from amct.report.compare import LayerComparison
+    from amct.report.similarity import LayerComparison
 
 
 class TorchRun:

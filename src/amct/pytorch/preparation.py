@@ -19,7 +19,7 @@ from amct.pytorch.adaround.layers import learn_rounding
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.comparing import TorchRun
 from amct.pytorch.fake_quant import fake_quant_copy
-from amct.pytorch.fuse import Fused, fuse
+from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.layer_weights import put_weights, weight_parts
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.report.compare import Comparison
+from amct.report.similarity import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.report.activations import InputStatistics
-    from amct.report.compare import LayerComparison
     from amct.report.content import ActivationContent, ReportContent
+    from amct.report.similarity import LayerComparison
 
 Metric = Callable[[Any, Any], float]
 """``metric(output, batch)``: the mean over the samples of one batch, which is as the data gave it."""

@@ -10,7 +10,7 @@ from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
 from amct.caffe.ptq.deploy import Results
-from amct.caffe.ptq.fold import check_global_statistics, fuse
+from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
 from amct.caffe.ptq.save import SaveNotes, prefix_of, save_results

@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
-from amct.caffe.ptq.fold import FusionReport
+from amct.caffe.ptq.folding import FusionReport
 from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.record import CaffeRecord, RecordLayer

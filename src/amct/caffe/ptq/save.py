@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
-    from amct.caffe.ptq.fold import FusionReport
+    from amct.caffe.ptq.folding import FusionReport
     from amct.export.binding import TensorFactors
     from amct.export.formats import Exported
     from amct.record import CaffeRecord

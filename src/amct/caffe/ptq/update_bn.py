@@ -13,7 +13,7 @@ import torch
 from amct.caffe.engine.layers.batch_norm_update import dump_path
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
-from amct.caffe.ptq.fold import FusionReport, fuse_after
+from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.errors import CalibrationError, FileError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from amct.model import Node
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.fuse import Fused
+    from amct.pytorch.folding import Fused
 
 _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,

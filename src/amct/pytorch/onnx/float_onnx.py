@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.fuse import Fused
+    from amct.pytorch.folding import Fused
 
 DEFAULT_OPSET = 18
 _LOWEST_OF_TORCH = 18  # torch.onnx silently writes this one for lower requests

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.model.kinds import LayerKind
-    from amct.pytorch.fuse import Fused
+    from amct.pytorch.folding import Fused
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from amct.calibration import BalanceSession
 from amct.ptq.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
-from amct.pytorch.fuse import fuse
+from amct.pytorch.folding import fuse
 from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.watch.layer_hooks import given_input, run_in_context
 
