@@ -272,7 +272,7 @@ def test_a_file_where_a_folder_should_be_is_told_before_any_work(flow, monkeypat
     def no_work(*_args, **_kwargs):
         raise AssertionError("work was done before the folder was checked")
 
-    monkeypatch.setattr("amct.pytorch.amct_api.look", no_work)
+    monkeypatch.setattr("amct.pytorch.amct_api.cached_trace", no_work)
     monkeypatch.setattr("amct.pytorch.amct_api.read_modified", no_work)
     (flow.folder / "file").write_text("")
     inside = flow.folder / "file" / "x"

@@ -131,7 +131,7 @@ SCATTER = (np.array([[[[1]]]], INT64), np.array([[[[5]]]], np.float32))
         (with_computed(1, LOWERED["pad some axes"]), "its axes or pads are computed"),
         (with_computed(1, LOWERED["wrap"]), "its pads are negative or computed"),
         (model_of("BitwiseNot", shape=(2,), dtype=TensorProto.INT32), "opset 16 has no such operator"),
-        (inside_if(), '"inner_mish" .Mish.: it stands inside If'),
+        (inside_if(), '"inner_mish" .Mish.: it is inside If'),
     ],
     ids=["axes", "noop", "unequal", "antialias", "reduction", "pads", "wrap", "unknown operator", "subgraph"],
 )
