@@ -14,7 +14,7 @@ from ptq_helpers import Flow, Small, images, small
 from torch import nn
 
 import amct_pytorch as amct
-from amct.errors import AmctError
+from amct.errors import AmctError, ModelError
 from amct.record import read_record, write_record
 
 
@@ -476,3 +476,12 @@ def test_a_model_that_cannot_be_copied_is_refused_with_the_attribute(tmp_path):
 def test_a_log_level_that_does_not_exist(flow, monkeypatch):
     monkeypatch.setenv("AMCT_LOG_LEVEL", "LOUD")
     refuses(ValueError, "AMCT_LOG_LEVEL", flow.configure)
+
+
+@pytest.mark.parametrize("compile_model", [torch.jit.script, lambda model: torch.jit.trace(model, torch.zeros(2, 8))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_script_module_is_refused_with_the_remedy(compile_model, tmp_path):
+    compiled = compile_model(nn.Sequential(nn.Linear(8, 8)).eval())
+    with pytest.raises(ModelError, match=r"is a ScriptModule.*give the nn\.Module that it was made from"):
+        amct.create_quant_config(tmp_path / "config.json", compiled, torch.randn(2, 8))
+    assert list(tmp_path.iterdir()) == []

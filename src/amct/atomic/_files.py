@@ -1,4 +1,4 @@
-"""What everyone else calls: write one file, a group of files, change a file in place, read a file."""
+"""The public functions: write one file, write a group of files, change a file in place, read a file."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def locked(folders: Iterable[Path]) -> Iterator[None]:
         FileError: A lock cannot be had, or what has its name is not a lock file.
     """
     with ExitStack() as stack:
-        for folder in sorted(set(folders)):  # one order for everyone: no two processes wait for each other
+        for folder in sorted(set(folders)):  # a fixed order: no two processes wait for each other
             stack.enter_context(_folder_lock(folder))
         yield
 

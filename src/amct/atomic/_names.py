@@ -40,7 +40,7 @@ class Writer(Enum):
 
 
 def new_path(folder: Path, kind: str) -> Path:
-    """A name in a folder that tells its writer and that nobody else has."""
+    """A unique name in a folder that identifies its writer."""
     pid = os.getpid()
     return folder / f".amct-{_machine()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}.{kind}"
 
@@ -78,7 +78,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove_leftover(path: Path, writer: Writer) -> None:
-    with suppress(OSError):  # it harms nobody: the next write tries again
+    with suppress(OSError):  # harmless: the next write tries again
         found = path.lstat()
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # older than any write takes

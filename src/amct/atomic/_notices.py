@@ -1,4 +1,4 @@
-"""The notices of groups of files: written before the renames, removed after them, read by everyone, obeyed by nobody.
+"""The notices of groups of files: written before the renames, removed after them, compared by readers, never executed.
 
 A notice is the file ``.amct-….journal`` with the names of files beside it::
 

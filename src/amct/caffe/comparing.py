@@ -64,7 +64,7 @@ class ModelSide:
         self._model = model
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
-        """As ``Side``."""
+        """The net; only the named blobs, inputs and outputs stay readable."""
         return build_net(self._model, keep_blobs=keep_blobs)
 
 
@@ -77,7 +77,7 @@ class QuantizedFiles:
         self._weights_file = weights_file
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
-        """As ``Side``."""
+        """The net; only the named blobs, inputs and outputs stay readable."""
         net = Net(self.message, keep_blobs=keep_blobs, with_gradients=False)
         net.load_weights(self._weights_file)
         return net

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Preparation:
+class Preparation(ABC):
     """A folded model with quantized weights.
 
     Attributes:
@@ -172,6 +173,7 @@ class Preparation:
         """The plan as text, for ``quant.json``."""
         return config_text(self.plan)
 
+    @abstractmethod
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded float model as ONNX, its nodes named after their layers.
 
@@ -179,7 +181,6 @@ class Preparation:
             ArgumentError: The opset is outside 16..21.
             ExportError: The model cannot be exported.
         """
-        raise NotImplementedError
 
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write the files asked for, as one group."""

@@ -25,7 +25,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif isinstance(original := model._modules.get(_COMPILED), torch.nn.Module):
+        elif isinstance(original := getattr(model, _COMPILED, None), torch.nn.Module):
             model = original
         else:
             return model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
@@ -42,11 +44,16 @@ def is_operator(module: nn.Module) -> bool:
 
 
 def refuse_operators(model: nn.Module) -> None:
-    """Refuse a model that is already compressed.
+    """Refuse a compiled model, and one that is already compressed.
 
     Raises:
-        ModelError: it contains such operators; the message lists them with their types.
+        ModelError: It is a ScriptModule, or it contains operators of compression, which are listed with their types.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a ScriptModule (torch.jit.script or torch.jit.trace), whose layers cannot be changed; "
+            "give the nn.Module that it was made from"
+        )
     found = {name: type(module).__name__ for name, module in model.named_modules() if is_operator(module)}
     if found:
         listed = ", ".join(f'"{name}" ({kind})' for name, kind in found.items())

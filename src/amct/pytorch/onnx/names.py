@@ -1,6 +1,6 @@
 """Names in an exported graph: inputs, outputs and open dimensions as the user chose, and those of activations.
 
-Works on onnx_ir's graph, where renaming a value renames it for everyone who reads it.
+Works on onnx_ir's graph, where renaming a value renames it for all its consumers.
 """
 
 from __future__ import annotations
