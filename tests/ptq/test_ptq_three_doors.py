@@ -25,15 +25,18 @@ TIE = 1e-4
 LINEAR = {"Linear": amct.pytorch.LayerConfig(weights=amct.pytorch.ArqSettings(channel_wise=False))}
 
 
+def config():
+    return amct.pytorch.QuantConfig(**SETTINGS, types=LINEAR)
+
+
 @pytest.fixture(scope="module")
 def doors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_doors")
     model = torch_network()
-    config = amct.pytorch.QuantConfig(**SETTINGS, types=LINEAR)
     caffe_config = amct.caffe.QuantConfig(**SETTINGS, skip_layer_types=CAFFE_ONLY)
     return {
-        "pytorch": amct.pytorch.quantize(model, [torch.from_numpy(batch) for batch in BATCHES], config),
-        "onnx": amct.onnx_model.quantize(onnx_file(model, folder), BATCHES, config),
+        "pytorch": amct.pytorch.quantize(model, [torch.from_numpy(batch) for batch in BATCHES], config()),
+        "onnx": amct.onnx_model.quantize(onnx_file(model, folder), BATCHES, config()),
         "caffe": amct.caffe.quantize(*caffe_pair(model, folder), BATCHES, caffe_config),
     }
 
@@ -117,3 +120,9 @@ def test_qdq_outputs_agree_to_one_step(doors, files, other):
     # One step of the last layer's input, weighed by its largest weight, is the most that one changed integer does.
     step = scale * 127 * weight_scales.max()
     assert np.abs(outputs["pytorch"] - outputs[other]).max() <= step
+
+
+def test_data_of_unknown_length_is_used_to_its_end(doors, tmp_path):
+    stream = amct.onnx_model.quantize(onnx_file(torch_network(), tmp_path), iter(BATCHES), config())
+    assert stream.record == doors["onnx"].record
+    assert "batch_num: all" in stream.prepared.config

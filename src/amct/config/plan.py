@@ -171,7 +171,7 @@ def config_text(plan: Plan) -> str:
     """A plan as short text; layers with the same settings share one paragraph."""
     lines = [
         f"source: {'defaults' if plan.source == NO_CONFIG else plan.source}",
-        f"batch_num: {plan.batch_num}",
+        f"batch_num: {plan.batch_num if plan.batch_num < OPEN_ENDED else 'all'}",
         f"activation_offset: {str(plan.activation_offset).lower()}",
         f"do_fusion: {str(plan.do_fusion).lower()}",
     ]
