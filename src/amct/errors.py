@@ -8,7 +8,7 @@ derives from the built-in type that AMCT raises in the same place::
     │   └── ArgumentTypeError    (TypeError)     ... because it has the wrong type
     ├── FileError                (OSError)       a file or folder is missing, unreadable or cannot be written
     │   └── MissingFileError     (FileNotFoundError)  ... because it does not exist
-    ├── ParseError               (ValueError)    a file is not what its format says (text, JSON, binary)
+    ├── ParseError               (ValueError)    the content of a file does not have its format (text, JSON, …)
     ├── ConfigError              (ValueError)    a config is readable but wrong
     │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
     ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
@@ -95,7 +95,7 @@ class MissingFileError(FileError, FileNotFoundError):
 
 
 class ParseError(AmctError, ValueError):
-    """A file is not what its format says."""
+    """The content of a file does not have the expected format."""
 
 
 class ConfigError(AmctError, ValueError):
@@ -127,7 +127,7 @@ class RecordValueError(RecordError, ValueError):
 
 
 class RecordParseError(RecordError, ParseError):
-    """A record file is not what its format says."""
+    """A file is not a valid record file."""
 
 
 class CheckpointError(AmctError, KeyError):

@@ -97,7 +97,7 @@ def _kind(name: str) -> str | None:
 
 def _names_in(folder: Path) -> list[str]:
     try:
-        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - names are wanted
+        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - only names needed
     except (OSError, ValueError):  # opening the file itself gives a better error
         return []
 

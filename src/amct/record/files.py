@@ -82,7 +82,7 @@ def serialize_record(record: AnyRecord) -> bytes:
 
 
 def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) -> None:
-    """Write a record file, atomically; text unless the name ends in ``.bin`` or ``form`` says otherwise.
+    """Write a record file, atomically; without ``form`` binary if the suffix is that of a binary file, otherwise text.
 
     Raises:
         FileError: The file cannot be written.

@@ -106,7 +106,7 @@ def fill_message(message: Any, source: object, names: Mapping[str, str] | Iterab
 
 @contextmanager
 def message_error(where: str) -> Iterator[None]:
-    """Convert an error about a number that does not fit its field to a ``RecordValueError`` that says where."""
+    """Convert the error for a number that does not fit its field to a ``RecordValueError`` prefixed with ``where``."""
     try:
         yield
     except (ValueError, TypeError) as error:
