@@ -19,7 +19,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 _default_level: ContextVar[int] = ContextVar("amct_default_line_level", default=logging.INFO)
-"""The least level of lines on screen when ``AMCT_LOG_LEVEL`` is not set."""
+"""The minimum level of log lines on screen when ``AMCT_LOG_LEVEL`` is not set."""
 
 
 @contextmanager

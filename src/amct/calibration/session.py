@@ -112,7 +112,7 @@ class CalibrationSession:
         self._on_end = on_end
         self._depth = 0
         self._ready = 0
-        """How many layers ``on_ready`` was told of."""
+        """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
         self._bar = _Bar(most if most < OPEN_ENDED else None)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from amct.numerics.counts.histogram import Bins
 
 _MANTISSA_BITS = 7
-"""A bin is then at most half a bar wide wherever bars are drawn, and a layer needs some 100 kB."""
+"""With this resolution a bin is at most half a bar wide, and a layer needs about 100 kB."""
 
 _SHOWN_BEYOND = 1.0
-"""So many widths of the clip range are drawn on either side of it, at most."""
+"""The maximum range drawn on each side of the clip range, in widths of the clip range."""
 
 
 class InputStatistics:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amct.report.similarity import LayerComparison
 
 Metric = Callable[[Any, Any], float]
-"""``metric(output, batch)``: the mean over the samples of one batch, which is as the data gave it."""
+"""``metric(output, batch)`` returns the mean over the samples of a batch; ``batch`` is an item of the data."""
 
 OUTPUT = "output"
 """The name of the output of a model that has no names for its outputs."""

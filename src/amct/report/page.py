@@ -32,9 +32,9 @@ LARGEST_LAYERS = 3000
 LARGEST_NOTES = 2000
 LARGEST_CONFIG = 200_000
 LARGEST_TEXT = 200
-"""Characters of a name or a reason."""
+"""The maximum number of characters of a name or a reason."""
 LARGEST_INPUTS = 16
-"""Inputs of one layer; the rest is not drawn."""
+"""The maximum number of inputs shown per layer."""
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
