@@ -1,4 +1,4 @@
-"""Checks of arguments that all public functions share; messages name the function, the argument and the type."""
+"""Argument checks shared by the public functions; error messages name the argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_types(function: str, expected: Mapping[str, tuple[object, tuple[type, 
     """Check arguments, given as ``{name: (value, accepted types)}``.
 
     Raises:
-        ArgumentTypeError: one has another type.
+        ArgumentTypeError: An argument has another type; the message names ``function``.
     """
     for name, (value, types) in expected.items():
         bool_as_int = isinstance(value, bool) and bool not in types
@@ -35,10 +35,10 @@ def _type_name(kind: type) -> str:
 
 
 def input_file(path: str | os.PathLike[str], argument: str) -> Path:
-    """The path of a file that must exist.
+    """Return the path of a file that must exist; ``argument`` is its name in error messages.
 
     Raises:
-        FileError: it does not exist, or is a folder.
+        FileError: It does not exist, or is a folder.
     """
     file = Path(path)
     if not file.is_file():
@@ -51,8 +51,8 @@ def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
     """Check the name of a file that is to be written.
 
     Raises:
-        ArgumentTypeError: it is not text or a path.
-        ArgumentError: it is empty, names a folder, or its last part is longer than 254 characters.
+        ArgumentTypeError: It is neither a string nor a path.
+        ArgumentError: It is empty, ends like a folder, or its last part is longer than 254 characters.
     """
     if not isinstance(path, str | os.PathLike):
         raise ArgumentTypeError(f"{argument}: expected the name of a file, got {type(path).__name__}")
@@ -65,11 +65,11 @@ def check_file_name(path: str | os.PathLike[str], argument: str) -> None:
 
 
 def output_file(path: str | os.PathLike[str], argument: str) -> Path:
-    """The path of a file that will be written; its folder is checked to be writable before any work is done.
+    """Return the path of a file to be written, after checking that its folder is writable.
 
     Raises:
-        ArgumentError: it is no file name.
-        FileError: it is a folder, or its folder cannot be written to.
+        ArgumentTypeError, ArgumentError: It is not a valid file name.
+        FileError: It is a folder, or its folder cannot be written to.
     """
     check_file_name(path, argument)
     file = Path(path)

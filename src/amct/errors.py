@@ -8,7 +8,7 @@ derives from the built-in type that AMCT raises in the same place::
     │   └── ArgumentTypeError    (TypeError)     ... because it has the wrong type
     ├── FileError                (OSError)       a file or folder is missing, unreadable or cannot be written
     │   └── MissingFileError     (FileNotFoundError)  ... because it does not exist
-    ├── ParseError               (ValueError)    a file is not what its format says (text, JSON, binary)
+    ├── ParseError               (ValueError)    the content of a file does not have its format (text, JSON, …)
     ├── ConfigError              (ValueError)    a config is readable but wrong
     │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
     ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
@@ -16,9 +16,9 @@ derives from the built-in type that AMCT raises in the same place::
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
-    │   └── RecordParseError     (ParseError)    ... it is not even a record file
+    │   └── RecordParseError     (ParseError)    ... it is not a record file
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
-    └── ExportError              (RuntimeError)  a file cannot be exported as asked
+    └── ExportError              (RuntimeError)  a file cannot be exported as requested
 
 A message says where, what was expected, what was found and what to do. ``Position`` is a place in a text file;
 ``Problem`` is one mistake, so that all mistakes of a file can be reported together.
@@ -95,7 +95,7 @@ class MissingFileError(FileError, FileNotFoundError):
 
 
 class ParseError(AmctError, ValueError):
-    """A file is not what its format says."""
+    """The content of a file does not have the expected format."""
 
 
 class ConfigError(AmctError, ValueError):
@@ -127,7 +127,7 @@ class RecordValueError(RecordError, ValueError):
 
 
 class RecordParseError(RecordError, ParseError):
-    """A record file is not what its format says."""
+    """A file is not a valid record file."""
 
 
 class CheckpointError(AmctError, KeyError):
@@ -135,14 +135,14 @@ class CheckpointError(AmctError, KeyError):
 
 
 class ExportError(AmctError, RuntimeError):
-    """A file cannot be exported as asked."""
+    """A file cannot be exported as requested."""
 
 
 _LOOK_ALIKES = str.maketrans("1i0-.", "llo__")  # characters that are easily confused
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean "conv1"?`` for the nearest known name, or nothing when none is near.
+    """Return `` Did you mean "conv1"?`` with the most similar known name, or "" if none is similar.
 
     >>> did_you_mean("convl", ["conv1", "conv2", "fc"])
     ' Did you mean "conv1"?'

@@ -1,4 +1,4 @@
-"""Where log lines go: the screen, and for AMCT's own functions also the file ``amct_log/<flow>.log``.
+"""Logging to the screen and, in AMCT's own functions, also to the file ``amct_log/<flow>.log``.
 
 Modules log with ``logging.getLogger(__name__)``; all those loggers are children of ``amct``, and only that one gets
 handlers here. Importing this module creates nothing and prints nothing. The root logger is never changed, and records
@@ -98,7 +98,7 @@ def start(flow: Flow) -> None:
 def screen_only() -> Iterator[None]:
     """Log to the screen; inside, ``start`` opens no log file. Also usable as a decorator.
 
-    For the functions and commands that are not AMCT's: they write only the files that the user asks for.
+    For functions and commands that AMCT does not have: they write only the files that the user requests.
 
     Raises:
         ArgumentError: ``AMCT_LOG_LEVEL`` names no level.
@@ -122,7 +122,7 @@ def stop() -> None:
 
 
 def _start_screen(level: int) -> logging.Logger:
-    """Add the screen handler if it is missing, and let the logger pass what its handlers want."""
+    """Add the screen handler if missing, set its level, and set the logger to the lowest level of its handlers."""
     logger = logging.getLogger(_ROOT_OF_OURS)
     screen = next((handler for handler in logger.handlers if isinstance(handler, _ScreenHandler)), None)
     if screen is None:
@@ -135,7 +135,7 @@ def _start_screen(level: int) -> logging.Logger:
 
 
 def _file_handler(logger: logging.Logger, path: Path) -> _FileHandler:
-    """The handler that writes to ``path``, added if needed; a handler of another or a deleted file is removed."""
+    """Return the handler that writes to ``path``, added if missing; one of another or a deleted file is removed."""
     for handler in [*logger.handlers]:
         if isinstance(handler, _FileHandler):
             if Path(handler.baseFilename) == path and (handler.stream is None or path.exists()):

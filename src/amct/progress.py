@@ -38,7 +38,7 @@ class Advance(Protocol):
 def track(iterable: Iterable[_T], description: str, total: float | None = None) -> Iterator[_T]:
     """Iterate over ``iterable`` with a progress bar; ``total`` is its length, if known."""
     if total is None and isinstance(iterable, Sized):
-        with suppress(TypeError):  # the length of a data loader over a stream raises it
+        with suppress(TypeError):  # raised by len() of a data loader over an iterable dataset
             total = len(iterable)
     with bar(description, total) as advance:
         for item in iterable:
@@ -96,7 +96,7 @@ def _new_display() -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn("{task.description}", markup=False),  # layer names may hold brackets
+        TextColumn("{task.description}", markup=False),  # layer names may contain brackets
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -1,4 +1,4 @@
-"""The least log levels of screen and file, from AMCT's two environment variables."""
+"""The minimum log levels of screen and file, from AMCT's two environment variables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 _default_level: ContextVar[int] = ContextVar("amct_default_line_level", default=logging.INFO)
-"""The least level of lines on screen when ``AMCT_LOG_LEVEL`` is not set."""
+"""The minimum level of log lines on screen when ``AMCT_LOG_LEVEL`` is not set."""
 
 
 @contextmanager
 def few_lines() -> Iterator[None]:
-    """Inside, log lines below WARNING do not reach the screen, unless ``AMCT_LOG_LEVEL`` is set; progress bars do.
+    """Hide log lines below WARNING on the screen, unless ``AMCT_LOG_LEVEL`` is set; progress bars are still shown.
 
     For commands that print their own summary.
     """
@@ -36,17 +36,17 @@ def few_lines() -> Iterator[None]:
 
 
 def line_level() -> int:
-    """The least level of log lines on screen: ``AMCT_LOG_LEVEL``, else INFO, or WARNING inside ``few_lines``."""
+    """Return the minimum level of log lines on screen: ``AMCT_LOG_LEVEL``, or INFO, or WARNING inside ``few_lines``."""
     return screen_level() if os.environ.get(SCREEN_VARIABLE, "").strip() else _default_level.get()
 
 
 def screen_level() -> int:
-    """The least level shown on screen, from ``AMCT_LOG_LEVEL``; INFO when it is not set."""
+    """Return the minimum level shown on screen: ``AMCT_LOG_LEVEL``, or INFO if it is not set."""
     return _level(SCREEN_VARIABLE)
 
 
 def file_level() -> int:
-    """The least level written to the log file, from ``AMCT_LOG_FILE_LEVEL``; INFO when it is not set."""
+    """Return the minimum level written to the log file: ``AMCT_LOG_FILE_LEVEL``, or INFO if it is not set."""
     return _level(FILE_VARIABLE)
 
 

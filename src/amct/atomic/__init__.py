@@ -1,20 +1,20 @@
-"""Files that are the old ones or the new ones after a kill; a mixture of both is noticed and never read.
+"""Atomic file writes: after a kill files are the old or the new ones; a mixture of both is detected and never read.
 
 One file is written under a temporary name in the same folder, synced and renamed. Several files that belong together
 form a ``FileGroup``: all are written and synced under temporary names first; then a *notice* that lists their names is
 written to the folder; then the files are renamed, and the notice is removed::
 
     temporary files ── synced ──▶ notice ── renames ──▶ notice removed
-    └───── killed: old files ────┘└─ killed: noticed ─┘└── new files
+    └───── killed: old files ────┘└ killed: detected ─┘└── new files
 
-A notice is information and never an instruction: nothing is renamed, moved or written because of it. Reading changes
-nothing in a folder. ``read_bytes`` and ``check_whole`` refuse a file that the notice of a dead writer lists, and say
-that the save has to run again; the next save of these files removes the notice. Every folder of a group has a notice of
-its own with plain names of files in that folder, so no notice ever names a place outside its folder.
+A notice is only checked, never replayed: no file is renamed, moved or written because of it. Reading changes nothing
+in a folder. ``read_bytes`` and ``check_whole`` reject a file that the notice of a dead process lists, and report that
+the save must be repeated; the next save of these files removes the notice. Every folder of a group has its own notice
+with plain file names, so a notice cannot refer to a path outside its folder.
 
-A folder may come from a stranger. Notices of any other form are left alone with a warning; leftovers are removed, by
-the next write only, if they have a temporary name of ours, are regular files and belong to this user; links are not
-followed.
+The content of a folder is not trusted. Malformed notices are ignored with a warning. Leftover temporary files are
+removed, by the next write only, if they are regular files of this user with a temporary name of this package; links
+are not followed.
 
 Files are created with mode 640 and folders with mode 750, as AMCT does.
 """

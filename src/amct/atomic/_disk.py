@@ -1,4 +1,4 @@
-"""Single steps on the disk, each with an error that names the file and says what to do."""
+"""Basic file operations whose errors name the file and give advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ADVICE = {
 
 
 def file_error(action: str, path: Path, error: OSError | ValueError) -> FileError:
-    """The error for a step that failed on a path: what, where, why and, where we know, what to do."""
+    """Return the error for a failed operation on a path, with the reason and, if known, advice."""
     code = getattr(error, "errno", None)
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     advice = f"; {_ADVICE[code]}" if code in _ADVICE else ""
@@ -37,7 +37,7 @@ def file_error(action: str, path: Path, error: OSError | ValueError) -> FileErro
 
 
 def real_path(path: Path) -> Path:
-    """A path with all its symbolic links followed."""
+    """Return a path with all symbolic links resolved."""
     try:
         return Path(os.path.realpath(path))
     except (OSError, ValueError) as error:
@@ -45,7 +45,11 @@ def real_path(path: Path) -> Path:
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """The file behind a path (links followed: a link stays a link), if it may be written or replaced."""
+    """Return the file of a path, symbolic links resolved, so that a link itself is never replaced.
+
+    Raises:
+        FileError: It cannot be written or replaced.
+    """
     target = real_path(Path(path))
     try:
         mode = target.lstat().st_mode
@@ -59,13 +63,13 @@ def replaceable(path: str | os.PathLike[str]) -> Path:
         raise FileError(f'cannot write "{path}": it is a folder; give the name of a file')
     if not stat.S_ISREG(mode):
         raise FileError(f'cannot write "{path}": it is a device or a pipe, not a file')
-    if not os.access(target, os.W_OK):  # what the system allows this user counts, not the mode alone
+    if not os.access(target, os.W_OK):  # the effective permission, which may differ from the mode
         raise FileError(f'cannot write "{path}": it is read-only; remove it or allow writing')
     return target
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Create a folder and those above it; return the ones that were missing, outermost first."""
+    """Create a folder and its missing parents; return the missing ones, outermost first."""
     missing: list[Path] = []
     place = folder
     while not place.exists() and place != place.parent:
@@ -73,7 +77,7 @@ def make_folders(folder: Path) -> list[Path]:
         place = place.parent
     try:
         for place in missing:
-            with suppress(FileExistsError):  # another process was quicker
+            with suppress(FileExistsError):  # another process created it first
                 place.mkdir()
                 place.chmod(FOLDER_MODE)
     except OSError as error:
@@ -83,7 +87,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 @contextmanager
 def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
-    """Create a file that must not exist, and sync it at the end; errors name the target."""
+    """Open a new file for writing, and sync it at the end; errors name ``target``."""
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
         with os.fdopen(descriptor, "wb") as stream:
@@ -92,14 +96,14 @@ def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(descriptor)
     except OSError as error:
-        # An error with a file name of its own is the caller's, about some other file.
+        # An error with another file name comes from the code in the with block.
         if isinstance(error, FileError) or error.filename not in (None, str(temporary), temporary):
             raise
         raise file_error("write", target, error) from error
 
 
 def seal(temporary: Path, target: Path) -> None:
-    """Give a finished temporary file its mode and bring it to the disk, whoever wrote it."""
+    """Set the mode of a complete temporary file and sync it; errors name ``target``."""
     try:
         descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -114,12 +118,12 @@ def seal(temporary: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder to the disk."""
+    """Sync the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # network disks that cannot do it
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # some network file systems do not support it
             raise
     finally:
         os.close(descriptor)

@@ -31,12 +31,12 @@ AnyPath = str | os.PathLike[str]
 
 
 class FileGroup:
-    """Files that appear together when the ``with`` block ends, and not at all when it raises.
+    """A group of files that are created together when the ``with`` block ends, and not at all when it raises.
 
-    If the process is killed while the files get their names, readers refuse them until they are saved again.
+    If the process is killed during the renames, readers reject the files until they are saved again.
 
-    ``open`` and ``write_bytes`` write a file of the group; ``path`` gives a temporary path in the target's folder, with
-    the target's suffix, for a library that insists on writing by itself.
+    ``open`` and ``write_bytes`` write a file of the group; ``path`` returns a temporary path in the target's folder,
+    with the target's suffix, for libraries that write files themselves.
 
     Raises:
         FileError: At the end of the block, when a file cannot be put in place or was never written.
@@ -71,7 +71,7 @@ class FileGroup:
                 self._discard()
 
     def path(self, path: AnyPath) -> Path:
-        """Add a file to the group and return the path to write it to before the block ends."""
+        """Add a file to the group and return the temporary path to which it must be written before the block ends."""
         if not self._active:
             raise ArgumentError("a FileGroup takes files inside its with block only")
         target = replaceable(path)
@@ -101,11 +101,11 @@ class FileGroup:
             stream.write(data)
 
     def write_text(self, path: AnyPath, text: str) -> None:
-        """Write a whole UTF-8 text file of the group; line ends are written as they are."""
+        """Write a whole UTF-8 text file of the group; line ends are not converted."""
         self.write_bytes(path, text.encode())
 
     def written(self) -> dict[Path, Path]:
-        """The files of the group so far, each with the temporary file that holds its content."""
+        """Return the files added so far, each with its temporary file."""
         return dict(self._temporaries)
 
     def _check_complete(self) -> None:
@@ -116,10 +116,10 @@ class FileGroup:
 
     def _discard(self) -> None:
         for temporary in self._temporaries.values():
-            with suppress(OSError):  # the error that led here is the one to tell
+            with suppress(OSError):  # the original error is raised instead
                 temporary.unlink()
         for folder in reversed(self._created_folders):
-            with suppress(OSError):  # another program put something there: then it stays
+            with suppress(OSError):  # not empty: another program uses it
                 folder.rmdir()
 
 
@@ -127,20 +127,20 @@ def write_bytes(path: AnyPath, data: bytes) -> None:
     """Write a whole file; missing folders are created.
 
     Raises:
-        FileError: It cannot be written; whatever was there before is untouched.
+        FileError: The file cannot be written; an existing file is unchanged.
     """
     with open_write(path) as stream:
         stream.write(data)
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a whole UTF-8 text file; line ends are written as they are."""
+    """Write a whole UTF-8 text file; line ends are not converted."""
     write_bytes(path, text.encode())
 
 
 @contextmanager
 def open_write(path: AnyPath) -> Iterator[BinaryIO]:
-    """Open a file for streaming bytes: it appears when the block ends, and not at all when the block raises."""
+    """Open a file for writing bytes; it is created when the block ends, and not at all when the block raises."""
     with FileGroup() as group, group.open(path) as stream:
         yield stream
 
@@ -149,7 +149,7 @@ def read_bytes(path: AnyPath) -> bytes:
     """Read a whole file; nothing in its folder is changed.
 
     Raises:
-        MissingFileError: It does not exist; the nearest name beside it is named.
+        MissingFileError: It does not exist; the message suggests a similar name in the folder.
         FileError: It cannot be read, or the save that writes it was interrupted.
     """
     file = Path(path)
@@ -167,18 +167,18 @@ def read_bytes(path: AnyPath) -> bytes:
 def modify(path: AnyPath, change: Callable[[bytes | None], bytes]) -> None:
     """Replace a file's content by ``change(content)`` while no other process or thread changes the file.
 
-    ``change`` gets None when the file does not exist, and must not write to the same folder itself. The folder is not
-    synced: after a power cut the file is the old one or the new one.
+    ``change`` gets None if the file does not exist, and must not write to the same folder. The folder is not synced:
+    after a power failure the file is the old or the new one.
 
     Raises:
-        FileError: The file cannot be read or written, or the save that writes it was interrupted; it is then as it was.
+        FileError: The file cannot be read or written, or its save was interrupted; the file is unchanged.
     """
     target = replaceable(path)
     make_folders(target.parent)
     remove_leftovers(target.parent)
     with locked([target.parent]):
         for notice in notices_in(target.parent):
-            if target.name in notice.files:  # of a dead writer: a living one would hold the lock
+            if target.name in notice.files:  # of a dead process: a running one would hold the lock
                 raise interrupted(Path(path), notice)
         before = _content(target)
         after = change(before)
@@ -205,10 +205,10 @@ def _content(file: Path) -> bytes | None:
 
 
 def check_writable(folder: AnyPath) -> None:
-    """Find out before any work whether files can be written to a folder (or the folder be created).
+    """Check that files can be written to a folder, or that the folder can be created.
 
     Raises:
-        FileError: They cannot; the message says why.
+        FileError: This is not possible; the message gives the reason.
     """
     wanted = real_path(Path(folder))
     existing = wanted

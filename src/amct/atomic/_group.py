@@ -1,4 +1,4 @@
-"""How the files of a group get their names: all of them, or noticed."""
+"""Renames the files of a group to their final names, protected by notices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from amct.atomic._notices import Notice, notices_in, settle, write_notices
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_LAST = "quant.json"  # programs that know no notices take a save for complete when this file is there
+_LAST = "quant.json"  # renamed last: programs that do not check notices take it as the sign of a complete save
 
 
 def put_in_place(temporaries: Mapping[Path, Path]) -> None:
-    """Rename the files of a group to their names; the folders are locked. One file alone needs no notice.
+    """Rename the files of a group to their final names; the caller has locked the folders. One file needs no notice.
 
     Args:
         temporaries: The temporary file of each target, all of them complete and synced.
 
     Raises:
-        FileError: A file cannot be renamed. If others were renamed before it, their notices stay.
+        FileError: A file cannot be renamed. If other files have been renamed already, the notices remain.
     """
     ordered = {
         target: temporaries[target] for target in sorted(temporaries, key=lambda path: path.name.endswith(_LAST))
@@ -41,18 +41,18 @@ def put_in_place(temporaries: Mapping[Path, Path]) -> None:
     finally:
         if _untouched(ordered):
             for notice in own:
-                with suppress(OSError):  # the error that led here is the one to tell
+                with suppress(OSError):  # the original error is raised instead
                     notice.unlink()
 
 
 def _finish(
     temporaries: Mapping[Path, Path], own: Sequence[Path], earlier: Sequence[Notice], *, again: bool = False
 ) -> None:
-    """Rename, sync, and remove the notices; ``again`` finishes what was interrupted in here."""
+    """Rename, sync, and remove the notices; ``again`` completes an interrupted call."""
     target = Path()
     done_before: tuple[type[OSError], ...] = (FileNotFoundError,) if again else ()
     try:
-        for target, temporary in temporaries.items():  # nothing else in this loop: a reader may look right now
+        for target, temporary in temporaries.items():  # kept short: readers may see old and new files
             with suppress(*done_before):
                 os.replace(temporary, target)  # noqa: PTH105 - twice as fast as Path.replace
         for target in _folders(temporaries):
@@ -69,5 +69,5 @@ def _folders(targets: Mapping[Path, Path]) -> list[Path]:
 
 
 def _untouched(temporaries: Mapping[Path, Path]) -> bool:
-    """Whether no file has been renamed yet: all are still there under their temporary names."""
+    """Return whether no file has been renamed yet, that is, all temporary files still exist."""
     return all(temporary.exists() for temporary in temporaries.values())

@@ -1,4 +1,4 @@
-"""The lock under which the names of a folder change."""
+"""The lock of a folder, held while its files are renamed or replaced."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _CONTENT_PATIENCE_SECONDS = 2.0
 
 @contextmanager
 def locked(folders: Iterable[Path]) -> Iterator[None]:
-    """Hold the locks of folders.
+    """Hold the locks of several folders.
 
     Raises:
-        FileError: A lock cannot be had, or what has its name is not a lock file.
+        FileError: A lock cannot be acquired, or the file with its name is not a lock file.
     """
     with ExitStack() as stack:
-        for folder in sorted(set(folders)):  # a fixed order: no two processes wait for each other
+        for folder in sorted(set(folders)):  # a fixed order prevents deadlocks
             stack.enter_context(_folder_lock(folder))
         yield
 
@@ -52,17 +52,17 @@ def _folder_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # Removed while held: whoever waits on this inode sees that it lost its name (filelock does) and tries again.
+        # Removed while held: filelock detects in a waiting process that the file was unlinked, and tries again.
         with suppress(OSError):
             path.unlink()
         lock.release()
 
 
 def _check_lock_file(path: Path) -> None:
-    """Refuse what is not a lock file: the folder may come from a stranger, and filelock 4.1 empties the file it locks.
+    """Reject a path that is not a lock file: the folder is not trusted, and filelock 4.1 truncates the file it locks.
 
-    A lock file is a regular, empty file. On disks without ``flock`` it has content as long as another process holds
-    it, so content gets a short time to go.
+    A lock file is a regular, empty file. On file systems without ``flock`` it has content while another process holds
+    it, so the check waits a short time for the content to disappear.
     """
     deadline = time.monotonic() + _CONTENT_PATIENCE_SECONDS
     while True:

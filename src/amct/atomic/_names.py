@@ -1,7 +1,7 @@
-"""The hidden names that writes use in a folder, and whether their writer still lives.
+"""The hidden file names used during writes, which identify the writing process.
 
-All begin with ``.amct-<machine>-<pid>-<start time>-<token>``; the ending tells ``.tmp…`` (a file that is being written)
-and ``.journal`` (the notice that a group of files is being renamed) apart. ``.amct.lock`` is held while names change.
+They begin with ``.amct-<machine>-<pid>-<start time>-<token>``; the suffix is ``.tmp…`` for a file being written, and
+``.journal`` for the notice that a group of files is being renamed. ``.amct.lock`` is the lock file of the folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = re.compile(
 
 
 class Writer(Enum):
-    """What is known of the process that wrote a hidden name."""
+    """The state of the process that created a hidden file."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -40,24 +40,24 @@ class Writer(Enum):
 
 
 def new_path(folder: Path, kind: str) -> Path:
-    """A unique name in a folder that identifies its writer."""
+    """Return a unique path in a folder; its name identifies this process."""
     pid = os.getpid()
     return folder / f".amct-{_machine()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}.{kind}"
 
 
 def temporary_path(target: Path) -> Path:
-    """The temporary name of a target: beside it, and with its suffix, which some libraries look at."""
+    """Return a temporary path in the folder of a target, with its suffix, which some libraries need."""
     suffix = target.suffix if len(target.suffix.encode(errors="surrogateescape")) <= _LONGEST_SUFFIX else ""
     return new_path(target.parent, TEMPORARY + suffix)
 
 
 def notice_names(folder: Path) -> list[str]:
-    """The names in a folder that a notice would have; none when the folder is missing or cannot be listed."""
+    """Return the names of the notices in a folder; none if the folder does not exist or cannot be listed."""
     return [name for name in _names_in(folder) if _kind(name) == NOTICE]
 
 
 def writer_of(name: str) -> Writer:
-    """Whether the process that a hidden name of ours tells of still runs."""
+    """Return the state of the process that created a hidden file, from the file's name."""
     match = _NAME.fullmatch(name)
     if match is None or match["machine"] != _machine():
         return Writer.FOREIGN
@@ -65,8 +65,8 @@ def writer_of(name: str) -> Writer:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of dead writers from a folder: regular files of this user with a name of ours only."""
-    writers: dict[str, Writer] = {}  # a group may have thousands of files, but one writer
+    """Remove temporary files of dead processes from a folder; only regular files of this user with our names."""
+    writers: dict[str, Writer] = {}  # cached, because a group may have thousands of files of one process
     for name in _names_in(folder):
         if _kind(name) != TEMPORARY:
             continue
@@ -81,13 +81,13 @@ def _remove_leftover(path: Path, writer: Writer) -> None:
     with suppress(OSError):  # harmless: the next write tries again
         found = path.lstat()
         is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-        is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # older than any write takes
+        is_old = time.time() - found.st_mtime > _FOREIGN_AGE_SECONDS  # longer than any write takes
         if is_ours and (writer is Writer.DEAD or is_old):
             path.unlink()
 
 
 def _kind(name: str) -> str | None:
-    """Whether a name is one that we give: "journal", "tmp" or None."""
+    """Return the kind of a hidden name, "journal" or "tmp"; None for any other name."""
     match = _NAME.fullmatch(name)
     if match is None or (match["suffix"] and match["kind"] == NOTICE):
         return None
@@ -97,14 +97,14 @@ def _kind(name: str) -> str | None:
 
 def _names_in(folder: Path) -> list[str]:
     try:
-        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - names are wanted
-    except (OSError, ValueError):  # whoever opens the file itself tells what is wrong
+        return [name for name in os.listdir(folder) if name.startswith(".amct-")]  # noqa: PTH208 - only names needed
+    except (OSError, ValueError):  # opening the file itself gives a better error
         return []
 
 
 @functools.cache
 def _machine() -> str:
-    """Eight characters for the space in which a pid means something: the machine or, inside one, the container."""
+    """Return eight hexadecimal digits that identify the machine and its pid namespace (container)."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a name of the kernel, not a file
     except OSError:
@@ -113,7 +113,7 @@ def _machine() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None when it is dead, 0 where the system does not tell."""
+    """Return the start time of a process in ticks since boot; None if it is dead, 0 on systems other than Linux."""
     if sys.platform != "linux":
         try:
             os.kill(pid, 0)

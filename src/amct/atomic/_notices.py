@@ -1,10 +1,10 @@
-"""The notices of groups of files: written before the renames, removed after them, compared by readers, never executed.
+"""Notices of file groups: written before the renames, removed after them, checked by readers, never replayed.
 
-A notice is the file ``.amct-….journal`` with the names of files beside it::
+A notice is the file ``.amct-….journal`` with names of files in the same folder::
 
     {"version": 2, "files": ["net_deploy_model.onnx", "net_quant.json"]}
 
-As long as it is there, these files may be old ones and new ones mixed.
+While it exists, these files may be a mixture of old and new ones.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2
 _MAX_BYTES = 1 << 20
-_MAX_NAMES = 500  # of 255 bytes each, escaped: below the limit of bytes
+_MAX_NAMES = 500  # names of 255 escaped bytes stay below _MAX_BYTES
 _MAX_NAME_BYTES = 255
 _PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 
 
 class Notice(NamedTuple):
-    """What the notice at a path says: which files beside it are being replaced; and whose it is."""
+    """A notice: its path, the names of the files being replaced in its folder, and the user id of its owner."""
 
     path: Path
     files: frozenset[str]
@@ -45,13 +45,13 @@ class Notice(NamedTuple):
 
 
 def check_whole(*paths: str | os.PathLike[str]) -> None:
-    """Make sure before reading files that no interrupted save left them beside files of another save.
+    """Check before reading files that they are not a mixture of two saves, left by an interrupted save.
 
-    If another process is replacing a file right now, this waits until it is done, at most ten seconds. Nothing is
-    changed on the disk, and files that do not exist are no error here.
+    If another process is replacing a file, this waits until it has finished, at most ten seconds. Nothing is changed on
+    the disk. Files that do not exist are not an error.
 
     Raises:
-        FileError: The save of a file was interrupted, or does not end.
+        FileError: The save of a file was interrupted, or does not finish.
     """
     folders: dict[Path, dict[str, Path]] = {}
     for path in paths:
@@ -67,7 +67,7 @@ def check_whole(*paths: str | os.PathLike[str]) -> None:
 
 
 def interrupted(path: Path, notice: Notice, writer: Writer = Writer.DEAD) -> FileError:
-    """The error for a file that a notice lists."""
+    """Return the error for a file that a notice lists."""
     others = sorted(notice.files - {path.name})
     beside = f" together with {_listed(others)}" if others else ""
     happened = {
@@ -87,17 +87,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def notices_in(folder: Path) -> list[Notice]:
-    """The notices in a folder; what has the name of one but another form gets a warning and is left out."""
+    """Return the notices in a folder; malformed ones are left out with a warning."""
     found = (_read(folder / name) for name in notice_names(folder))
     return [notice for notice in found if notice is not None]
 
 
 def write_notices(targets: Iterable[Path], written: list[Path]) -> None:
-    """Write to each folder of a group which of its files are going to be replaced, and sync the folders.
+    """Write a notice to each folder of a group with the files about to be replaced, and sync the folders.
 
     Args:
         targets: The files of the group.
-        written: Gets the path of every notice, so that the caller can remove them whatever happens.
+        written: The path of every notice is appended, so that the caller can remove them even after an error.
 
     Raises:
         FileError: A notice cannot be written.
@@ -111,17 +111,17 @@ def write_notices(targets: Iterable[Path], written: list[Path]) -> None:
             written.append(notice)
             _write(notice, names[start : start + _MAX_NAMES])
         try:
-            sync_folder(folder)  # with it the temporary names, which were there before
+            sync_folder(folder)  # this also syncs the names of the temporary files
         except OSError as error:
             raise file_error("write to folder", folder, error) from error
 
 
 def settle(notices: Iterable[Notice], replaced: Iterable[Path]) -> None:
-    """Take replaced files out of the notices of interrupted saves; a notice without files that exist is removed.
+    """Remove replaced files from the notices of interrupted saves; a notice without existing files is deleted.
 
     Args:
-        notices: Those found in the folders of a group, under the lock, before its own were written.
-        replaced: The files of the group, in place and synced.
+        notices: The notices found in the folders of a group, with the lock held, before its own were written.
+        replaced: The files of the group, renamed and synced.
     """
     new = set(replaced)
     for path, files, owner in notices:
@@ -131,7 +131,7 @@ def settle(notices: Iterable[Notice], replaced: Iterable[Path]) -> None:
             _warn(path, "it belongs to another user; remove it to read the files it lists")
             continue
         left = [name for name in sorted(files) if path.parent / name not in new and os.path.lexists(path.parent / name)]
-        with suppress(OSError):  # then the old notice stays: too many files are refused, none too few
+        with suppress(OSError):  # the old notice then remains, which is safe: it rejects more files than needed
             if left:
                 _write(path, left)
             else:
@@ -151,7 +151,7 @@ def _write(path: Path, names: Sequence[str]) -> None:
 
 
 def _read(path: Path) -> Notice | None:
-    """Read a notice; None when its writer has just removed it, or when it is not one."""
+    """Read a notice; return None if it no longer exists or is malformed."""
     try:
         return Notice(path, *_content(path))
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _read(path: Path) -> Notice | None:
 
 
 def _content(path: Path) -> tuple[frozenset[str], int]:
-    """The names that a notice lists, and its owner; links and whatever else is no regular file are refused."""
+    """Return the names that a notice lists, and its owner; links and special files are rejected."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(descriptor)
@@ -194,11 +194,11 @@ def _is_plain_name(name: object) -> bool:
         return False
     try:
         return len(os.fsencode(name)) <= _MAX_NAME_BYTES
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # an unpaired surrogate
         return False
 
 
 @functools.lru_cache(maxsize=256)
 def _warn(path: Path, reason: str) -> None:
-    """Say once that a notice is left alone."""
+    """Log once that a notice is ignored."""
     logger.warning('"%s" is left alone: %s', path, reason)

@@ -1,7 +1,7 @@
-"""The calibration session: a plan, observers and a record, fed batch by batch from the user's own loop.
+"""Calibration: observes activations batch by batch in the user's loop, and computes their quantization factors.
 
-It knows tensors but no framework: PyTorch and Caffe put their activations in, and get factors out. Nothing here is
-shared between two sessions, so they can be interleaved.
+The package works on tensors and is independent of the model format: the PyTorch and Caffe packages pass activations in
+and get factors back. Sessions share no state, so they can be interleaved.
 """
 
 from amct.calibration.balance import BalanceSession

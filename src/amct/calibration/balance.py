@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class BalanceSession:
-    """Maxima of the inputs of some layers over all batches; after each batch ``on_batch`` gets them.
+    """Accumulates the maximum of every input channel of some layers over all batches.
 
-    A layer that a batch does not reach keeps what it has; one that no batch has reached is not told.
+    Args:
+        layers: The names of the layers.
+        on_batch: Called after each batch with the maxima of the layers that have been executed so far.
     """
 
     def __init__(self, layers: Iterable[str], on_batch: Callable[[Mapping[str, Tensor]], None]) -> None:
@@ -30,7 +32,7 @@ class BalanceSession:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """One forward pass."""
+        """Enclose one forward pass; calls may be nested, and the outermost one ends the batch."""
         self._depth += 1
         try:
             yield
@@ -40,10 +42,10 @@ class BalanceSession:
             self._on_batch(dict(self._maxima))
 
     def observe(self, layer: str, x: Tensor, channel_axis: int) -> None:
-        """Take in the input of a layer.
+        """Add the input of a layer.
 
         Raises:
-            CalibrationError: it is empty, or holds NaN or infinity; names the layer.
+            CalibrationError: It is empty, or contains NaN or infinity; the message names the layer.
         """
         assert layer in self._layers
         try:

@@ -1,4 +1,4 @@
-"""What a calibration observes of a planned layer, and what it puts into the record, in both dialects of AMCT."""
+"""Conversion from planned layers to streams, and from calibration results to records, in both dialects of AMCT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -> Iterator[Stream]:
-    """What is observed of each layer: its input, and the hidden state of the ``recurrent`` ones."""
+    """Yield the streams to observe: the input of each layer, and the hidden state of the ``recurrent`` layers."""
     for layer in layers:
         for name in (INPUT, HIDDEN) if layer.name in recurrent else (INPUT,):
             yield Stream(
@@ -31,7 +31,7 @@ def plan_streams(layers: Iterable[LayerPlan], recurrent: Collection[str] = ()) -
 
 
 def complete_record(record: Record, result: CalibrationResult) -> Record:
-    """A record of weights with the factors of the activations."""
+    """Return a record of weight factors with the activation factors added."""
     return record.with_layers({name: _with_activations(entry, result.layers[name]) for name, entry in record.items()})
 
 
@@ -48,12 +48,12 @@ IMAGE_AXES = 4
 
 
 def caffe_stream(index: int) -> str:
-    """The name of the stream of one bottom of a Caffe layer."""
+    """Return the name of the stream of one bottom of a Caffe layer."""
     return f"{INPUT} {index}"
 
 
 def caffe_inputs(result: CalibrationResult) -> dict[str, list[DataFactors]]:
-    """The factors of all inputs of each Caffe layer, with the size of those that are images."""
+    """Return the factors of all inputs of each Caffe layer, with channels, height and width of 4-dimensional inputs."""
     return {
         layer: [
             _data_factors(int(name.removeprefix(INPUT)), factors, result.shapes[layer][name])
@@ -71,7 +71,7 @@ def _data_factors(index: int, factors: ActivationFactors, shape: Sequence[int]) 
 
 
 def complete_caffe_record(record: CaffeRecord, result: CalibrationResult) -> CaffeRecord:
-    """A record of weights (layers without weights have no entry) with the factors of the activations."""
+    """Return a record of weight factors with the activation factors added; layers without weights get new entries."""
     found = caffe_inputs(result)
     entries = {
         layer: replace(record.layers.get(layer, CaffeLayerRecord()), record_d=tuple(inputs))

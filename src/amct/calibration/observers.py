@@ -1,4 +1,4 @@
-"""From the settings of a plan to the observer that follows them."""
+"""Creates observers from the activation settings of a plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def make_observer(
     channel_axis: int | None = None,
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
 ) -> Observer:
-    """A new observer.
+    """Return a new observer.
 
     Args:
-        settings: of a registered activation algorithm, as a plan has them.
-        channel_axis: one scale per channel of this axis; None: one for the tensor.
-        symmetric_scale: what a symmetric range is divided by: the PyTorch dialect's way, or Caffe's ``FULL_RANGE``.
+        settings: The settings of a registered activation algorithm.
+        channel_axis: The axis with one scale per channel; None: one scale for the tensor.
+        symmetric_scale: The divisor of a symmetric range: that of the PyTorch dialect, or Caffe's ``FULL_RANGE``.
 
     Raises:
-        ArgumentTypeError: no algorithm with settings of this class is registered.
+        ArgumentTypeError: No algorithm is registered for this class of settings.
     """
     return activation_of(settings).observer(settings, channel_axis=channel_axis, symmetric_scale=symmetric_scale)

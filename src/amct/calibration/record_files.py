@@ -1,11 +1,11 @@
-"""The files of a calibration: the record, what stands beside it, and how far the calibration has come.
+"""The files of a calibration: the record, accompanying files, and the progress file.
 
-While batches are missing, ``<record>.progress.json`` says how many each layer has seen, so that even another process
-can tell what is left to do. It goes when the record is complete.
+Until the calibration is complete, ``<record>.progress.json`` has the number of batches that each layer has observed,
+so that another process can report what is missing. It is deleted when the record is complete.
 
 ::
 
-    {"version": 1, "layers": {"conv1": [2, 8]}}      2 of 8 batches seen
+    {"version": 1, "layers": {"conv1": [2, 8]}}      2 of 8 batches observed
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ class _Document(BaseModel):
 
 
 def progress_path(record: str | os.PathLike[str]) -> Path:
-    """Where the progress of an unfinished calibration is kept: ``<record>.progress.json``."""
+    """Return the path of the progress file of a record: ``<record>.progress.json``."""
     return Path(f"{os.fspath(record)}.progress.json")
 
 
 def read_progress(record: str | os.PathLike[str]) -> dict[str, Progress]:
-    """For each layer the batches seen and needed; empty when the calibration is finished or nothing is known."""
-    with suppress(FileError, ValidationError):  # it only makes a message better
+    """Return the batches observed and needed for each layer; empty if there is no valid progress file."""
+    with suppress(FileError, ValidationError):  # the progress is only used in error messages
         return dict(_Document.model_validate_json(atomic.read_bytes(progress_path(record))).layers)
     return {}
 
 
 class RecordFiles:
-    """Writes the record of one calibration; ``stale`` are files beside it that belong to an earlier one."""
+    """Writes the record of one calibration; ``stale`` are files of an earlier calibration, deleted at the beginning."""
 
     def __init__(self, record: str | os.PathLike[str], *, stale: Iterable[Path] = ()) -> None:
         self.record = Path(record)
         self._stale = tuple(stale)
 
     def check(self) -> None:
-        """Find out before any work whether the record can be written.
+        """Check that the record can be written.
 
         Raises:
-            FileError: it cannot.
+            FileError: It cannot be written.
         """
         if self.record.is_dir():
             raise FileError(f'"{self.record}" is a folder; expected the name of a record file')
         atomic.check_writable(self.record.parent)
 
     def begin(self, record: AnyRecord, progress: Mapping[str, Progress]) -> None:
-        """Write what is known before the first batch."""
+        """Write the initial record and progress, and delete the stale files."""
         with atomic.FileGroup() as group:
             group.write_bytes(self.record, self._encoded(record))
             group.write_text(progress_path(self.record), _text(progress))
@@ -73,12 +73,12 @@ class RecordFiles:
             path.unlink(missing_ok=True)
 
     def note(self, progress: Mapping[str, Progress]) -> None:
-        """Write how far the calibration has come; cheap enough for every batch."""
+        """Write the progress; cheap enough to be called after every batch."""
         text = _text(progress)
         atomic.modify(progress_path(self.record), lambda _: text.encode())
 
     def complete(self, record: AnyRecord, beside: Mapping[Path, str] | None = None) -> None:
-        """Write the complete record and the files beside it, all or none."""
+        """Write the complete record and the texts ``beside`` it as one group, and delete the progress file."""
         with atomic.FileGroup() as group:
             group.write_bytes(self.record, self._encoded(record))
             for path, text in (beside or {}).items():

@@ -1,11 +1,11 @@
-"""One calibration: counts the batches of every layer, feeds its observers, and ends when the last layer has enough.
+"""A calibration session: passes activations to observers, and ends when every layer has observed its batches.
 
-A layer has one or more streams (its input; each bottom of a Caffe layer; the hidden state of an LSTM), and a stream has
-an observer, or takes over the factors of another stream that sees the same values. The tensors between layers, which
-only some exports need, are observed alongside and never delay the end.
+A layer has one or more streams (its input; each bottom of a Caffe layer; the hidden state of an LSTM). A stream has an
+observer, or uses the factors of another stream with the same values. Tensors between layers, which only some exports
+need, can be observed too; the session does not wait for them.
 
-The front door wraps each forward pass in ``with session.batch():`` and calls ``observe`` whenever a layer is reached.
-Activations are given to the observers at once and not kept. Batches beyond the number asked for are ignored.
+The caller wraps each forward pass in ``with session.batch():`` and calls ``observe`` when a layer is executed.
+Activations are passed to the observers immediately and not stored. Batches beyond ``batch_num`` are ignored.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ HIDDEN = "hidden state"
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One thing to observe of a layer.
+    """One activation of a layer to observe.
 
     Attributes:
-        layer: The layer.
-        name: What it is, unique in the layer: "input", "hidden state", "input 1".
-        settings: How its range is found.
-        batch_num: How many batches are needed.
+        layer: The name of the layer.
+        name: The name of the stream, unique in the layer: "input", "hidden state", "input 1".
+        settings: The settings of the activation algorithm.
+        batch_num: The number of batches needed.
         force_fp16: Whether the scale is rounded to half precision.
-        symmetric_scale: What a symmetric range is divided by.
-        make_observer: Makes the observer where ``settings`` and ``symmetric_scale`` do not say everything.
-        same_as: Layer and name of the stream that sees the same values: it is observed, and both get its factors.
+        symmetric_scale: The divisor of a symmetric range.
+        make_observer: Creates the observer; None: it is created from ``settings`` and ``symmetric_scale``.
+        same_as: Layer and name of a stream with the same values, whose factors are used instead of observing this one.
     """
 
     layer: str
@@ -64,9 +64,9 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationResult:
-    """The factors found: by layer and stream, and of the tensors between layers that were seen.
+    """The factors by layer and stream, and those of the observed tensors between layers.
 
-    ``shapes`` are those of the last tensor of each stream.
+    ``shapes`` has the shape of the last tensor of each stream.
     """
 
     layers: Mapping[str, Mapping[str, ActivationFactors]]
@@ -75,15 +75,15 @@ class CalibrationResult:
 
 
 class CalibrationSession:
-    """Collects the activations of one model until every layer has seen its batches.
+    """Observes the activations of one model until every layer has observed its batches.
 
     Args:
-        streams: what to observe, in the order of the model.
-        tensors: observers of the tensors between layers, by name; they see what is seen until the end.
-        on_progress: called after each batch that was not the last, with (seen, needed) of every layer.
-        on_ready: called with the result of the layers that have enough, when one of them is reached once more while
-            others still need batches: those may never be run. Called again only when more layers have enough.
-        on_end: called once, with the result, when the last layer has enough.
+        streams: The streams to observe, in the order of the model.
+        tensors: Observers of the tensors between layers, by name; they observe until the session ends.
+        on_progress: Called after each batch except the last, with (observed, needed) batches of every layer.
+        on_ready: Called with the result of the complete layers when one of them is executed again while others still
+            need batches, because those may never be executed. Called again only when more layers are complete.
+        on_end: Called once, with the result, when the session ends.
     """
 
     def __init__(
@@ -112,22 +112,22 @@ class CalibrationSession:
         self._on_end = on_end
         self._depth = 0
         self._ready = 0
-        """How many layers ``on_ready`` was told of."""
+        """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
         self._bar = _Bar(most if most < OPEN_ENDED else None)
 
     @property
     def done(self) -> bool:
-        """Every layer has seen its batches and the result is there."""
+        """Whether the session has ended and the result is available."""
         return self._result is not None
 
     @property
     def result(self) -> CalibrationResult:
-        """The factors.
+        """The result of the calibration.
 
         Raises:
-            CalibrationError: some layers still need batches; the message says which and how many.
+            CalibrationError: Some layers still need batches; the message names them and the number of batches.
         """
         if self._result is None:
             raise CalibrationError(self.missing())
@@ -135,11 +135,11 @@ class CalibrationSession:
 
     @property
     def progress(self) -> dict[str, Progress]:
-        """For every layer how many batches it has seen and how many it needs."""
+        """The number of batches observed and needed, for every layer."""
         return {layer: _progress(own) for layer, own in self._layers.items()}
 
     def missing(self) -> str:
-        """Which layers still need how many batches, as a sentence; empty when none does."""
+        """Return a sentence that names the layers that still need batches and their number; "" if there are none."""
         waiting = {layer: needed - seen for layer, (seen, needed) in self.progress.items() if seen < needed}
         if not waiting:
             return ""
@@ -154,7 +154,7 @@ class CalibrationSession:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """One forward pass. When the outermost ends without an error, progress is told and the session may end."""
+        """Enclose one forward pass; after the outermost one without an error, report progress or end the session."""
         self._depth += 1
         try:
             yield
@@ -167,14 +167,14 @@ class CalibrationSession:
         """Observe one batch of a stream.
 
         Args:
-            layer: the layer.
-            x: the activation.
-            name: the stream.
-            ends_batch: outside ``batch()``, whether it is the last one of a forward pass.
+            layer: The name of the layer.
+            x: The activation.
+            name: The name of the stream.
+            ends_batch: Outside ``batch()``, whether this is the last call of a forward pass.
 
         Raises:
-            CalibrationError: the data cannot be used (NaN, infinity, empty range); names the layer and the batch.
-            ArgumentError: no such layer or stream.
+            CalibrationError: The data is invalid (NaN, infinity, empty); the message names the layer and the batch.
+            ArgumentError: There is no such layer or stream.
         """
         if self.done:
             return
@@ -190,7 +190,7 @@ class CalibrationSession:
             self._after_batch()
 
     def observe_tensor(self, name: str, x: Tensor) -> None:
-        """Observe one batch of a tensor between layers. One that cannot be used is left out of the result."""
+        """Observe one batch of a tensor between layers; a tensor with invalid data is left out of the result."""
         observer = None if self.done else self._tensors.get(name)
         if observer is None:
             return
@@ -205,10 +205,10 @@ class CalibrationSession:
             logger.info('tensor "%s" is not observed: %s', name, reason)
 
     def finish(self) -> None:
-        """End with what was seen so far, when there is no more data; nothing happens when the session has ended.
+        """End the session with the batches observed so far; does nothing if it has already ended.
 
         Raises:
-            CalibrationError: some layer has seen nothing; names it.
+            CalibrationError: A layer has not observed any batch; the message names it.
         """
         if self.done:
             return
@@ -222,7 +222,7 @@ class CalibrationSession:
         self._end()
 
     def close(self) -> None:
-        """Remove the progress bar before the end, when calibration is given up."""
+        """Remove the progress bar of a session that is aborted."""
         self._bar.close()
 
     def _waiting(self) -> bool:
@@ -291,7 +291,7 @@ _SHOWN_LAYERS = 5
 
 @dataclass
 class _Watched:
-    """A stream with its observer and what it has seen; one with a leader only has a shape of its own."""
+    """The state of a stream: its observer and batch count, or the leader stream whose factors it uses."""
 
     stream: Stream
     leader: _Watched | None = None
@@ -337,7 +337,7 @@ class _Watched:
         logger.debug("%s: %d/%d batches", self.described, self.seen, self.stream.batch_num)
 
     def factors(self) -> ActivationFactors:
-        """Searched once; the observer and its data are freed then."""
+        """Return the factors; they are computed once, and the observer and its data are then freed."""
         if self._found is None:
             self._found = self._search() if self.leader is None else self.leader.factors()
             self.observer = None
@@ -357,20 +357,20 @@ class _Watched:
 
 
 def _progress(own: Mapping[str, _Watched]) -> Progress:
-    """Of a layer: its slowest stream."""
+    """Return the progress of a layer, that of its stream with the most missing batches."""
     slowest = min(own.values(), key=lambda each: each.seen - each.stream.batch_num)
     return slowest.seen, slowest.stream.batch_num
 
 
 class _Bar:
-    """The progress bar of the user's loop: drawn from the first batch on, removed after the last one."""
+    """The progress bar of a session: shown from the first batch on, removed after the last one."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._shown = 0
         self._stack = ExitStack()
         self._advance: progress.Advance | None = None
-        # A loop that is aborted must not leave the terminal without a cursor.
+        # restores the cursor of the terminal if the loop is aborted
         self._cleanup = finalize(self, self._stack.close)
 
     def move_to(self, done: int) -> None:

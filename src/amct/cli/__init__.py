@@ -1,6 +1,6 @@
-"""The ``amct`` command: thin; every sub-command is a call into the packages below.
+"""The ``amct`` command; its subcommands only call the other packages.
 
-Nothing here imports torch, so that ``amct --help`` answers at once; a command imports what it needs when it runs.
+No module here imports torch at the top, so that ``amct --help`` is fast; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0 done, 2 wrong input, 130 interrupted."""
+    """Run the command line (default: ``sys.argv``); return the exit code: 0 success, 2 bad input, 130 interrupted."""
     from amct.cli.app import app
 
     try:
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:
-        if type(error).__name__ == "Abort":  # what older releases of typer make of Ctrl-C
+        if type(error).__name__ == "Abort":  # older releases of typer raise this on Ctrl-C
             return _interrupted()
         if not _is_usage_error(error):
             raise
         return _show_usage_error(error)
-    if result == INTERRUPTED:  # what newer ones make of it
+    if result == INTERRUPTED:  # newer releases of typer return it
         return _interrupted()
     return result if isinstance(result, int) else 0
 
@@ -45,7 +45,7 @@ def _interrupted() -> int:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    """Whether typer's (vendored or separate) click raised this about the command line itself."""
+    """Return whether an error is a usage error of click, which typer uses as a dependency or vendored."""
     return hasattr(error, "format_message") and hasattr(error, "exit_code")
 
 

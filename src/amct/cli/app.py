@@ -1,4 +1,4 @@
-"""The tree of commands."""
+"""The typer application with all commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: drawing boxes would double the time to answer
+    rich_markup_mode=None,  # plain text: rich formatting would double the start-up time
 )
 
 

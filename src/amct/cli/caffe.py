@@ -1,4 +1,4 @@
-"""``amct caffe``: train and test Caffe nets, and run scripts written for pycaffe; no Caffe installed."""
+"""``amct caffe``: train and test Caffe nets, and run scripts written for pycaffe, without an installed Caffe."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCRIPT_FAILED = 1
 
 
 class Effect(str, Enum):
-    """What a signal does to training."""
+    """The effect of a signal on training."""
 
     none = "none"
     stop = "stop"
@@ -124,7 +124,7 @@ def run(
 
     if not script.is_file():
         raise FileError(f"{script}: there is no such script")
-    with log.screen_only():  # AMCT functions that the script calls write their log file as always
+    with log.screen_only():  # only here: AMCT functions called by the script write their log file as usual
         install_as_caffe(force=force)
     arguments, folder = sys.argv, str(script.resolve().parent)
     sys.argv = [str(script), *context.args]
@@ -133,7 +133,7 @@ def run(
         with allow_python_layers() if allow_python else nullcontext():
             runpy.run_path(str(script), run_name="__main__")
     except AmctError:
-        traceback.print_exc()  # the script's author needs the line, not only the sentence
+        traceback.print_exc()  # the author of the script needs the line number too
         return SCRIPT_FAILED
     finally:
         sys.argv = arguments

@@ -1,4 +1,4 @@
-"""``amct compare``: how near a quantized model comes to the float one, output by output and layer by layer."""
+"""``amct compare``: compare the outputs and layers of a float model and its quantized model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``amct compare`` and ``amct report`` share: run a float model and its quantized one on data."""
+"""Shared by ``amct compare`` and ``amct report``: run a float model and its quantized model on data."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ MISSING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is compared, and on what.
+    """The arguments of a comparison.
 
     Attributes:
-        models: The words of FLOAT and QUANT.
+        models: The command-line arguments FLOAT and QUANT.
         data: The data options.
-        report: Where a report is written; None: nowhere.
-        top1: Whether the share of samples is counted whose largest output is their label.
+        report: The HTML report to write; None: no report.
+        top1: Whether to measure the top-1 accuracy.
     """
 
     models: list[str]
@@ -59,10 +59,10 @@ class Request:
     top1: bool = False
 
     def run(self) -> dict[str, Any]:
-        """Compare, write the report, and return the results as plain data.
+        """Compare the models, write the report if requested, and return the results as plain data.
 
         Raises:
-            AmctError: a subclass says what is wrong: words, files, models or data.
+            AmctError: The arguments, files, models or data are invalid.
         """
         from amct import atomic
 
@@ -79,10 +79,11 @@ class Request:
         return self._result(pair, measured)
 
     def batches(self, fixed_size: int | None = None) -> Iterator[Batch]:
-        """Values and labels; a model with a fixed batch size gets full batches only.
+        """Yield values and labels; with ``fixed_size``, the fixed batch size of a model, only full batches.
 
         Raises:
-            CalibrationError: there are not as many samples as the model takes at once.
+            ArgumentError: ``top1`` is set and a sample has no label.
+            CalibrationError: There are fewer samples than ``fixed_size``.
         """
         import numpy as np
 
@@ -97,7 +98,7 @@ class Request:
 
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
-        """The metric that counts correct labels, with ``--top1``."""
+        """The top-1 accuracy if ``--top1`` is given, otherwise None."""
         return top1 if self.top1 else None
 
     def _result(self, pair: ModelPair, measured: Measured) -> dict[str, Any]:
@@ -115,8 +116,8 @@ class Request:
         return result
 
 
-def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays of which the first counts
-    """The share of samples whose largest output is their label."""
+def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a dict of arrays, of which the first is used
+    """Return the top-1 accuracy of a batch: the fraction of samples whose largest output is at the label."""
     scores = next(iter(output.values())) if isinstance(output, dict) else output
     labels = batch[1]
     if scores.ndim == 0 or len(scores) != len(labels):
@@ -125,7 +126,7 @@ def top1(output: Any, batch: Batch) -> float:  # noqa: ANN401  an array, or a di
 
 
 def _values(batch: Batch | dict[str, NDArray[Any]]) -> NDArray[np.float32] | dict[str, NDArray[Any]]:
-    """What the model is fed with; arrays by input have no labels beside them."""
+    """Return the model inputs of a batch; a dict of arrays by input name has no labels."""
     return batch if isinstance(batch, dict) else batch[0]
 
 
@@ -194,7 +195,7 @@ _RUNS: dict[Kind, Any] = {Kind.CAFFE: _run_caffe, Kind.ONNX: _run_onnx, Kind.TOR
 
 
 def _fixed_batch_size(model_file: str) -> int | None:
-    """How many samples the quantized model takes at once, if it says so."""
+    """Return the fixed batch size of the quantized model; None if it is dynamic."""
     from amct.cli.onnx_data import fixed_batch_size
     from amct.onnx_model.reading import read_model
 

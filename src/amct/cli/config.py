@@ -1,4 +1,4 @@
-"""``amct config``: write a full config for a model, check one, and say where each effective setting comes from."""
+"""``amct config``: write a full config for a model, check a config, and show the origin of each effective setting."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SHOWN_SETTINGS = (
 
 
 class Kind(str, Enum):
-    """What the config is for."""
+    """The purpose of a config."""
 
     ptq = "ptq"
     qat = "qat"
@@ -140,7 +140,7 @@ def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tupl
 
 
 def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> FullConfig:
-    """A simple or full config as a full one; its name or first character shows which it is."""
+    """Read a simple or full config as a full one; ``.json`` or a leading ``{`` marks a full config."""
     from amct import atomic
 
     data = atomic.read_bytes(config)
@@ -153,7 +153,7 @@ def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> 
 
 
 def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
-    """The readers of the simple and the full form of a kind of config; some have no full form."""
+    """Return the readers of the simple and the full form of a config; the second is None if there is no full form."""
     from amct.cli.model_layers import Dialect
     from amct.config.prune import compress_pytorch
     from amct.config.ptq import caffe as ptq_caffe
@@ -199,7 +199,7 @@ def _only(rows: tuple[ExplainedSetting, ...], layer: str, layers: LayerList) -> 
 
 
 def _layer_lines(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
-    """One line per layer: what is done to it and which block decides."""
+    """Return one row per layer: name, type, effective settings, and the config block that sets them."""
     lines: dict[str, dict[str, Any]] = {}
     blocks = {}
     for row in rows:
@@ -210,13 +210,13 @@ def _layer_lines(rows: tuple[ExplainedSetting, ...]) -> list[tuple[str, ...]]:
 
 
 def _is_enabled(block: Mapping[str, Any]) -> bool:
-    """Whether any switch of a layer's block is on; a block without a switch is."""
+    """Return whether any ``*_enable`` setting of a layer is true; a layer without one counts as enabled."""
     switches = [value for key, value in block.items() if key.endswith("_enable")]
     return any(switches) or not switches
 
 
 def _effect(settings: dict[str, Any]) -> str:
-    """The settings of a layer in a few words."""
+    """Format the most important settings of a layer as a short text."""
     if not _is_enabled(settings):
         return "left float"
     words = [str(value) for key, value in settings.items() if key.endswith("algo")]

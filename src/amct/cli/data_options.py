@@ -1,4 +1,4 @@
-"""The options that say where data is and how it is prepared: the same for every command that runs a model."""
+"""The options for the location and the preprocessing of data, shared by all commands that run a model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """Where data is and how it is prepared, as given on the command line.
+    """The location and the preprocessing of data, as given on the command line.
 
-    It can be iterated any number of times and reads one batch at a time.
+    Iteration yields batches, reads one batch at a time and can be repeated.
     """
 
     data: Annotated[Path, typer.Option(help="Data: a folder of pictures, .npy, .npz, LMDB or idx.")]
@@ -46,11 +46,11 @@ class DataOptions:
             yield values
 
     def labelled(self) -> Iterator[LabelledBatch]:
-        """The batches with the labels of their samples, None where there is none.
+        """Return an iterator over the batches with the labels of their samples; a missing label is None.
 
         Raises:
-            ArgumentError: an option cannot be used.
-            FileError, ParseError: the data cannot be read.
+            ArgumentError: An option is invalid.
+            FileError, ParseError: The data cannot be read.
         """
         if self.batches is not None and self.batches < 1:
             raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
@@ -72,12 +72,15 @@ class DataOptions:
 
 
 def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iterator[Any]:
-    """The batches without a last one that has fewer samples than the model takes; ``size`` None: all of them.
+    """Yield the batches, without an incomplete last one.
 
-    A batch is an array, a dict of arrays by input, or an array and its labels.
+    Args:
+        batches: Each an array, a dict of arrays by input name, or an array with its labels.
+        size: The fixed batch size of the model; None: all batches are yielded.
+        source: The data, for error messages.
 
     Raises:
-        CalibrationError: there are not as many samples in ``source`` as the model takes at once.
+        CalibrationError: The first batch has fewer samples than ``size``.
     """
     for count, batch in enumerate(batches):
         parts = list(batch.values()) if isinstance(batch, dict) else batch
@@ -91,9 +94,9 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iter
 
 
 def takes_data(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the fields of ``DataOptions`` as options, in the place of its parameter ``data``.
+    """Decorate a command: replace its parameter ``data`` by one option for each field of ``DataOptions``.
 
-    Typer learns a command's options from its signature, so that is what this changes.
+    Typer derives the options from the signature, so the decorator changes the signature.
     """
     given = inspect.signature(command, eval_str=True).parameters.values()
     ours = inspect.signature(DataOptions, eval_str=True).parameters
@@ -102,7 +105,7 @@ def takes_data(command: Callable[..., None]) -> Callable[..., None]:
     parameters[place : place + 1] = ours.values()
 
     @wraps(command)
-    def with_options(**arguments: Any) -> None:  # noqa: ANN401  whatever the options are
+    def with_options(**arguments: Any) -> None:  # noqa: ANN401  the options have various types
         options = DataOptions(**{name: arguments.pop(name) for name in ours})
         command(data=options, **arguments)
 
@@ -113,7 +116,7 @@ def takes_data(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _pair(option: str, text: str | None) -> tuple[int, int] | None:
-    """``224`` or ``240,320`` as height and width."""
+    """Parse ``224`` or ``240,320`` as height and width."""
     if text is None:
         return None
     words = text.replace("x", ",").split(",")
@@ -123,7 +126,7 @@ def _pair(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def _mean(text: str) -> NDArray[np.float32]:
-    """Numbers, one a channel, or a mean file."""
+    """Parse one number per channel, or read a mean file."""
     import numpy as np
 
     if Path(text).is_file():

@@ -1,4 +1,4 @@
-"""The layers of what a user calls a model on the command line: prototxt, ONNX file, Python reference or plain list."""
+"""Finds the layers of a model given on the command line: prototxt, ONNX file, Python reference or list of layers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ LIST_FORM = 'two words a line, "name type"'
 
 
 class Dialect(str, Enum):
-    """Whose config it is."""
+    """The framework whose config dialect is used."""
 
     pytorch = "pytorch"
     caffe = "caffe"
 
 
 def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerList]:
-    """The dialect and the layers of a ``net.prototxt``, ``net.onnx``, ``package.module:factory`` or ``layers.txt``.
+    """Return the config dialect and the layers of a model.
 
-    ONNX files have the configs of PyTorch models. A list (``.txt``) has a layer a line, ``name type``; its dialect is
-    found from the types.
+    Args:
+        model: ``net.prototxt``, ``net.onnx`` (PyTorch dialect), ``package.module:factory``, or ``layers.txt`` with
+            ``name type`` per line, whose dialect is detected from the types.
+        input_shape: The shape of an example input, such as ``1,3,224,224``; required for a Python reference.
 
     Raises:
-        ArgumentError: the model is none of these, or a Python reference lacks its input shape.
-        FileError: the file does not exist.
+        ArgumentError: ``model`` is none of these, or the input shape of a Python reference is missing.
+        FileError: The file does not exist.
     """
     path = Path(model)
     if path.suffix == ".prototxt" or model.endswith(".prototxt.txt"):
@@ -94,10 +96,10 @@ def _traced(reference: str, input_shape: str | None) -> LayerList:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """``1,3,224,224`` as numbers.
+    """Parse a shape such as ``1,3,224,224``.
 
     Raises:
-        ArgumentError: it is not a list of positive whole numbers.
+        ArgumentError: The text is not a list of positive integers.
     """
     words = text.replace("x", ",").split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
@@ -106,13 +108,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def load_reference(reference: str) -> nn.Module:
-    """What ``package.module:factory`` names; a function or class is called without arguments.
+    """Return the model that ``package.module:factory`` refers to; a function or class is called without arguments.
 
     Raises:
-        ArgumentError: the module or the name in it does not exist, or it gives no model.
+        ArgumentError: The module or its attribute does not exist, or is or returns no ``torch.nn.Module``.
     """
     module_name, _, attribute = reference.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a user's own module stands in the working folder
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, to find modules in the working directory
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""FLOAT and QUANT as words on the command line: pairs of Caffe files, ONNX files, Python references, prefixes.
+"""Parses the arguments FLOAT and QUANT: pairs of Caffe files, ONNX files, Python references, or file prefixes.
 
-``amct quantize … -o out/net`` writes files that begin with ``out/net``; this prefix stands for the quantized model.
+``amct quantize … -o out/net`` writes files that begin with ``out/net``; QUANT may be this prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MODEL, _WEIGHTS_BESIDE = "_model.prototxt", "_weights.caffemodel"
 
 
 class Kind(Enum):
-    """What the float model is."""
+    """The format of the float model."""
 
     CAFFE = "Caffe"
     ONNX = "ONNX"
@@ -32,9 +32,9 @@ class ModelPair:
     """A float model and its quantized one.
 
     Attributes:
-        kind: What the float model is.
-        float_model: Prototxt and caffemodel, an ONNX file, or a Python reference.
-        quantized_model: Prototxt and caffemodel, or an ONNX file.
+        kind: The format of the float model.
+        float_model: A prototxt and a caffemodel, an ONNX file, or a Python reference.
+        quantized_model: A prototxt and a caffemodel, or an ONNX file.
     """
 
     kind: Kind
@@ -43,11 +43,11 @@ class ModelPair:
 
 
 def parse_models(words: list[str]) -> ModelPair:
-    """Find out what the words mean.
+    """Parse the command-line arguments that name the two models.
 
     Raises:
-        ArgumentError: they are no float model and its quantized one.
-        FileError: a file that must be there is not.
+        ArgumentError: They do not name a float model and a quantized model.
+        FileError: A file does not exist.
     """
     kind, float_model, rest = _float_model(words)
     if not rest:
@@ -93,7 +93,7 @@ def _quantized_model(kind: Kind, words: list[str]) -> tuple[tuple[str, ...], lis
 
 
 def _caffe_files(model: str, rest: list[str]) -> tuple[tuple[str, str], list[str]]:
-    """A prototxt with the weights that follow it, or that stand beside it under its name."""
+    """Return a prototxt with its weights, and the remaining words; without a weights word, a file beside it is used."""
     if rest and rest[0].endswith(_WEIGHTS):
         return (model, rest[0]), rest[1:]
     _check_file(model)
@@ -105,7 +105,7 @@ def _caffe_files(model: str, rest: list[str]) -> tuple[tuple[str, str], list[str
 
 
 def _existing(prefix: str, endings: list[str]) -> str:
-    """The first file that a quantization with this prefix left; a folder is a prefix without a name."""
+    """Return the first existing file ``<prefix>_<ending>``, or ``<prefix>/<ending>`` if the prefix is a folder."""
     start = f"{prefix.rstrip('/')}/" if Path(prefix).is_dir() else f"{prefix}_"
     for ending in endings:
         if Path(start + ending).is_file():

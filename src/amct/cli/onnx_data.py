@@ -1,7 +1,7 @@
-"""Data on the command line as an ONNX model wants it: as many samples at once as it fixes, and arrays for every input.
+"""Batches of the command line's data for an ONNX model, with its fixed batch size and an array for each input.
 
-A model with one input of floats is fed as every model is. Several inputs, or whole numbers (the words of a text), come
-from an array file: an .npz whose arrays are called as the inputs are, or a .npy for one input. They are used as is.
+A model with one float input takes all data formats. A model with several inputs or with integer inputs (such as token
+ids) takes an array file: an .npz with arrays named as the inputs, or a .npy for one input, without preprocessing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
-    """Batches for a model, which can be iterated any number of times.
+    """Return the batches for a model file; the result can be iterated repeatedly.
 
     Raises:
-        AmctError: the model or the data cannot be read, or the data does not fit.
+        AmctError: The model or the data cannot be read, or they do not fit together.
     """
     from amct.data.arrays import is_array_file
     from amct.onnx_model.reading import read_model
@@ -47,7 +47,7 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
 
 
 def fixed_batch_size(proto: ModelProto) -> int | None:
-    """How many samples a model takes at once, if it says so."""
+    """Return the fixed batch size of a model; None if it is dynamic."""
     from amct.onnx_model.reading import input_shape
 
     shape = input_shape(proto, proto.graph.input[0].name)
@@ -55,7 +55,7 @@ def fixed_batch_size(proto: ModelProto) -> int | None:
 
 
 def is_plain(proto: ModelProto) -> bool:
-    """Whether a model has one input of floats, and so takes pictures."""
+    """Return whether a model has exactly one input, of a float type, and so accepts images."""
     from amct.onnx_model.reading import element_dtype
 
     names = [value.name for value in proto.graph.input]
@@ -64,7 +64,7 @@ def is_plain(proto: ModelProto) -> bool:
 
 @dataclass(frozen=True)
 class _Batches:
-    """An iterable that starts anew each time; ``start`` returns an iterator over all batches."""
+    """An iterable that can be iterated repeatedly; ``start`` returns an iterator over all batches."""
 
     start: Callable[[], Iterator[Any]]
 

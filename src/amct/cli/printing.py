@@ -1,4 +1,4 @@
-"""What commands print of a comparison: JSON for programs, aligned lines for people."""
+"""Output of the commands: JSON, or text with aligned columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other p
 
 
 def as_json(content: object) -> str:
-    """Strict JSON; a number that is not finite (the SQNR of equal outputs) becomes null."""
+    """Return strict JSON; numbers that are not finite (such as the SQNR of equal outputs) become null."""
     return json.dumps(_finite(content), indent=2, allow_nan=False, ensure_ascii=False)
 
 
@@ -28,22 +28,22 @@ def _finite(content: object) -> object:
 
 
 def comparison_row(compared: Any, what: str = "layer") -> dict[str, Any]:  # noqa: ANN401  a LayerComparison, which needs torch
-    """The comparison of a layer (or of ``what`` else) as plain data."""
+    """Return the comparison of a layer or output as plain data; ``what`` is the key of its name."""
     return {what: compared.layer, "sqnr": compared.sqnr, "cosine": compared.cosine}
 
 
 def most_harmed(rows: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The rows with the lowest SQNR, the worst first, without layers that have no error."""
+    """Return the ``count`` rows with the lowest SQNR, the lowest first; rows without error are left out."""
     harmed = [row for row in rows if row["sqnr"] != math.inf]
     return sorted(harmed, key=lambda row: -math.inf if math.isnan(row["sqnr"]) else row["sqnr"])[:count]
 
 
 def decibel(value: float) -> str:
-    """``31.4 dB``, or that nothing was lost."""
+    """Format an SQNR as ``31.4 dB``, or ``no error`` if it is infinite."""
     return "no error" if value == math.inf else f"{value:.1f} dB"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns below each other."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

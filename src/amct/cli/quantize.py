@@ -1,4 +1,4 @@
-"""``amct quantize`` and ``amct inspect``: a model and some data in, the quantized files out; what can be quantized."""
+"""``amct quantize`` quantizes a model with calibration data; ``amct inspect`` lists its quantizable layers."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def quantize(  # noqa: PLR0913  the options of a command
 
 @dataclass(frozen=True)
 class _Files:
-    """What is written, and where to."""
+    """The files to write: their prefix, whether there is a report, and the formats."""
 
     output: Path
     report: bool
     formats: str | None
 
     def check(self) -> None:
-        """Check what the user chose before the long work."""
+        """Check the output folder and the formats before quantization starts."""
         from amct import atomic
         from amct.export.formats import check_formats
 
@@ -90,7 +90,7 @@ class _Files:
         return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
 
     def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
-        """Write the model, and its report if one is wanted."""
+        """Write the model and, if requested, its report; return the paths."""
         names = self._names()
         files = quantized.save(self.output, formats=names) if names else quantized.save(self.output)
         if self.report:
@@ -102,7 +102,7 @@ class _Files:
 def _quantized(
     model: str, weights: Path | None, data: DataOptions, config: Path | None, *, equalize: bool
 ) -> tuple[QuantizedModel, Iterable[Any]]:
-    """The quantized model and the batches that it was calibrated with."""
+    """Quantize a model; return it with its calibration batches."""
     batches: Iterable[Any]
     if weights is not None:
         import amct.caffe
@@ -140,7 +140,7 @@ def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) ->
 def _measured(
     quantized: QuantizedModel, batches: Iterable[Any], written: list[Path]
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
-    """What was measured, and how much layers and outputs differ from float: of the QDQ file, else of the simulation."""
+    """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs."""
     from amct.onnx_model import measure
 
     file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
@@ -167,13 +167,13 @@ def _measured_name(measured: str) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """The first few; all of them stand in the JSON, in quant.json and in the report."""
+    """Format the first few names; the JSON output, quant.json and the report have all of them."""
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
-    """Layers that share a reason on one line."""
+    """Group the names of layers by reason."""
     groups: dict[str, list[str]] = {}
     for name, reason in left_float.items():
         groups.setdefault(reason, []).append(name)

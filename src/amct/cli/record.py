@@ -1,4 +1,4 @@
-"""``amct record``: look at record files, compare them, and turn text into binary and back."""
+"""``amct record``: show record files, compare them, and convert them between text and binary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIFFERENT = 1
 
 
 class DialectChoice(str, Enum):
-    """Whose record it is; ``auto`` looks at the content."""
+    """The dialect of a record; ``auto`` detects it from the content."""
 
     auto = "auto"
     pytorch = "pytorch"
@@ -33,7 +33,7 @@ class DialectChoice(str, Enum):
 
 
 class FormChoice(str, Enum):
-    """What to write; ``auto`` looks at the name of the file."""
+    """The form to write; ``auto`` selects it by the suffix of the file name."""
 
     auto = "auto"
     text = "text"

@@ -1,4 +1,4 @@
-"""``amct report``: a page that shows what quantization did to a model, from the files that it left."""
+"""``amct report``: write an HTML report of a quantized model from its files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Data from disk: pictures, .npy/.npz arrays, LMDBs of Datums, idx files; reading and preparing, no framework.
+"""Reads and preprocesses data from disk: images, .npy/.npz arrays, LMDB databases of Datums, idx files.
 
-``images.py`` decodes pictures, ``resample.py`` changes their size, ``datum.py`` and ``lmdb.py`` read Caffe's
-databases, ``arrays.py`` and ``idx.py`` the rest; ``samples.py`` gives them one interface; ``read_ahead.py`` fetches
-in the background. Nothing here imports torch.
+``images.py`` decodes images, ``resample.py`` resizes them, ``datum.py`` and ``lmdb.py`` read Caffe's databases,
+``arrays.py`` and ``idx.py`` read arrays; ``samples.py`` gives all of them one interface; ``read_ahead.py`` prefetches
+in a background thread. This package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays saved by NumPy: .npy and .npz. Pickled objects are refused, since reading them runs code."""
+"""Reads NumPy files, .npy and .npz. Files with pickled objects are rejected, because unpickling can run code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LABEL_NAMES = ("labels", "label", "y", "targets", "arr_1")
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of a file: of a .npz by their names, of a .npy under the name ``data``.
+    """Return all arrays of a file by name; the array of a .npy file gets the name ``data``.
 
     Raises:
         FileError: The file cannot be read.
-        ParseError: It is not what its name says, or holds pickled objects.
+        ParseError: The file is not a valid .npy or .npz file, or contains pickled objects.
     """
     try:
-        # opened here, because np.load forgets to close a damaged .npz
+        # opened here, because np.load does not close a damaged .npz file
         with Path(path).open("rb") as file:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
@@ -42,11 +42,15 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
 
 
 def read_array(path: str | os.PathLike[str], name: str | None = None) -> npt.NDArray[Any]:
-    """One array of a file: the one called ``name``, else the only one, else one called data, images, x or inputs.
+    """Return one array of a file.
+
+    Args:
+        path: The .npy or .npz file.
+        name: The array to return; None: one with a name of ``DATA_NAMES``, or else the only array of the file.
 
     Raises:
         FileError, ParseError: As for ``read_arrays``.
-        ArgumentError: There is no array of that name, or the choice is not clear.
+        ArgumentError: There is no array of that name, or without ``name`` the choice is ambiguous.
     """
     arrays = read_arrays(path)
     if name is not None:
@@ -66,11 +70,11 @@ def read_array(path: str | os.PathLike[str], name: str | None = None) -> npt.NDA
 
 
 def choose(arrays: dict[str, npt.NDArray[Any]], names: tuple[str, ...]) -> npt.NDArray[Any] | None:
-    """The first array that has one of the names, upper or lower case."""
+    """Return the array with the first of ``names`` that exists, ignoring case; None if there is none."""
     lower = {key.lower(): key for key in arrays}
     return next((arrays[lower[name]] for name in names if name in lower), None)
 
 
 def is_array_file(path: Path) -> bool:
-    """Whether the name says .npy or .npz."""
+    """Return whether the suffix of a path is .npy or .npz."""
     return path.suffix.lower() in (".npy", ".npz")

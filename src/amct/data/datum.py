@@ -1,4 +1,4 @@
-"""Caffe's Datum: one picture or array with its label, as a database stores it."""
+"""Reads and writes Caffe's Datum message: one image or array with its label, as stored in a database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLORS = 3
 
 @dataclass(frozen=True, eq=False)
 class DatumValues:
-    """The content of a Datum: (channels, height, width) of uint8 or float32, and the label."""
+    """The content of a Datum: a (channels, height, width) array of uint8 or float32, and the label."""
 
     values: npt.NDArray[Any]
     label: int
@@ -38,13 +38,13 @@ def parse_datum(content: bytes, source: str, *, color: bool | None = None) -> Da
     """Read a serialized Datum.
 
     Args:
-        content: Its bytes.
-        source: What error messages call it.
-        color: For a Datum that holds a JPEG or PNG: True gives three channels, False one, None as stored. Channels come
-            in OpenCV's order: blue, green, red.
+        content: The bytes.
+        source: The name used in error messages.
+        color: Channels of an encoded image (JPEG, PNG): True: three, False: one, None: as stored. The channel order is
+            OpenCV's: blue, green, red.
 
     Raises:
-        ParseError: The bytes are not a Datum, its numbers do not fit its shape, or its picture is damaged.
+        ParseError: The bytes are not a Datum, the number of values does not match the shape, or the image is damaged.
     """
     datum = _datum_class()()
     try:
@@ -52,7 +52,7 @@ def parse_datum(content: bytes, source: str, *, color: bool | None = None) -> Da
     except DecodeError as error:
         raise ParseError(f"{source}: not a Datum, or damaged: {error}") from error
     if datum.encoded:
-        picture = decode_image(datum.data, source, color=color, upright=color is not None)  # as OpenCV
+        picture = decode_image(datum.data, source, color=color, upright=color is not None)  # as OpenCV does
         return DatumValues(to_bgr(picture), datum.label, was_encoded=True)
     shape = (datum.channels, datum.height, datum.width)
     values = np.frombuffer(datum.data, np.uint8) if datum.data else np.array(datum.float_data, np.float32)
@@ -65,16 +65,16 @@ def parse_datum(content: bytes, source: str, *, color: bool | None = None) -> Da
 
 
 def to_bgr(picture: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(height, width, channels) in red, green, blue order to (channels, height, width) in OpenCV's order."""
+    """Convert an RGB(A) image (height, width, channels) to BGR(A) (channels, height, width), OpenCV's channel order."""
     planes: npt.NDArray[Any] = picture.transpose(2, 0, 1)
     return np.concatenate([planes[2::-1], planes[3:]]) if len(planes) >= _COLORS else planes
 
 
 def make_datum(values: npt.NDArray[Any], label: int = 0) -> bytes:
-    """Serialize a (channels, height, width) array: uint8 as bytes, anything else as floats.
+    """Serialize a (channels, height, width) array as a Datum: uint8 as bytes, other types as float32.
 
     Raises:
-        ArgumentError: The array has another number of axes.
+        ArgumentError: The array does not have three axes.
     """
     if values.ndim != 3:
         raise ArgumentError(f"a Datum holds an array of 3 axes (channels, height, width), got shape {values.shape}")

@@ -1,4 +1,4 @@
-"""The idx format of MNIST: one array in a file, perhaps gzipped."""
+"""Reads the idx format of MNIST: one array per file, optionally gzipped."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_AXES = 8
 
 
 def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
-    """Read an idx file, gzipped or not, in the machine's byte order.
+    """Read an idx file, gzipped or not, as an array in native byte order.
 
     Raises:
         FileError: The file cannot be read.
-        ParseError: It is not an idx file, truncated, or too long.
+        ParseError: The file is not an idx file, or has too few or too many bytes.
     """
     content = read_bytes(path, "the idx file")
     if content.startswith(_GZIP):
@@ -57,13 +57,13 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
 
 
 def is_idx_file(path: Path) -> bool:
-    """Whether the name or the first bytes say idx: ``train-images-idx3-ubyte``, ``x.idx``, either with ``.gz``."""
+    """Return whether a file name is that of an idx file: ``train-images-idx3-ubyte``, ``x.idx``, also with ``.gz``."""
     name = path.name.lower().removesuffix(".gz")
     return name.endswith(".idx") or "-idx" in name or ".idx" in name
 
 
 def labels_beside(path: Path) -> Path | None:
-    """The file of labels that belongs to a file of pictures, by MNIST's names, if it is there."""
+    """Return the label file of an image file, by MNIST's naming (``images-idx3`` to ``labels-idx1``), if it exists."""
     name = path.name
     for pictures, labels in (("images-idx3", "labels-idx1"), ("images.idx3", "labels.idx1"), ("images", "labels")):
         if pictures in name:

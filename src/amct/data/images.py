@@ -1,4 +1,4 @@
-"""Pictures from files and bytes (JPEG, PNG and the other formats of Pillow), as uint8 arrays."""
+"""Decodes images from files and bytes (JPEG, PNG and the other formats of Pillow) to uint8 arrays."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-#: Endings of the files that a folder of pictures is searched for.
+#: File suffixes that ``list_images`` accepts.
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
 _SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L")
 
 
 def open_image(content: bytes, source: str) -> Image.Image:
-    """Open a picture without decoding it yet.
+    """Open an image without decoding it; ``source`` is its name in error messages.
 
     Raises:
-        ParseError: The bytes are no picture that Pillow knows.
+        ParseError: The bytes are not an image that Pillow can read.
     """
     try:
         return Image.open(io.BytesIO(content))
@@ -36,17 +36,17 @@ def open_image(content: bytes, source: str) -> Image.Image:
 
 
 def decode_image(content: bytes, source: str, *, color: bool | None = True, upright: bool = True) -> npt.NDArray[Any]:
-    """Decode a picture to uint8 of shape (height, width, channels), channels in the order red, green, blue.
+    """Decode an image to a uint8 array (height, width, channels) in RGB order.
 
     Args:
         content: The bytes of the file.
-        source: What error messages call it.
-        color: True gives three channels, False one (JPEG: its own luminance, as OpenCV takes it), None as stored
-            (one, three, or four with transparency).
-        upright: Turn the picture as its camera noted (EXIF), as OpenCV does.
+        source: The name used in error messages.
+        color: True: three channels, False: one (for JPEG the stored luminance, as OpenCV uses it), None: as stored
+            (one, three, or four with an alpha channel).
+        upright: Apply the EXIF orientation, as OpenCV does.
 
     Raises:
-        ParseError: The bytes are no picture, or damaged.
+        ParseError: The bytes are not an image, or are damaged.
     """
     image = open_image(content, source)
     try:
@@ -60,20 +60,20 @@ def decode_image(content: bytes, source: str, *, color: bool | None = True, upri
 
 
 def read_image(path: str | os.PathLike[str], *, color: bool | None = True, upright: bool = True) -> npt.NDArray[Any]:
-    """Read a picture file; arguments and result as for ``decode_image``.
+    """Read an image file; arguments and result as for ``decode_image``.
 
     Raises:
         FileError: The file cannot be read.
-        ParseError: It is no picture, or damaged.
+        ParseError: The file is not an image, or is damaged.
     """
     return decode_image(read_bytes(path, "the picture"), str(path), color=color, upright=upright)
 
 
 def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
-        FileError: It cannot be read; the message calls it ``what``.
+        FileError: The file cannot be read; the message describes it as ``what``.
     """
     try:
         return Path(path).read_bytes()
@@ -82,10 +82,10 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def list_images(folder: str | os.PathLike[str]) -> list[Path]:
-    """All pictures in a folder and below it, sorted by path.
+    """Return all images in a folder and its subfolders, sorted by path.
 
     Raises:
-        FileError: There is no such folder, or it holds no picture.
+        FileError: The folder does not exist, or contains no image.
     """
     place = Path(folder)
     if not place.is_dir():

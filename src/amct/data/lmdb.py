@@ -1,4 +1,4 @@
-"""LMDB databases of Datums: what Caffe's Data layer reads and ``convert_imageset`` writes (library: lmdb)."""
+"""Reads and writes LMDB databases of Datums, as Caffe's Data layer and ``convert_imageset`` do (library: lmdb)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _library() -> Any:  # noqa: ANN401 - lmdb ships no types
 
 
 class _Environments:
-    """The environments open in this process: lmdb refuses to open one twice, and several nets may read the same."""
+    """Open LMDB environments, with reference counts: lmdb cannot open one twice in a process, and nets may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,14 +66,14 @@ _environments = _Environments()
 
 
 class LmdbReader:
-    """Reads an LMDB of Datums in the order of its keys; many readers may share one database.
+    """Reads an LMDB of Datums in key order; several readers may share one database.
 
     Args:
-        path: The folder (or single file) of the database.
+        path: The folder or the single file of the database.
 
     Raises:
         FileError: There is no such database, it cannot be read, or it is open for writing in this process.
-        ParseError: It is not an LMDB, truncated, or empty.
+        ParseError: It is not an LMDB, or is truncated or empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -89,7 +89,7 @@ class LmdbReader:
         return self._length
 
     def items(self) -> Iterator[tuple[str, bytes]]:
-        """Every entry once: its key as text and its bytes.
+        """Yield the key, as text, and the bytes of every entry.
 
         Raises:
             ParseError: The database is damaged.
@@ -103,7 +103,7 @@ class LmdbReader:
             raise ParseError(f"{self.path}: the LMDB is damaged: {error}") from error
 
     def datums(self, *, color: bool | None = None) -> Iterator[DatumValues]:
-        """Every Datum once; ``color`` as for ``parse_datum``.
+        """Yield every Datum; ``color`` as for ``parse_datum``.
 
         Raises:
             ParseError: The database or a Datum is damaged.
@@ -112,15 +112,15 @@ class LmdbReader:
             yield parse_datum(value, f'{self.path}: entry "{key}"', color=color)
 
     def close(self) -> None:
-        """Give the database back; done by itself when the reader is no longer used."""
+        """Release the database; this also happens when the reader is garbage-collected."""
         self._finalizer()
 
 
 def data_file(path: Path) -> Path:
-    """The file of a database that may be given as a folder or as the file itself.
+    """Return the data file of a database that is given as a folder or as the file itself.
 
     Raises:
-        FileError: There is none.
+        FileError: The file does not exist.
     """
     file = path / _DATA_FILE if path.is_dir() else path
     if not file.is_file():
@@ -130,20 +130,23 @@ def data_file(path: Path) -> Path:
 
 
 def is_lmdb(path: Path) -> bool:
-    """Whether a path is a folder with an LMDB in it, or a single-file LMDB."""
+    """Return whether a path is a folder with an LMDB, or a single-file LMDB."""
     return (path / _DATA_FILE).is_file() or (path.is_file() and path.suffix.lower() in (".mdb", ".lmdb"))
 
 
 def write_lmdb(path: str | os.PathLike[str], samples: Iterable[tuple[npt.NDArray[Any], int]]) -> int:
-    """Write a new LMDB of Datums, keys 00000000, 00000001, … as ``convert_imageset`` does; returns how many.
+    """Write a new LMDB of Datums with the keys 00000000, 00000001, …, as ``convert_imageset`` does.
 
     Args:
-        path: The folder to create; it must not hold a database yet.
+        path: The folder to create; it must not contain a database.
         samples: (channels, height, width) arrays, uint8 or float, with their labels.
 
+    Returns:
+        The number of samples written.
+
     Raises:
-        ArgumentError: The folder has a database already, or a sample has not three axes.
-        FileError: It cannot be written.
+        ArgumentError: The folder already contains a database, or a sample does not have three axes.
+        FileError: The database cannot be written.
     """
     lmdb = _library()
     place = Path(path)
@@ -167,7 +170,7 @@ def write_lmdb(path: str | os.PathLike[str], samples: Iterable[tuple[npt.NDArray
 
 
 def _put(environment: Any, entries: list[tuple[bytes, bytes]]) -> None:  # noqa: ANN401 - lmdb ships no types
-    # pages are half full at worst, and a copy of the tree's inner pages is written beside the old one
+    # upper bound: pages are at least half full, and a transaction copies the inner pages of the tree
     needed = 4 * sum(len(key) + len(value) + _ENTRY_BYTES for key, value in entries) + _FIRST_MAP_BYTES
     info, page = environment.info(), environment.stat()["psize"]
     environment.set_mapsize(max(info["map_size"], (info["last_pgno"] + 1) * page + needed))
@@ -188,7 +191,7 @@ def _open_environment(path: Path, file: Path) -> Any:  # noqa: ANN401 - lmdb shi
                 f"{path}: the LMDB is open in this process already, perhaps for writing: close that environment first"
             ) from error
         raise ParseError(f"{path}: not an LMDB, or damaged: {error}") from error
-    # a file shorter than its own page count would kill the process when its map is read beyond the end
+    # reading a memory map beyond the end of a truncated file would kill the process with SIGBUS
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     size = file.stat().st_size
     if size < needed:

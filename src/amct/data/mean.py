@@ -1,4 +1,4 @@
-"""Mean files: what is subtracted from every picture, as Caffe's .binaryproto or as .npy."""
+"""Reads mean files, the values subtracted from every image: Caffe's .binaryproto, or .npy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PICTURE_AXES = 3
 
 
 def read_mean(path: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
-    """Read a mean file: (channels, height, width), or (channels,) from a .npy with one number a channel.
+    """Read a mean file as an array (channels, height, width), or (channels,) for one value per channel.
 
     Raises:
         FileError: The file cannot be read.
-        ParseError: It is not a mean file.
-        ArgumentError: A .npz with several arrays.
+        ParseError: The file is not a mean file.
+        ArgumentError: The file is a .npz with several arrays and an ambiguous choice.
     """
     place = Path(path)
     values = read_array(place).astype(np.float32) if is_array_file(place) else _read_blob(place)

@@ -1,7 +1,7 @@
-"""Fetch the next few items in a background thread while the current one is used.
+"""Prefetches the next items in a background thread while the current one is processed.
 
-The order is that of the calls, one thread does them all, and the thread ends with its owner: when the ReadAhead is
-closed or no longer used, or when the program ends.
+One thread makes all calls, in order. It ends when the ReadAhead is closed or garbage-collected, or when the program
+ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class _Shared(Generic[Item]):
-    """State shared by the thread and its owner; it holds no reference to the owner, which can be collected."""
+    """State shared by the thread and the ReadAhead; without a reference to the latter, which can thus be collected."""
 
     def __init__(self, fetch: Callable[[], Item], depth: int) -> None:
         self.fetch = fetch
@@ -39,7 +39,7 @@ class _Shared(Generic[Item]):
                     return
             try:
                 item = self.fetch()
-            except BaseException as error:  # noqa: BLE001 - it is raised where the item is asked for
+            except BaseException as error:  # noqa: BLE001 - it is raised again by take()
                 with self.changed:
                     self.error = error
                     self.changed.notify_all()
@@ -71,13 +71,13 @@ def _end(shared: _Shared[Item], threads: list[threading.Thread]) -> None:
 
 
 class ReadAhead(Generic[Item]):
-    """Calls ``fetch`` in the background, up to ``depth`` items ahead; the thread starts with the first ``take``.
+    """Calls ``fetch`` in a background thread, up to ``depth`` items ahead; the first ``take`` starts the thread.
 
     Args:
-        fetch: Makes the next item; called from one thread only, and must not know the ReadAhead's owner (else the
-            owner would live as long as the thread).
-        depth: How many items may wait.
-        name: The thread's name, for those who debug.
+        fetch: Returns the next item; called from one thread only. It must not refer to the ReadAhead or its owner,
+            which could otherwise never be garbage-collected.
+        depth: The maximum number of prefetched items.
+        name: The name of the thread, for debugging.
     """
 
     def __init__(self, fetch: Callable[[], Item], depth: int, name: str = "read-ahead") -> None:
@@ -87,18 +87,18 @@ class ReadAhead(Generic[Item]):
         self._finalizer = weakref.finalize(self, _end, self._shared, self._threads)
 
     def take(self) -> Item:
-        """The next item; what ``fetch`` raised is raised here, again at each later call.
+        """Return the next item; an exception of ``fetch`` is raised here, and again by each later call.
 
         Raises:
-            ArgumentError: It has been closed.
+            ArgumentError: The ReadAhead has been closed.
         """
         if not self._threads and self._finalizer.alive:
-            # daemon: at the end of the program the finalizer stops it; a waiting ordinary thread would come first
+            # daemon: at exit Python would join an ordinary thread before it runs the finalizer that stops the thread
             thread = threading.Thread(target=self._shared.work, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
         return self._shared.take()
 
     def close(self) -> None:
-        """End the thread and drop what it fetched."""
+        """End the thread and discard the prefetched items."""
         self._finalizer()

@@ -1,9 +1,8 @@
-"""Changing the size of pictures.
+"""Resizes images.
 
-Interpolation is what OpenCV and the scikit-image of Caffe's time do: the value at the centre of the new pixel, from the
-nearest old pixels, without smoothing first (no anti-aliasing), edges continued. Models trained with Caffe saw their
-pictures that way. Linear interpolation of 8-bit pictures is done in the whole numbers that OpenCV uses, so that a
-picture comes out as Caffe's own data layers make it, to the last bit.
+Interpolation is that of OpenCV and of the scikit-image versions used with Caffe: sampled at pixel centres, without
+anti-aliasing, with edge pixels replicated. Models trained with Caffe got their images that way. Linear interpolation
+of 8-bit images uses OpenCV's fixed-point arithmetic, so that the result is bit-exact with Caffe's data layers.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ def resize(image: npt.NDArray[Any], size: tuple[int, int], *, order: int = LINEA
     """Resize the first two axes of an array, height and width.
 
     Args:
-        image: (height, width) or (height, width, channels), whole numbers or floats.
+        image: (height, width) or (height, width, channels), integers or floats.
         size: The new height and width.
         order: 0 nearest, 1 linear, 3 cubic (Keys, a = -0.5).
 
     Returns:
-        An array of the same type for uint8 (rounded and clipped), else float32.
+        A uint8 array (rounded and clipped) for a uint8 image, otherwise a float32 array.
 
     Raises:
-        ArgumentError: A size is not positive, the picture is empty, or the order is none of these.
+        ArgumentError: A size is not positive, the image is empty, or the order is not 0, 1 or 3.
     """
     if order not in _KERNELS:
         raise ArgumentError(f"interpolation order must be 0 (nearest), 1 (linear) or 3 (cubic), got {order}")
@@ -53,7 +52,7 @@ def resize(image: npt.NDArray[Any], size: tuple[int, int], *, order: int = LINEA
 
 
 def _linear_8_bits(image: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """OpenCV's INTER_LINEAR: shares in 1/2048, rounded after each direction."""
+    """OpenCV's INTER_LINEAR for uint8: fixed-point weights in units of 1/2048, rounded after each direction."""
     (left, left_share), (right, right_share) = _whole_taps(image.shape[1], size[1], clamp=True)
     (above, above_share), (below, below_share) = _whole_taps(image.shape[0], size[0], clamp=False)
     trailing = (1,) * (image.ndim - 2)
@@ -66,7 +65,7 @@ def _linear_8_bits(image: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.N
 
 
 def _whole_taps(old: int, new: int, *, clamp: bool) -> list[tuple[npt.NDArray[np.intp], npt.NDArray[np.int32]]]:
-    """Both neighbours of each new pixel with their shares in 1/2048; ``clamp`` gives an edge pixel the whole share."""
+    """Indices and weights (in 1/2048) of both neighbours of each new pixel; with ``clamp`` edge pixels get weight 1."""
     centres = _centres(old, new).astype(np.float32)
     first = np.floor(centres)
     share = centres - first
@@ -90,7 +89,7 @@ def _along(image: npt.NDArray[Any], axis: int, length: int, order: int) -> Float
 
 
 def _centres(old: int, new: int) -> npt.NDArray[np.float64]:
-    """Where the centres of the new pixels lie among the old ones."""
+    """Coordinates of the centres of the new pixels in the old image."""
     places: npt.NDArray[np.float64] = (np.arange(new, dtype=np.float64) + 0.5) * (old / new) - 0.5
     return places
 

@@ -1,4 +1,4 @@
-"""One interface to every kind of data: a folder or list of pictures, .npy/.npz, LMDB, idx; prepared for a network."""
+"""One interface to all data formats (image folder, image list, .npy/.npz, LMDB, idx), with preprocessing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PICTURE_AXES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How a picture becomes an input: resize, crop the middle, subtract the mean, multiply.
+    """The preprocessing of an image: resize, centre crop, subtract the mean, multiply by the scale.
 
     Attributes:
-        size: Height and width to resize to; None leaves the size as it is.
-        crop: Height and width of the middle part that is kept; None keeps all.
-        color: The channels of decoded pictures: Caffe's blue-green-red, red-green-blue, or one. Arrays and databases
-            keep theirs.
-        mean: Nothing, one number, one a channel, or a whole picture of the size after the crop.
-        scale: What is multiplied with, after the mean was subtracted.
+        size: Height and width to resize to; None: no resizing.
+        crop: Height and width of the centre crop; None: no crop.
+        color: The channel order of decoded images: "bgr" as in Caffe, "rgb" or "gray". Arrays and databases keep
+            their channels.
+        mean: Empty for none, one value, one value per channel, or an image of the size after the crop.
+        scale: The factor applied after the mean is subtracted.
     """
 
     size: tuple[int, int] | None = None
@@ -54,10 +54,10 @@ class Preparation:
             raise ArgumentError(f'color: expected "bgr", "rgb" or "gray", got {self.color!r}')
 
     def apply(self, values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
-        """Prepare one (channels, height, width) array; others only get mean and scale.
+        """Preprocess one (channels, height, width) array; for arrays of other rank only mean and scale are applied.
 
         Raises:
-            ArgumentError: The crop is larger than the picture, or the mean does not fit.
+            ArgumentError: The crop is larger than the image, or the shape of the mean does not fit.
         """
         if values.ndim == _PICTURE_AXES:
             if self.size is not None and values.shape[1:] != self.size:
@@ -74,7 +74,7 @@ class Preparation:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One input: its name for messages, its values, and its label if there is one."""
+    """One input: its name in error messages, its values, and its label or None."""
 
     name: str
     values: npt.NDArray[np.float32]
@@ -82,7 +82,7 @@ class Sample:
 
 
 class SampleSource:
-    """A countable source of samples that can be gone through any number of times."""
+    """A collection of samples with a length; it can be iterated repeatedly and reads one sample at a time."""
 
     def __init__(
         self, name: str, count: int, raw: Callable[[], Iterator[tuple[str, Any, int | None]]], prepare: Preparation
@@ -101,18 +101,18 @@ class SampleSource:
 
 
 def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = None) -> SampleSource:
-    """Find out what a path holds and open it.
+    """Detect the format of a path and open it.
 
     * a folder with ``data.mdb``: an LMDB of Datums;
-    * any other folder: all pictures in it; pictures in sub-folders get the number of their sub-folder as label;
-    * ``.npy``/``.npz``: samples along the first axis; labels from an array called labels, label or y;
-    * ``…idx3-ubyte``, ``.idx``, perhaps ``.gz``: pictures, labels from the file beside it;
-    * ``.txt``: a list, each line a picture (from the list's folder) and perhaps a label;
-    * one picture.
+    * any other folder: all its images; the label of an image in a subfolder is the index of that subfolder;
+    * ``.npy``/``.npz``: samples along the first axis; labels from an array with a name of ``LABEL_NAMES``;
+    * ``…idx3-ubyte``, ``.idx``, also with ``.gz``: images; labels from the label file in the same folder;
+    * ``.txt``: a list with an image path (relative to the list) and an optional label per line;
+    * any other file: one image.
 
     Raises:
-        FileError: There is nothing, or it cannot be read.
-        ParseError: It is not what it seems.
+        FileError: The path does not exist or cannot be read.
+        ParseError: The content does not have the detected format.
     """
     place = Path(path)
     preparation = prepare or Preparation()
@@ -133,11 +133,11 @@ def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = Non
 
 
 def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
-    """Read Caffe's list of pictures: a path and a label a line, the label after the last blank (or none).
+    """Read an image list of Caffe: a path per line, optionally followed by a space and an integer label.
 
     Raises:
         FileError: The file cannot be read.
-        ParseError: It has no entry.
+        ParseError: The list is empty.
     """
     try:
         text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
@@ -158,7 +158,7 @@ def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]
 def batches(
     source: SampleSource, size: int, *, drop_last: bool = False
 ) -> Iterator[tuple[npt.NDArray[np.float32], list[int | None]]]:
-    """Stack samples to batches of ``size`` (the last may be smaller, unless dropped), with their labels.
+    """Stack samples to batches of ``size``, with their labels; a smaller last batch is kept unless ``drop_last``.
 
     Raises:
         ArgumentError: The size is not positive, or samples of one batch have different shapes.

@@ -1,4 +1,4 @@
-"""Checks that both dialects share: the model's layers as a record sees them, and the list of problems."""
+"""Validation checks shared by both dialects: the layer properties to check against, and the list of problems."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ class RecordLayer:
 
     Attributes:
         name: The layer's name, the key of its entry.
-        type: Its type as named by its framework, for messages and for the rules of pooling and Caffe's types.
-        quantizable: Whether the layer can be quantized at all; ``reason`` says why not.
+        type: Its type name in its framework, for messages and for type-specific rules.
+        quantizable: Whether the layer can be quantized.
+        reason: Why it cannot be quantized.
         expected: Whether the flow quantizes this layer, so that an entry is required.
-        cout: Output channels; None when unknown. Of an LSTM or GRU: gates times hidden size.
-        cin: Input channels; None when unknown.
-        gates: Gates of a recurrent layer (LSTM 4, GRU 3); 0 for all others.
-        inputs: Quantized inputs of a Caffe layer.
-        weight_blobs: Number of weight blobs of a recurrent Caffe layer, each with one scale.
+        cout: The number of output channels, for an LSTM or GRU gates times hidden size; None if unknown.
+        cin: The number of input channels; None if unknown.
+        gates: The number of gates of a recurrent layer (LSTM 4, GRU 3); 0 for all others.
+        inputs: The number of quantized inputs of a Caffe layer.
+        weight_blobs: The number of weight blobs of a recurrent Caffe layer, each with one scale.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Findings:
         self.out_of_range.append(self.problems[-1])
 
     def note(self, layer: str, message: str, name: str = "") -> None:
-        """Add a note about something unusual that does no harm."""
+        """Add a note about unusual but harmless content."""
         self.notes.append(Problem(f'layer "{layer}": {message}', self.record.where(layer, name)))
 
     def missing_data_factors(self, layer: str, what: str = "scale_d", of: str = "") -> None:
@@ -85,7 +86,12 @@ class Findings:
         self.problems.append(Problem(message, self.record.where(layer)))
 
     def raise_if_any(self) -> None:
-        """Raise one error that lists every problem."""
+        """Raise one error that lists every problem, if there are any.
+
+        Raises:
+            RecordValueError: A factor is outside its legal range.
+            RecordError: There are only other problems.
+        """
         if self.problems:
             kind = RecordValueError if self.out_of_range else RecordError
             raise kind.from_problems(self.problems)
@@ -119,7 +125,7 @@ def check_expected(record: AnyRecord, by_name: Mapping[str, RecordLayer], findin
 def check_weight_lengths(
     findings: Findings, layer: RecordLayer, names: tuple[str, str], values: tuple[Sequence[float], Sequence[int]]
 ) -> bool:
-    """Check that weight scales and offsets exist and are equally many; return whether they are."""
+    """Check that weight scales and offsets exist and are equal in number; return whether the check succeeds."""
     for name, given in zip(names, values, strict=True):
         if not given:
             findings.problem(layer.name, f"{name} is missing; was the model's quantization step run on this record?")

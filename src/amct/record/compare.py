@@ -53,7 +53,7 @@ def diff_records(left: AnyRecord, right: AnyRecord) -> tuple[Difference, ...]:
 
 
 def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
-    """Merge two records; the entries of a layer complete each other but must not contradict each other.
+    """Merge two records; where both have an entry, its fields are merged and must not contradict each other.
 
     Raises:
         ArgumentError: The records are of different dialects.
@@ -81,7 +81,7 @@ def merge_records(first: _RecordT, second: _RecordT) -> _RecordT:
 
 
 def plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
-    """Return the set fields of an entry by name in the file; a Caffe layer's inputs as ``record_d[0].scale_d``."""
+    """Return the set fields of an entry by their file names; inputs of a Caffe layer as ``record_d[0].scale_d``."""
     if isinstance(entry, PruneRecord):
         return _chain_fields(entry)
     content = {field.name: getattr(entry, field.name) for field in fields(entry)}

@@ -38,8 +38,8 @@ def read_record(path: AnyPath, *, form: Form | None = None) -> Record:
     """Read a record file in the PyTorch dialect, text or binary.
 
     Raises:
-        FileError: It does not exist or cannot be read.
-        RecordParseError: It is not such a file; the message has line and column.
+        FileError: The file does not exist or cannot be read.
+        RecordParseError: It is not a record file of this dialect; the message has line and column.
     """
     return _read_pytorch(atomic.read_bytes(path), str(path), form or form_of(path))
 
@@ -53,7 +53,7 @@ def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form
     """Read a record file; without ``dialect`` it is detected from the content.
 
     Raises:
-        RecordParseError: The file is no record, or it is binary and fits both dialects and ``dialect`` is not given.
+        RecordParseError: The file is not a record, or it is binary, fits both dialects and ``dialect`` is not given.
     """
     data = atomic.read_bytes(path)
     form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
@@ -82,10 +82,10 @@ def serialize_record(record: AnyRecord) -> bytes:
 
 
 def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) -> None:
-    """Write a record file, atomically; text unless the name ends in ``.bin`` or ``form`` says otherwise.
+    """Write a record file, atomically; without ``form`` binary if the suffix is that of a binary file, otherwise text.
 
     Raises:
-        FileError: It cannot be written.
+        FileError: The file cannot be written.
         RecordValueError: A number does not fit its field.
     """
     atomic.write_bytes(path, encode_record(record, form or form_of(path) or "text"))

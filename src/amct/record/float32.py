@@ -1,4 +1,4 @@
-"""Rounding to float32: a record holds exactly the values that its file can hold."""
+"""Rounding to float32, the type of the factors in a record file."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class DataFactors:
 
     @property
     def bits(self) -> int:
-        """Bits of the quantized data, 8 by default."""
+        """The bits of the quantized data, 8 by default."""
         return DEFAULT_BITS if self.num_bits is None else self.num_bits
 
 
@@ -133,12 +133,12 @@ class CaffeLayerRecord:
 
     @property
     def weight_bits(self) -> int:
-        """Bits of the quantized weights, 8 by default."""
+        """The bits of the quantized weights, 8 by default."""
         return DEFAULT_BITS if self.num_bits_w is None else self.num_bits_w
 
     @property
     def activation_type(self) -> str:
-        """The types of the quantized inputs, as ``INT8``."""
+        """The types of the quantized inputs, such as ``INT8``; several different types are separated by "/"."""
         return "/".join(dict.fromkeys(f"INT{data.bits}" for data in self.record_d)) or DEFAULT_TYPE
 
     @property

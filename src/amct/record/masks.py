@@ -22,7 +22,7 @@ _BITS = 64
 
 
 def pack_mask(mask: NDArray[np.generic]) -> tuple[int, ...]:
-    """Pack a mask of zeros and ones (any shape, any number type).
+    """Pack a mask of zeros and ones, of any shape and number type, to integers of 64 bits.
 
     >>> pack_mask(np.array([[1, 0, 0, 1], [0, 1, 1, 0]]))
     (150,)

@@ -66,7 +66,7 @@ class EntryReader:
     problems: list[Problem]
 
     def entries(self, message: Any, *parts: str) -> Iterator[tuple[str, str, Any, Position | None]]:  # noqa: ANN401 - generated class
-        """Yield layer name, part, content and position of each part of each entry; every entry must have a part."""
+        """Yield layer name, part, content and position of each of an entry's ``parts``; it must have at least one."""
         seen = set()
         for index, entry in enumerate(message.record):
             where = self.positions.entry(index)
@@ -106,7 +106,7 @@ def fill_message(message: Any, source: object, names: Mapping[str, str] | Iterab
 
 @contextmanager
 def message_error(where: str) -> Iterator[None]:
-    """Convert an error about a number that does not fit its field to a ``RecordValueError`` that says where."""
+    """Convert the error for a number that does not fit its field to a ``RecordValueError`` prefixed with ``where``."""
     try:
         yield
     except (ValueError, TypeError) as error:

@@ -157,7 +157,7 @@ class PruneNode:
         return self._numbers("mask_shape")
 
     def mask(self) -> NDArray[np.bool_] | None:
-        """Return the 4:2 mask; None if the record has only its shape, as before the first forward.
+        """Return the 4:2 mask; None if the record has only its shape, as before the first forward pass.
 
         Raises:
             RecordError: The numbers do not fit the shape.

@@ -1,4 +1,4 @@
-"""A record: layers by name in the order of the file, and the position of each field."""
+"""Records of both dialects: layers by name in the order of the file, and the position of each field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Layers(Mapping[str, _LayerT]):
         return len(self.layers)
 
     def where(self, layer: str, name: str = "") -> Position | None:
-        """Return the position of a field, or of the layer if it does not have the field; None if unknown."""
+        """Return the position of a field, or of its layer if the field is missing; None if unknown."""
         return self.positions.get((layer, name)) or self.positions.get((layer, ""))
 
 
@@ -65,15 +65,15 @@ class Record(Layers[LayerRecord]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the record says nothing at all, as a file that a flow has just created."""
+        """Whether the record has no entries, like a file that a flow has just created."""
         return not (self.layers or self.kv_cache or self.prune)
 
     def with_layers(self, layers: Mapping[str, LayerRecord]) -> Record:
-        """This record with layers replaced where they stand, or added at the end."""
+        """Return this record with layers replaced in place, or added at the end."""
         return replace(self, layers={**self.layers, **layers}, order=self.names)
 
     def with_kv_cache(self, entries: Mapping[str, KvCacheRecord]) -> Record:
-        """This record with KV cache entries replaced where they stand, or added at the end."""
+        """Return this record with KV cache entries replaced in place, or added at the end."""
         return replace(self, kv_cache={**self.kv_cache, **entries}, order=self.names)
 
 
@@ -83,11 +83,11 @@ class CaffeRecord(Layers[CaffeLayerRecord]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the record says nothing at all, as a file that a flow has just created."""
+        """Whether the record has no entries, like a file that a flow has just created."""
         return not self.layers
 
     def with_layers(self, layers: Mapping[str, CaffeLayerRecord]) -> CaffeRecord:
-        """This record with layers replaced where they stand, or added at the end."""
+        """Return this record with layers replaced in place, or added at the end."""
         return replace(self, layers={**self.layers, **layers})
 
 

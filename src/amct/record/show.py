@@ -74,7 +74,7 @@ def convert_record_file(
     Without ``form`` it follows from the target's suffix: ``.bin`` is binary, anything else is text.
 
     Raises:
-        FileError: The source cannot be read or the target not written.
+        FileError: The source cannot be read, or the target cannot be written.
         RecordParseError: The source is not a record.
     """
     form = form or form_of(target) or "text"

@@ -1,4 +1,4 @@
-"""Update of single layers in a record file, safe against concurrent threads and processes.
+"""Updates single layers in a record file, safely with concurrent threads and processes.
 
 The file is locked, read, changed and replaced as a whole, so no update is lost and no file is incomplete. Many layers
 finish calibration at about the same time, so an update must be cheap: in a file with exactly the layout written here

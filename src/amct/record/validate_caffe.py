@@ -78,7 +78,7 @@ def _check_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findi
 
 
 def _check_no_weights(name: str, layer: RecordLayer, entry: CaffeLayerRecord, findings: Findings) -> None:
-    """Check that there are no weight factors; AMCT's sample has scale 1 for a pooling layer, which is only noted."""
+    """Check that there are no weight factors; scale 1 of a pooling layer, as in AMCT's sample, only adds a note."""
     if not entry.scale_w and not entry.offset_w:
         return
     if layer.type == "Pooling" and set(entry.scale_w) <= {1.0} and not any(entry.offset_w):

@@ -1,5 +1,5 @@
-"""What quantization did to a model: layer by layer comparison, and a page that shows it.
+"""The quantization report: comparison of the float and the quantized model layer by layer, as one HTML file.
 
-``content`` is what a page shows, as plain data; ``page`` makes one HTML file of it; ``compare`` and ``activations`` sum
-up what two runs of a model show. Nothing here knows which framework the model comes from.
+``content`` has the data of a report; ``page`` renders it as HTML; ``measuring``, ``similarity`` and ``activations``
+accumulate measurements over batches; ``filling`` makes the content from them. The package is framework-independent.
 """

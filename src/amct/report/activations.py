@@ -1,4 +1,4 @@
-"""Sums up what a layer is given, batch by batch, in memory that does not grow with the data."""
+"""Accumulates statistics of a layer's input over batches, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,32 @@ if TYPE_CHECKING:
     from amct.numerics.counts.histogram import Bins
 
 _MANTISSA_BITS = 7
-"""A bin is then at most half a bar wide wherever bars are drawn, and a layer needs some 100 kB."""
+"""With this resolution a bin is at most half a bar wide, and a layer needs about 100 kB."""
 
 _SHOWN_BEYOND = 1.0
-"""So many widths of the clip range are drawn on either side of it, at most."""
+"""The maximum range drawn on each side of the clip range, in widths of the clip range."""
 
 
 class InputStatistics:
-    """The values of one layer's input against the grid of its scale and offset."""
+    """Statistics of one layer input: range, histogram, and the fractions of clipped and saturated values.
+
+    Args:
+        scale: The scale of the input.
+        offset: Its offset.
+        bits: The number of bits of its integers.
+    """
 
     def __init__(self, scale: float, offset: int, bits: int) -> None:
         lowest, highest = integer_range(bits)
         self._scale = scale
-        self._inverse = float(torch.tensor(scale, dtype=torch.float32).reciprocal())  # as fake_quantize takes it
-        self._first, self._last = lowest - offset, highest - offset  # in steps from zero
+        self._inverse = float(torch.tensor(scale, dtype=torch.float32).reciprocal())  # as fake_quantize computes it
+        self._first, self._last = lowest - offset, highest - offset  # in multiples of the scale
         self._histogram = FloatHistogram(1, _MANTISSA_BITS)
         self._count = self._clipped = self._saturated = 0
         self._minimum, self._maximum = float("inf"), float("-inf")
 
     def add(self, x: Tensor) -> None:
-        """Take in one batch; values that are not finite are left out."""
+        """Add one batch; values that are not finite are ignored."""
         values = x.detach().float().reshape(-1)
         values = values[torch.isfinite(values)]
         if values.numel() == 0:
@@ -47,11 +53,11 @@ class InputStatistics:
         self._histogram.add(values[None])
         steps = (values * self._inverse).round_()
         self._clipped += int(((steps < self._first) | (steps > self._last)).sum())
-        # An outermost integer that stands for zero is no saturation; the next one beyond it is.
+        # If the lowest or highest integer represents zero, values on it do not count as saturated.
         self._saturated += int(((steps <= (self._first or -1)) | (steps >= (self._last or 1))).sum())
 
     def result(self) -> ActivationContent | None:
-        """What was seen; None when nothing was."""
+        """Return the statistics; None if there were no finite values."""
         if self._count == 0:
             return None
         clip_low, clip_high = self._first * self._scale, self._last * self._scale
@@ -66,7 +72,7 @@ class InputStatistics:
         )
 
     def _shown(self, clip_low: float, clip_high: float) -> tuple[float, float]:
-        """The clip range and all values, unless a far outlier would squeeze the rest."""
+        """Return the range to draw: the clip range and all values, except outliers more than one clip range away."""
         room = _SHOWN_BEYOND * (clip_high - clip_low)
         low = max(min(self._minimum, clip_low), clip_low - room)
         high = min(max(self._maximum, clip_high), clip_high + room)
@@ -74,13 +80,13 @@ class InputStatistics:
 
 
 def bars(bins: Bins, low: float, high: float, count: int = LARGEST_BARS) -> Histogram:
-    """Bins of any widths as bars of equal width; a bin over several bars is spread evenly, the total is kept.
+    """Convert bins of any width to bars of equal width; counts are distributed evenly, and their total is kept.
 
     Args:
-        bins: in ascending order.
-        low: where the first bar begins.
-        high: where the last bar ends; values equal to it are inside.
-        count: how many bars.
+        bins: The bins, in ascending order.
+        low: The lower edge of the first bar.
+        high: The upper edge of the last bar, inclusive.
+        count: The number of bars.
     """
     edges = np.linspace(low, high, count + 1)
     width = bins.high - bins.low
@@ -90,7 +96,7 @@ def bars(bins: Bins, low: float, high: float, count: int = LARGEST_BARS) -> Hist
             part = np.clip((edge - bins.low) / width, 0.0, 1.0)
         part = np.where(width > 0, part, bins.low < edge if index < count else bins.low <= edge)
         below_edge[index] = float(np.dot(part, bins.count))
-    # Rounding the running sum and not each bar keeps the total.
+    # The cumulative sum is rounded, not each bar, so that the total is kept.
     running = np.rint(below_edge).astype(np.int64)
     total = int(np.rint(bins.count.sum()))
     return Histogram(

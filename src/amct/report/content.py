@@ -1,6 +1,6 @@
-"""What a report shows, as plain data: any front door fills it, ``page`` draws it.
+"""The content of a report as plain data, independent of the framework; ``page`` renders it.
 
-Numbers that were not measured are None. A cosine or SQNR may be infinite or NaN: the page says so.
+Numbers that were not measured are None. A cosine or SQNR may be infinite or NaN.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ LARGEST_BARS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How often values occurred, in bars of equal width over ``low``..``high``.
+    """A histogram with bars of equal width over ``low``..``high``.
 
     Attributes:
-        low: Where the first bar begins.
-        high: Where the last bar ends.
-        counts: One number per bar, at most ``LARGEST_BARS``.
-        below: Values left of the first bar (far outliers, which would squeeze everything else into one bar).
-        above: Values right of the last bar.
+        low: The lower edge of the first bar.
+        high: The upper edge of the last bar.
+        counts: The number of values per bar, for at most ``LARGEST_BARS`` bars.
+        below: The number of values below ``low``; the range does not include far outliers.
+        above: The number of values above ``high``.
 
     Raises:
-        ArgumentError: no bars, too many, or a range that is not one.
+        ArgumentError: There are no bars or too many, or ``low`` is not less than ``high``.
     """
 
     low: float
@@ -42,17 +42,17 @@ class Histogram:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationContent:
-    """A layer's input: what was seen, and what its grid can hold.
+    """Statistics of a layer's input, and its clip range.
 
     Attributes:
-        minimum: The smallest value seen.
-        maximum: The largest value seen.
-        clip_low: The smallest value that the integers can stand for.
-        clip_high: The largest.
-        clipped: Share of values beyond the integers, which become the outermost one.
-        saturated: Share of values that are on an outermost integer, clipped or not; the integer that stands for zero is
-            not counted, because a ReLU before the layer puts half of all values there, without loss.
-        histogram: The values; None when there were none.
+        minimum: The smallest value observed.
+        maximum: The largest value observed.
+        clip_low: The smallest representable value.
+        clip_high: The largest representable value.
+        clipped: The fraction of values outside the clip range.
+        saturated: The fraction of values quantized to the lowest or highest integer. An integer that represents zero is
+            not counted, because after a ReLU about half of the values are zero, without any loss.
+        histogram: The histogram of the values; None if there were none.
     """
 
     minimum: float
@@ -66,15 +66,15 @@ class ActivationContent:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRanges:
-    """Smallest and largest weight of each output channel.
+    """The smallest and the largest weight of each output channel.
 
     Attributes:
-        minimum: One per channel, or per run of ``channels_each`` neighbours where there are too many to draw.
-        maximum: As many.
-        channels_each: How many channels an entry stands for; the last one may stand for fewer.
+        minimum: The smallest weight of each channel, or of each group of ``channels_each`` adjacent channels.
+        maximum: The largest weight of each channel or group.
+        channels_each: The number of channels per entry; the last entry may have fewer.
 
     Raises:
-        ArgumentError: not as many minima as maxima.
+        ArgumentError: ``minimum`` and ``maximum`` differ in length.
     """
 
     minimum: tuple[float, ...]
@@ -88,7 +88,7 @@ class WeightRanges:
             )
 
     def joined(self, limit: int) -> WeightRanges:
-        """At most ``limit`` entries: neighbours are joined, so that no extreme is lost."""
+        """Return these ranges with at most ``limit`` entries: adjacent channels are merged by minimum and maximum."""
         run = -(-len(self.minimum) // max(limit, 1))
         if run <= 1:
             return self
@@ -102,7 +102,7 @@ class WeightRanges:
 
 @dataclass(frozen=True, kw_only=True)
 class InputContent:
-    """A quantized input of a layer: its grid, and what was seen of it; a sum has several."""
+    """One quantized input of a layer: its bits, scale and offset, and its statistics."""
 
     bits: int
     scale: float | None = None
@@ -115,12 +115,12 @@ class LayerContent:
     """One quantized layer.
 
     Attributes:
-        name: As the model calls it.
+        name: The layer's name in the model.
         type: Its type name.
         inputs: Its quantized inputs, at least one.
-        weight_bits: Bits of its weights; None for a layer without weights.
-        sqnr: Signal-to-quantization-noise ratio of its output in dB.
-        cosine: Between its output in the float and in the quantized model.
+        weight_bits: The bits of its weights; None for a layer without weights.
+        sqnr: The signal-to-quantization-noise ratio of its output in dB.
+        cosine: The cosine similarity of its outputs in the float and in the quantized model.
         weights: Its weight ranges.
     """
 
@@ -134,12 +134,12 @@ class LayerContent:
 
     @property
     def clipped(self) -> float | None:
-        """The clipped share of the input that lost most; None when nothing was measured."""
+        """The largest clipped fraction of all inputs; None if not measured."""
         return max((seen.clipped for seen in self._seen()), default=None)
 
     @property
     def saturated(self) -> float | None:
-        """The saturated share of the input that has most."""
+        """The largest saturated fraction of all inputs; None if not measured."""
         return max((seen.saturated for seen in self._seen()), default=None)
 
     def _seen(self) -> list[ActivationContent]:
@@ -148,7 +148,7 @@ class LayerContent:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number of the summary, as text: of the float model, of the quantized model, or of both."""
+    """One number of the summary, as text: for the float model (``before``), the quantized one (``after``), or both."""
 
     label: str
     before: str | None = None
@@ -157,7 +157,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNote:
-    """A note on a layer: what it was folded into, or why it stays float."""
+    """A note on a layer: the layer it was folded into, or the reason why it is not quantized."""
 
     layer: str
     text: str
@@ -177,15 +177,15 @@ class ReportContent:
 
     Attributes:
         model: The model's name.
-        measured_on: What the numbers were measured on, such as "8 batches".
+        measured_on: A description of the data, such as "8 batches".
         figures: The summary.
-        files: Files and their sizes.
+        files: The files of the model with their sizes.
         layers: The quantized layers, in execution order.
-        fused: What was folded, each with the layer that it was folded into.
-        skipped: What stays float, and why.
+        fused: The folded layers, each with the layer it was folded into.
+        skipped: The layers that are not quantized, each with the reason.
         config: The config used, as text.
-        versions: Program names and versions.
-        created: When, as text.
+        versions: Names and versions of the programs used.
+        created: The time of creation, as text.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Fills a report from what is known of a quantized model and what two runs of it showed."""
+"""Makes the content of a report from a quantized model and its measurements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LARGEST_OUTPUTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedInput:
-    """The grid of one quantized input of a layer: a value ``x`` is stored as ``round(x / scale) + offset``."""
+    """The quantization parameters of one layer input: ``x`` is quantized to ``round(x / scale) + offset``."""
 
     bits: int
     scale: float
@@ -42,15 +42,15 @@ class QuantizedInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportLayer:
-    """One quantized layer, without what runs show of it.
+    """One quantized layer, without measurements.
 
     Attributes:
-        name: As the model calls it.
+        name: The layer's name in the model.
         type: Its type name.
-        inputs: The grids of its inputs.
-        weight_bits: Bits of its weights; None for a layer without weights.
+        inputs: The quantization parameters of its inputs.
+        weight_bits: The bits of its weights; None for a layer without weights.
         weight_rows: Its float weights as matrices with one row per output channel.
-        weight_bytes: Size of its weights as floats and as stored integers.
+        weight_bytes: The size of its weights in bytes, as floats and as stored integers.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ReportLayer:
     weight_bytes: tuple[float, float] = (0, 0)
 
     def content(self, measured: Measured) -> LayerContent:
-        """What the report shows of the layer."""
+        """Return the report content of the layer, with its measurements."""
         compared = measured.layers.get(self.name)
         inputs = (
             InputContent(
@@ -84,19 +84,19 @@ class ReportLayer:
 
 
 def input_key(layer: str, index: int = 0) -> str:
-    """The key of one input of a layer in ``Measured.inputs``."""
+    """Return the key of one input of a layer in ``Measured.inputs``."""
     return f"{layer}:{index}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReportSubject:
-    """What a report is about, without what runs show of it.
+    """The quantized model of a report, without measurements.
 
     Attributes:
         model: The model's name.
         layers: The quantized layers, in execution order.
-        fused: What was folded into which layer.
-        skipped: What stays float, and why.
+        fused: The folded layers, each with the layer it was folded into.
+        skipped: The layers that are not quantized, each with the reason.
         config: The config used, as text.
     """
 
@@ -107,7 +107,7 @@ class ReportSubject:
     config: str = ""
 
     def statistics(self) -> dict[str, InputStatistics]:
-        """A new collector for each quantized input, by its key."""
+        """Return a new ``InputStatistics`` for each quantized input, by its ``input_key``."""
         return {
             input_key(layer.name, index): InputStatistics(each.scale, each.offset, each.bits)
             for layer in self.layers
@@ -116,7 +116,7 @@ class ReportSubject:
 
 
 def folded_notes(folded: Mapping[str, Sequence[str]]) -> tuple[LayerNote, ...]:
-    """A note for each layer that was folded into another; ``folded`` lists them by the layer that took them in."""
+    """Return a note for each folded layer; ``folded`` maps each layer to the layers folded into it."""
     return tuple(
         LayerNote(layer=name, text=f'folded into "{layer}"') for layer, names in folded.items() for name in names
     )
@@ -129,13 +129,13 @@ def report_content(
     files: Iterable[str | os.PathLike[str]] = (),
     measured_on: str | None = None,
 ) -> ReportContent:
-    """Everything the report of a quantized model shows.
+    """Return the complete content of a report.
 
     Args:
-        subject: The model.
-        measured: What the runs showed.
-        files: Files whose sizes are shown.
-        measured_on: What the data is called; None: the number of batches.
+        subject: The quantized model.
+        measured: The measurements.
+        files: Files whose sizes are listed.
+        measured_on: A description of the data; None: the number of batches.
 
     Raises:
         FileError: One of the files cannot be read.
@@ -164,7 +164,7 @@ def _file_size(path: Path) -> FileSize:
 
 
 def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[Figure]:
-    """The summary: the metric, how alike the outputs are, the bytes of the weights before and after."""
+    """Yield the summary: the metric, the similarity of the outputs, and the size of the weights before and after."""
     if measured.metric is not None:
         before, after = measured.metric
         yield Figure(label=measured.metric_name, before=f"{before:.4g}", after=f"{after:.4g}")
@@ -183,7 +183,7 @@ def _size(number: float) -> str:
 
 
 def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
-    """Of matrices whose rows are the output channels, one after the other; None when there is none."""
+    """Return the weight ranges of matrices with one row per output channel, concatenated; None without matrices."""
     minima: list[float] = []
     maxima: list[float] = []
     for rows in parts:
@@ -194,7 +194,7 @@ def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
 
 
 def _versions() -> tuple[tuple[str, str], ...]:
-    """The programs that made the numbers."""
+    """Return the names and versions of the programs used."""
     return (
         ("amct", __version__),
         ("torch", torch.__version__),

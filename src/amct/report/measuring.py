@@ -1,6 +1,6 @@
-"""Sums up two runs of a model side by side: layers, inputs, outputs and a metric, batch by batch.
+"""Accumulates measurements of the float and the quantized model over batches: layers, inputs, outputs and a metric.
 
-What is kept does not grow with the data. A front door runs the models and hands over what it sees.
+Memory use is constant. The callers (the PyTorch, Caffe and ONNX packages) run the models and pass the tensors in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amct.report.similarity import LayerComparison
 
 Metric = Callable[[Any, Any], float]
-"""``metric(output, batch)``: the mean over the samples of one batch, which is as the data gave it."""
+"""``metric(output, batch)`` returns the mean over the samples of a batch; ``batch`` is an item of the data."""
 
 OUTPUT = "output"
 """The name of the output of a model that has no names for its outputs."""
@@ -28,15 +28,15 @@ OUTPUT = "output"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the runs showed.
+    """The measurements of a float model and its quantized model.
 
     Attributes:
-        layers: Each layer's output in both models.
-        inputs: What was seen of each watched input.
-        outputs: The model's outputs.
-        metric: Of the float and of the quantized model.
-        metric_name: As the report calls it.
-        batches: How many were run.
+        layers: The comparison of each layer's output.
+        inputs: The statistics of each observed input.
+        outputs: The comparison of the model's outputs.
+        metric: The metric of the float and of the quantized model.
+        metric_name: The name of the metric in the report.
+        batches: The number of batches.
     """
 
     layers: Mapping[str, LayerComparison] = field(default_factory=dict)
@@ -49,18 +49,18 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredReport:
-    """A report, and the measurements in it."""
+    """The content of a report, and its measurements."""
 
     content: ReportContent
     measured: Measured
 
 
 class Measuring:
-    """Takes in what two models make of the same batches.
+    """Accumulates the results of two models on the same batches.
 
     Attributes:
-        layers: Where the layers' outputs are compared.
-        inputs: The statistics of the inputs, which the front door feeds.
+        layers: The comparison of the layers' outputs, updated by the caller.
+        inputs: The statistics of the inputs, updated by the caller.
     """
 
     def __init__(self, inputs: Mapping[str, InputStatistics], metric: Metric | None = None) -> None:
@@ -73,16 +73,22 @@ class Measuring:
         self._batches = 0
 
     def add(self, outputs: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """Take in one batch: each output's name, of the float and of the quantized model."""
+        """Add one batch: for each output its name and its values in the float and in the quantized model."""
         for name, expected, got in outputs:
             self._outputs.add(name, expected, got)
         self._batches += 1
 
     def score(self, expected: object, got: object, batch: object, samples: int) -> None:
-        """Let the metric judge both models' outputs of one batch, which counts as much as it has samples.
+        """Add the metric of one batch for both models, weighted by the number of samples; nothing without a metric.
+
+        Args:
+            expected: The output of the float model.
+            got: The output of the quantized model.
+            batch: The batch, as the data provides it.
+            samples: The number of samples in the batch.
 
         Raises:
-            ArgumentTypeError: the metric gives no number.
+            ArgumentTypeError: The metric does not return a number.
         """
         if self._metric is None:
             return
@@ -98,10 +104,10 @@ class Measuring:
         self._samples += samples
 
     def result(self) -> Measured:
-        """What was seen.
+        """Return the measurements.
 
         Raises:
-            CalibrationError: there was no batch.
+            CalibrationError: There was no batch.
         """
         if self._batches == 0:
             raise CalibrationError(
@@ -119,10 +125,10 @@ class Measuring:
 
 
 def check_metric(metric: Metric | None, data: object) -> None:
-    """Refuse a metric without data, whose labels it needs.
+    """Check that a metric comes with data, because it needs labels.
 
     Raises:
-        ArgumentError: there is a metric and no data.
+        ArgumentError: There is a metric but no data.
     """
     if metric is not None and data is None:
         raise ArgumentError("metric: it needs data, with labels; pass data= too")

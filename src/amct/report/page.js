@@ -16,7 +16,7 @@
       const a = one.cells[column], b = other.cells[column];
       if (!numeric) return direction * words.compare(a.textContent.trim(), b.textContent.trim());
       const x = a.dataset.value, y = b.dataset.value;
-      if (x === "" || y === "") return (x === "") - (y === "");  // what was not measured comes last either way
+      if (x === "" || y === "") return (x === "") - (y === "");  // unmeasured values are always last
       const difference = Number(x) - Number(y);
       return Number.isNaN(difference) ? 0 : direction * difference;
     };
@@ -135,7 +135,7 @@
       weights.each > 1 ? `Each line stands for ${weights.each} neighbouring channels.` : `${weights.min.length} channels.`;
   }
 
-  // -- the chosen layer ----------------------------------------------------------------------------------------------
+  // -- the selected layer --------------------------------------------------------------------------------------------
 
   function fact(name, value) {
     const box = document.createElement("div"), term = document.createElement("dt"), text = document.createElement("dd");
@@ -187,5 +187,5 @@
   const worst = document.querySelector(".bars .choose");
   if (layers.length) choose(worst ? Number(worst.dataset.index) : 0);
   else byId("detail").hidden = true;
-  search(byId("search").value);  // a reloaded page keeps what was typed
+  search(byId("search").value);  // a browser may keep the search text on reload
 })();

@@ -1,11 +1,10 @@
-"""Makes one HTML file of a report: styles, script and data inside, nothing loaded from anywhere.
+"""Renders a report as one self-contained HTML file, with styles, script and data inline.
 
-The file is a page of text and tables that reads well without its script; the script sorts, searches and draws the
-chosen layer. Text that comes from the model is escaped by jinja2 in the page, and in the data block so that it cannot
-end it. A content security policy allows this one script only, and no request at all.
+The text and the tables are readable without JavaScript; the script sorts and filters the table and draws the charts of
+the selected layer. Text from the model is escaped by jinja2 in the page and by ``embedded`` in the data block. The
+content security policy allows only this script, and no network requests.
 
-A page stays below ten megabytes whatever the model: numbers have four digits, and long lists are cut where a person
-would stop reading, with a line that says so.
+The page stays below ten megabytes for any model: numbers have four digits, and long lists are truncated with a note.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ LARGEST_LAYERS = 3000
 LARGEST_NOTES = 2000
 LARGEST_CONFIG = 200_000
 LARGEST_TEXT = 200
-"""Characters of a name or a reason."""
+"""The maximum number of characters of a name or a reason."""
 LARGEST_INPUTS = 16
-"""Inputs of one layer; the rest is not drawn."""
+"""The maximum number of inputs shown per layer."""
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
 
 
 def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
-    """Write the report as one HTML file; it appears whole or not at all.
+    """Write the report as one HTML file, atomically.
 
     Raises:
-        FileError: it cannot be written.
+        FileError: The file cannot be written.
     """
     atomic.write_text(path, page(content))
 
 
 def page(content: ReportContent) -> str:
-    """The report as the text of one HTML file."""
+    """Return the report as the text of one HTML file."""
     content = bounded(content)
     script = _resource("page.js")
     template = _environment().from_string(_resource("page.html.j2"))
@@ -61,12 +60,12 @@ def page(content: ReportContent) -> str:
         style=Markup(_resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=Markup(embedded(content)),  # escaped there
+        data=Markup(embedded(content)),  # escaped by embedded()
     )
 
 
 def bounded(content: ReportContent) -> ReportContent:
-    """The same report in a size that a browser likes; what was cut is said in its place."""
+    """Return the report with names, lists and the config truncated to the limits above, with notes about omissions."""
     layers = content.layers[:LARGEST_LAYERS]
     ranges = max(1, min(RANGES_PER_LAYER, RANGES_IN_ALL // max(len(layers), 1)))
     return replace(
@@ -106,7 +105,15 @@ def _short(text: str, limit: int = LARGEST_TEXT) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstLayer:
-    """A bar: the layer's place in the list, its name and SQNR, its error as share of the signal, the bar's length."""
+    """One bar of the chart of the worst layers.
+
+    Attributes:
+        index: The layer's index in the report.
+        name: Its name.
+        sqnr: The SQNR of its output in dB.
+        error: The noise-to-signal amplitude ratio, at most 1.
+        length: The length of the bar in percent.
+    """
 
     index: int
     name: str
@@ -116,7 +123,7 @@ class WorstLayer:
 
 
 def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> list[WorstLayer]:
-    """The layers with the lowest SQNR, the worst first; layers without any error are not among them."""
+    """Return the ``count`` layers with the lowest SQNR, the lowest first; layers without error are left out."""
     measured = [
         (layer.sqnr if math.isfinite(layer.sqnr) else -math.inf, index, layer)
         for index, layer in enumerate(layers)
@@ -136,7 +143,7 @@ def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> 
 
 
 def embedded(content: ReportContent) -> str:
-    """What the script draws, as JSON that can stand inside a script element."""
+    """Return the data of the charts as JSON, escaped for use inside a script element."""
     data = {"layers": [_layer_data(layer) for layer in content.layers]}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -174,7 +181,7 @@ def _input_data(given: InputContent) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Four digits; null for what JSON has no word for."""
+    """Round to four significant digits; None for infinity and NaN, which JSON does not have."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
@@ -203,14 +210,14 @@ def _percent(share: float | None) -> str:
 
 
 def _sort_key(value: float | None) -> str:
-    """For the script: a number, an infinity by name, or nothing for what was not measured."""
+    """Format a sort key for the script: a number, "Infinity" or "-Infinity", or "" if not measured."""
     if value is None or math.isnan(value):
         return ""
     return repr(float(f"{value:.6g}")) if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def _bytes(size: int) -> str:
-    """A size as people say it."""
+    """Format a size in bytes as MB, kB or B."""
     for unit, factor in (("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:,.0f} {unit}"

@@ -1,4 +1,4 @@
-"""How alike two runs of a model are, layer by layer: cosine and signal-to-noise ratio, summed up batch by batch."""
+"""Similarity of the layer outputs of two models: cosine and SQNR, accumulated over batches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerComparison:
-    """One layer's output in two models, over all data.
+    """The comparison of one layer's output ``x`` in the reference model and ``y`` in the other, over all data.
 
     Attributes:
-        layer: The layer.
-        cosine: Of the angle between both outputs, each seen as one long vector; 1 when both are zero, 0 when one is.
-        sqnr: Signal-to-quantization-noise ratio in dB, ``10 log10(Σ x² / Σ (x - y)²)``; infinite when they are equal.
+        layer: The name of the layer.
+        cosine: The cosine similarity of both outputs as flat vectors; 1 if both are zero, 0 if one of them is.
+        sqnr: Signal-to-quantization-noise ratio in dB, ``10 log10(Σ x² / Σ (x - y)²)``; infinite if they are equal.
         mean_squared_error: ``Σ (x - y)² / n``.
         largest_error: The largest ``|x - y|``.
-        values: How many values were compared.
+        values: The number of values compared.
     """
 
     layer: str
@@ -36,16 +36,16 @@ class LayerComparison:
 
 
 class Comparison:
-    """Sums up the outputs of some layers in constant memory, in float64."""
+    """Accumulates the comparison of layer outputs in constant memory, in float64."""
 
     def __init__(self) -> None:
         self._sums: dict[str, _Sums] = {}
 
     def add(self, layer: str, reference: Tensor, other: Tensor) -> None:
-        """Take in one batch of a layer's output, from the reference and from the model compared with it.
+        """Add one batch of a layer's output in the reference model and in the other model.
 
         Raises:
-            ArgumentError: their shapes differ.
+            ArgumentError: The shapes differ.
         """
         if reference.shape != other.shape:
             raise ArgumentError(
@@ -55,7 +55,7 @@ class Comparison:
         self._sums.setdefault(layer, _Sums()).add(reference.detach().cpu(), other.detach().cpu())
 
     def layers(self) -> list[LayerComparison]:
-        """The comparison of each layer, in the order in which they were first seen."""
+        """Return the comparison of each layer, in the order in which the layers were first added."""
         return [sums.result(layer) for layer, sums in self._sums.items()]
 
 

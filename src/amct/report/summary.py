@@ -1,4 +1,4 @@
-"""What a quantization did, as a few lines of text."""
+"""The result of a quantization as a few lines of text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Skip]) -> str:
-    """What was quantized, what was folded, what stays float and why.
+    """Return a summary of the quantized layers, the folded batch norms, and the layers that are not quantized.
 
     Args:
-        name: of the model.
-        record: the factors of the quantized layers.
-        folded: how many batch norms were folded.
-        skipped: what stays float.
+        name: The name of the model.
+        record: The factors of the quantized layers.
+        folded: The number of folded batch norms.
+        skipped: The layers that are not quantized, with the reasons.
     """
     kinds = Counter(
         f"{entry.activation_type.lower()} activations, {entry.weight_type.lower()} weights"
