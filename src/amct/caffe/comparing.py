@@ -83,7 +83,7 @@ class QuantizedFiles:
         return net
 
     def real_weights(self) -> dict[str, list[torch.Tensor]]:
-        """The blobs of each layer as real numbers; the integers of a deploy model are dequantized."""
+        """The blobs of each layer with float weights; layers with integer weights (deploy models) are omitted."""
         blobs = {layer.name: [blob.tensor for blob in layer.blobs] for layer in self.build(()).layers}
         return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 

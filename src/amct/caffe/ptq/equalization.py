@@ -98,7 +98,7 @@ def equalize_model(
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A layer that reads channels of another one: its name and weight blob, the channel count and the first channel."""
+    """A layer that reads channels of another one: its name, the blob, the channel count and the first channel."""
 
     layer: str
     blob: str

@@ -92,7 +92,7 @@ def read_algorithm_block(
     what: str,
     problems: ProblemList,
 ) -> AlgorithmBlock | None:
-    """The algorithm of a JSON block with the values that the block sets; None if it names an unknown algorithm.
+    """The algorithm of a JSON block with the values that the block sets; None if it has no known algorithm.
 
     Args:
         node: The block.

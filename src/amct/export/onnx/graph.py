@@ -106,7 +106,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return tensor in self._captured
 
     def only_consumer(self, tensor: str) -> NodeProto | None:
-        """The only node that reads the tensor; None if there are other readers or it is a graph output."""
+        """The only node that reads the tensor; None with other readers, a subgraph reader or a graph output."""
         users = self.consumers(tensor)
         if len(users) != 1 or self.is_output(tensor) or self.is_captured(tensor):
             return None
@@ -169,7 +169,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return depths[tensor]
 
     def _stored_depth(self, tensor: str) -> int | None:
-        """0 for a stored value, above the limit for a computed one, None if it depends on its operator's inputs."""
+        """0 for a stored value, None if the depth follows from the operator's inputs, otherwise above the limit."""
         if tensor in self._initializers:
             return 0
         node = self.producer(tensor)
@@ -365,7 +365,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """Build a model of the edited graph: nodes sorted, without Constant nodes and unused declarations."""
+        """Build a model of the edited graph: nodes sorted, unused nodes, initializers and declarations removed."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})

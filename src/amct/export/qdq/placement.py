@@ -99,7 +99,7 @@ class FastPlanner:
                 self._required.setdefault(tensor, layer_input_factors(layer.factors))
 
     def _exclude(self, tensor: str) -> None:
-        """Exclude a tensor that a layer with more than 8 bits reads, and the tensors its values come from."""
+        """Exclude a tensor that a layer without 8-bit activations reads, and the tensors its values come from."""
         self._excluded.add(tensor)
         producer = self.graph.producer(tensor)
         if producer is not None and (self._picks(producer) or producer.op_type in ACTIVATIONS):

@@ -108,7 +108,7 @@ def _equal_split(graph: _Graph, node: NodeProto) -> None:
 
 
 def _plain_resize(graph: _Graph, node: NodeProto) -> None:
-    """Resize: remove settings of opset 18 whose defaults match the earlier behavior."""
+    """Resize: remove the settings of opset 18; values other than the defaults are rejected."""
     for name, default in (("antialias", 0), ("axes", None), ("keep_aspect_ratio_policy", "stretch")):
         value = attribute_value(node, name, default)
         if value != default:
