@@ -1,4 +1,4 @@
-"""Post-training quantization as AMCT's guide has it.
+"""AMCT's functions for post-training quantization of Caffe models, in the order of the AMCT guide.
 
 create_quant_config → init → weights_quantize_model → (BatchNorm updates by the user's forwards) →
 activation_quantize_model → the user's own forwards of the modified model → save_model. The calibration is done by the
@@ -38,13 +38,13 @@ PATH = (str, os.PathLike)
 
 
 def set_gpu_mode() -> None:
-    """Quantize on the GPU from now on; where there is none, the CPU is used, with a warning."""
+    """Run all following quantization on the GPU; without a GPU, warn and use the CPU."""
     log.start("amct_caffe")
     device.set_mode_gpu()
 
 
 def set_cpu_mode() -> None:
-    """Quantize on the CPU from now on, as is the default."""
+    """Run all following quantization on the CPU (the default)."""
     device.set_mode_cpu()
 
 
@@ -59,17 +59,17 @@ def create_quant_config(
     """Write the JSON config of a model: every quantizable layer with its settings.
 
     Args:
-        config_file: Where it is written, over any file of that name.
+        config_file: The file to write; an existing file is overwritten.
         model_file: The prototxt.
         weights_file: The caffemodel.
-        batch_num: How many batches calibration takes; has no effect with ``config_defination``.
-        activation_offset: Whether data is quantized with an offset; has no effect with ``config_defination``.
+        batch_num: Number of calibration batches; ignored with ``config_defination``.
+        activation_offset: Whether activations are quantized with an offset; ignored with ``config_defination``.
         config_defination: A simple config (``.cfg``).
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         FileError: a file cannot be read or written.
-        ParseError, ModelError, ConfigError: a file is not what it should be.
+        ParseError, ModelError, ConfigError: a file is malformed or invalid.
     """
     check_types(
         "create_quant_config",
@@ -101,21 +101,21 @@ def create_quant_config(
 def init(
     config_file: AnyPath, model_file: AnyPath, weights_file: AnyPath, scale_offset_record_file: AnyPath
 ) -> QuantGraph:
-    """Read config and model, and begin a new record.
+    """Read config and model, and create an empty record file.
 
     Args:
-        config_file: What ``create_quant_config`` wrote, edited or not.
+        config_file: The JSON config that ``create_quant_config`` wrote, possibly edited.
         model_file: The prototxt; its BatchNorm layers must use global statistics.
         weights_file: The caffemodel.
         scale_offset_record_file: The record file; emptied if it exists.
 
     Returns:
-        The graph that the other functions take.
+        The graph to pass to the other functions.
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         FileError: a file cannot be read or written.
-        ParseError, ModelError, ConfigError: a file is not what it should be, or does not belong to the model.
+        ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
     """
     arguments = {
         "config_file": (config_file, PATH),
@@ -143,13 +143,13 @@ def init(
 
 
 def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
-    """Fold, quantize the weights, write their factors into the record and the modified model to files.
+    """Fold, quantize the weights, write their factors to the record and the modified model to files.
 
     With ``update_bn`` in the config nothing is folded yet: the BatchNorm layers of the modified model update their
     statistics in the first forwards.
 
     Args:
-        graph: What ``init`` returned.
+        graph: The graph that ``init`` returned.
         modified_model_file: Where the new prototxt is written.
         modified_weights_file: Where the new caffemodel is written.
 
@@ -174,7 +174,7 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
 
 
 def fold(graph: QuantGraph) -> None:
-    """Make the graph's model a folded copy of the original; with ``update_bn`` it is folded after the updates."""
+    """Replace the graph's model by a folded copy of the original; with ``update_bn`` folding follows the updates."""
     plan = graph.plan
     graph.model = graph.original.copy()
     graph.fusion = type(graph.fusion)()
@@ -202,13 +202,13 @@ def quantize_folded(graph: QuantGraph) -> None:
 
 
 def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
-    """Put IFMR layers before every quantized input and write the calibration model to files.
+    """Insert an IFMR layer before every quantized input and write the calibration model to files.
 
-    After ``batch_num`` forwards of it the record holds the factors of the data. With ``update_bn`` the updated
+    After ``batch_num`` forwards of this model the record holds the activation factors. With ``update_bn`` the updated
     BatchNorm statistics are read and folded first; the record is then ``<record>_update.txt``.
 
     Args:
-        graph: As ``weights_quantize_model`` left it.
+        graph: The graph after ``weights_quantize_model``.
         modified_model_file: Where the new prototxt is written.
         modified_weights_file: Where the new caffemodel is written.
 

@@ -1,8 +1,8 @@
-"""Runs a float net and its quantized one side by side and compares what their layers make.
+"""Runs a float net and its quantized net side by side and compares the outputs of their layers.
 
-A written net says itself what was quantized: each Quant layer names its layer and holds the factors of one input. A
-blob that stands in both nets means the same in both, since quantization lets a layer keep the name of what it makes,
-and a layer that takes in others the name of what the last of them made.
+The Quant layers of a written net describe what was quantized: each names its layer and holds the factors of one input.
+A blob that exists in both nets has the same meaning in both: quantization keeps the name of a layer's output, and a
+layer into which others are folded takes the output name of the last of them.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ FilePair = tuple[AnyPath, AnyPath]
 
 
 class Side(Protocol):
-    """One of the two nets: its message of the TEST phase, and how it is built."""
+    """One of the two compared nets: its NetParameter for the TEST phase, and a method that builds it."""
 
     message: ProtoMessage
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
-        """The net; only the named blobs, inputs and outputs stay readable."""
+        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
 
 
 class ModelSide:
@@ -64,7 +64,7 @@ class ModelSide:
         self._model = model
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
-        """The net; only the named blobs, inputs and outputs stay readable."""
+        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
         return build_net(self._model, keep_blobs=keep_blobs)
 
 
@@ -77,13 +77,13 @@ class QuantizedFiles:
         self._weights_file = weights_file
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
-        """The net; only the named blobs, inputs and outputs stay readable."""
+        """Build the net; only the named blobs, the inputs and the outputs stay readable."""
         net = Net(self.message, keep_blobs=keep_blobs, with_gradients=False)
         net.load_weights(self._weights_file)
         return net
 
     def real_weights(self) -> dict[str, list[torch.Tensor]]:
-        """The blobs of the layers that hold real numbers; a deploy model's hold integers."""
+        """The blobs of each layer with float weights; layers with integer weights (deploy models) are omitted."""
         blobs = {layer.name: [blob.tensor for blob in layer.blobs] for layer in self.build(()).layers}
         return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 
@@ -93,7 +93,7 @@ def float_side(pair: object, argument: str = "float_model") -> ModelSide:
 
     Raises:
         ArgumentTypeError: The argument is not a pair of paths.
-        FileError, ParseError, ModelError: the files are not what they should be.
+        FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
     return ModelSide(read_model(*_files(pair, argument)))
 
@@ -104,7 +104,7 @@ def quantized_files(pair: object, argument: str = "quantized_model") -> Quantize
 
 
 def both_sides(float_model: object, quantized_model: object) -> tuple[ModelSide, QuantizedFiles]:
-    """Two pairs of files; a warning where their blobs cannot be alike. Errors as ``float_side``."""
+    """Read two pairs of files; warn if their blobs cannot match. Errors as ``float_side``."""
     reference, quantized = float_side(float_model), quantized_files(quantized_model)
     changed = notes_beside(quantized.model_file).equalized
     equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
@@ -130,25 +130,25 @@ def _files(pair: object, argument: str) -> tuple[Path, Path]:
     return input_file(paths[0], argument), input_file(paths[1], argument)
 
 
-# ------------------------------------------------------------------ what is watched
+# ------------------------------------------------------------------ observed layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedInput:
-    """A quantized input: the blob, as float nets have it too, and its factors."""
+    """A quantized input: the name of its blob in the float net, and its factors."""
 
     blob: str
     factors: DataFactors
 
     def grid(self) -> QuantizedInput:
-        """Its grid."""
+        """The quantization grid of the input."""
         assert self.factors.scale is not None
         return QuantizedInput(bits=self.factors.bits, scale=self.factors.scale, offset=self.factors.offset or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLayer:
-    """A quantized layer: its inputs, and the blobs with its results."""
+    """A quantized layer: its inputs and its output blobs."""
 
     name: str
     type: str
@@ -160,7 +160,7 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
     """The quantized layers of a fake-quant or deploy net, in order.
 
     Raises:
-        ModelError: there is none: the net is not quantized.
+        ModelError: there are none: the net is not quantized.
     """
     inputs: dict[str, list[WatchedInput]] = {}
     outputs: dict[str, list[str]] = {}
@@ -205,9 +205,9 @@ class _CaffeResult(Protocol):
 
 
 class ComparedNet:
-    """One of two compared nets: the blobs of its quantized layers are shown after each forward."""
+    """One of two compared nets; the blobs of its quantized layers are passed to callbacks after each forward."""
 
-    shapes_vary = True  # behind a layer that chooses boxes their number may differ
+    shapes_vary = True  # their number may differ behind a layer that selects boxes
 
     def __init__(self, side: Side, layers: Sequence[WatchedLayer]) -> None:
         self._side = side
@@ -215,7 +215,7 @@ class ComparedNet:
 
     @contextmanager
     def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Batch], ModelOutput]]:
-        """A function that runs the net on one batch."""
+        """A context whose value is a function that runs the net on one batch."""
         results = [(layer.name, blob) for layer in self._layers for blob in layer.outputs]
         given = [
             (input_key(layer.name, index), each.blob)
@@ -237,7 +237,7 @@ class ComparedNet:
 
 
 def compared_nets(reference: Side, quantized: Side) -> tuple[ComparedNet, ComparedNet]:
-    """Both nets, watched at the layers that the second one quantizes.
+    """Both nets, observed at the layers that are quantized in the second one.
 
     Raises:
         ModelError: They are not the same net, or the second one is not quantized.
@@ -299,10 +299,10 @@ def compare(
         float_model: Prototxt and caffemodel of the original.
         quantized_model: What ``quantize`` returned, or prototxt and caffemodel of the fake-quant or deploy model.
         data: An array, or batches as for ``quantize``; one at a time is in memory.
-        inputs: Turns a batch into the net's inputs, where its form does not tell them.
+        inputs: Turns a batch into the net's inputs; needed when the batch is not in one of the standard forms.
 
     Raises:
-        ArgumentError, ArgumentTypeError: An argument is not what it should be, or the data does not fit the net.
+        ArgumentError, ArgumentTypeError: An argument is invalid, or the data does not fit the net.
         FileError, ParseError: A file cannot be read.
         ModelError: They are not the same net, or the second one is not quantized.
         CalibrationError: There is no data.

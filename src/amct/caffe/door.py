@@ -1,4 +1,4 @@
-"""The front door of Caffe models, and quantization in one call."""
+"""The Caffe front end: quantization of a Caffe model in one call."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def quantize(
     Args:
         model: The prototxt.
         weights: The caffemodel.
-        calibration_data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays with labels
-            behind them. Every batch is used, unless the config says how many.
+        calibration_data: An array, or batches: arrays, dicts of arrays by input name, or tuples of arrays followed by
+            labels. Every batch is used, unless the config sets a number.
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
-        inputs: Turns a batch into the net's inputs, where its form does not tell them.
-        equalize: First scale the channels between layers to more equal ranges, with a pass over the data of its own: 8
-            bits then lose less, most of all in nets with depthwise convolutions. The record belongs to the equalized
-            float model, which ``save`` writes too.
+        inputs: Turns a batch into the net's inputs; needed when the batch is not in one of the standard forms.
+        equalize: First scale the channels between layers to more equal ranges, in an extra pass over the data: 8-bit
+            quantization then loses less, most of all in nets with depthwise convolutions. The record belongs to
+            the equalized float model, which ``save`` writes too.
 
     Raises:
-        FileError, ParseError, ModelError, ConfigError: A file is not what it should be.
-        CalibrationError: The data is not enough or cannot be used.
+        FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
+        CalibrationError: There is too little data, or it cannot be used.
     """
     input_file(model, "model")
     input_file(weights, "weights")
@@ -126,20 +126,20 @@ class CaffePreparation:
         return (*left, *(Skip(skip.layer, f"not folded: {skip.reason}") for skip in self.graph.fusion.skipped))
 
     def start_calibration(self) -> Calibration:
-        """A calibration by the IFMR layers of a copy of the net."""
+        """Start a calibration by the IFMR layers of a copy of the net."""
         graph = self.graph
         calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()))
 
         def run(batches: Iterable[Batch]) -> None:
             for batch in batches:
                 feed(calibration.net, batch)
-                del batch  # the net has a copy: one batch in memory is enough
+                del batch  # the net holds a copy: only one batch stays in memory
                 calibration.forward()
 
         return Calibration(session=calibration.session, run=run)
 
     def complete_record(self, result: CalibrationResult) -> CaffeRecord:
-        """The final factors; a weight scale may have been raised so that the bias fits int32."""
+        """The final factors; a weight scale may have been increased so that the bias fits int32."""
         return self._finished(complete_caffe_record(self.graph.weights_record(), result)).record
 
     def _finished(self, record: CaffeRecord) -> Results:
@@ -153,11 +153,11 @@ class CaffePreparation:
         return (results.deploy() if deploy else results.fake_quant()).model
 
     def simulation(self, record: CaffeRecord, *, deploy: bool = False) -> Net:
-        """A net of our engine: the fake-quant model, or the deploy model in integers."""
+        """A net that runs the fake-quant model, or the deploy model in integer arithmetic."""
         return build_net(self.caffe_model(record, deploy=deploy), keep_blobs=())
 
     def runner(self, simulation: Net) -> Callable[[Batch], dict[str, Any]]:
-        """A function that returns the outputs by name."""
+        """A function that runs the net on a batch and returns the outputs by name."""
         return lambda batch: run_net(simulation, batch)
 
     def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
@@ -165,16 +165,16 @@ class CaffePreparation:
         return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
 
     def report_layers(self, record: CaffeRecord) -> list[ReportLayer]:
-        """What a report shows of each quantized layer."""
+        """The report entry of each quantized layer."""
         bits = {name: entry.weight_bits for name, entry in record.items() if entry.scale_w}
         return report_layers(self.caffe_model(record).net, self.graph.model.weights, bits)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Data as batches of the net."""
+        """Convert data to batches of the net."""
         return caffe_batches(data, inputs)
 
     def sample_count(self, batch: object, arguments: Batch) -> int:
-        """The first dimension of the first input."""
+        """The size of the first dimension of the first input."""
         del batch
         return sample_count(arguments)
 
@@ -196,7 +196,7 @@ class CaffeDoor:
         self._equalize = equalize
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Calibration data as batches of the net."""
+        """Convert calibration data to batches of the net."""
         return caffe_batches(data, inputs)
 
     def plan(self, config: AnyConfig, example: Batch, batches: int | None) -> tuple[Plan, bool]:
@@ -210,7 +210,7 @@ class CaffeDoor:
         return plan, open_ended
 
     def reads_data_first(self, plan: Plan) -> bool:
-        """Equalization needs the activations of all batches before the weights are quantized."""
+        """True with equalization, which needs the activations of all batches before the weights are quantized."""
         del plan
         return self._equalize
 

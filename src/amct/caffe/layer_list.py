@@ -1,4 +1,4 @@
-"""The layers of a prototxt as a config needs them; read from the file alone, without weights and without torch."""
+"""The layers of a prototxt in the form that configs need, read without weights and without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layer_list(prototxt: str | os.PathLike[str]) -> LayerList:
 
     Raises:
         FileError: the file cannot be read.
-        ParseError: it is no prototxt.
+        ParseError: it is not a prototxt.
         ModelError: it is not a valid net.
     """
     return layer_infos(read_test_phase(prototxt))
@@ -41,7 +41,7 @@ def layer_infos(net: ProtoMessage) -> LayerList:
 
 
 def layer_info(layer: ProtoMessage) -> LayerInfo:
-    """What a config needs to know of one layer."""
+    """Describe one layer in the form that the config package reads."""
     return LayerInfo(
         name=layer.name,
         type=layer.type,

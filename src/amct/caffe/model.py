@@ -1,6 +1,6 @@
-"""A Caffe model in memory, ready to be changed: the layers of the TEST phase without in-place blobs, and their weights.
+"""A Caffe model in memory that can be edited: the layers of the TEST phase without in-place blobs, and their weights.
 
-No net is built for it: layers that the engine cannot run (a user's own, Python layers) stay as they are.
+No net is built, so layers that the engine cannot run (custom layers, Python layers) are kept unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INSERTED_TYPES = (
     "Quant", "DeQuant", "AntiQuant", "IFMR", "SearchN", "LSTMQuant", "RNNQuant", "GRUQuant", "RetrainDataQuant",
     "RetrainWeightQuant",
 )  # fmt: skip
-"""Layer types that this toolkit inserts: a model that has one is quantized already."""
+"""Layer types that this toolkit inserts: a model that contains one is already quantized."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class CaffeModel:
         return list(self.net.layer)
 
     def layer(self, name: str) -> ProtoMessage:
-        """The layer of that name; it must exist."""
+        """The layer with this name; it must exist."""
         return next(layer for layer in self.net.layer if layer.name == name)
 
     def set_layers(self, layers: Iterable[ProtoMessage]) -> None:
-        """Replace the layers; weights of layers that are gone are removed."""
+        """Replace the layers; the weights of removed layers are removed too."""
         kept = type(self.net)()
         kept.layer.extend(layers)
         del self.net.layer[:]
@@ -63,16 +63,16 @@ class CaffeModel:
         self.weights = {name: blobs for name, blobs in self.weights.items() if name in names}
 
     def copy(self) -> CaffeModel:
-        """A copy whose layers and lists of blobs are its own; the blobs are shared."""
+        """A copy with its own layers and blob lists; the blobs themselves are shared."""
         net = type(self.net)()
         net.CopyFrom(self.net)
         return CaffeModel(net, {name: list(blobs) for name, blobs in self.weights.items()})
 
     def topology(self) -> Graph:
-        """Which layer feeds which.
+        """The graph of producers and consumers among the layers.
 
         Raises:
-            ModelError: a layer reads a blob that nothing before it makes.
+            ModelError: a layer reads a blob that no earlier layer writes.
         """
         read = {blob for layer in self.net.layer for blob in layer.bottom}
         nodes = [
@@ -87,12 +87,12 @@ class CaffeModel:
 
 
 def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
-    """Read prototxt and weights (caffemodel of any age, or HDF5).
+    """Read prototxt and weights (a caffemodel of any version, or HDF5).
 
     Raises:
         FileError: a file cannot be read.
-        ParseError: it is not what it should be.
-        ModelError: the net is empty, the weights belong to another net, or the model is quantized already.
+        ParseError: it is malformed.
+        ModelError: the net is empty, the weights belong to another net, or the model is already quantized.
     """
     net = read_net(model_file)
     model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
@@ -103,14 +103,14 @@ def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
 
 
 def read_net(model_file: AnyPath) -> ProtoMessage:
-    """The layers of the TEST phase in the current format, none of them in place; errors as ``read_model``."""
+    """Read the TEST-phase layers in the current format, none of them in place; errors as ``read_model``."""
     net = read_test_net(model_file)
     check_is_float(net, str(model_file))
     return remove_in_place(net)
 
 
 def read_test_net(model_file: AnyPath) -> ProtoMessage:
-    """The layers of the TEST phase in the current format, of a float or quantized model; errors as ``read_model``."""
+    """Read the TEST-phase layers, in the current format, of a float or quantized model; errors as ``read_model``."""
     net = read_test_phase(model_file)
     net.ClearField("state")
     for layer in net.layer:
@@ -131,10 +131,10 @@ def _check_names(net: ProtoMessage, source: str) -> None:
 
 
 def check_is_float(net: ProtoMessage, source: str) -> None:
-    """Refuse a net that was quantized before.
+    """Reject a net that is already quantized.
 
     Raises:
-        ModelError: it has layers that quantization inserts, or layers on integers.
+        ModelError: it has layers that quantization inserts, or integer layers.
     """
     for layer in net.layer:
         if layer.type in INSERTED_TYPES or layer.HasField("integer_param"):
@@ -150,7 +150,7 @@ def check_is_float(net: ProtoMessage, source: str) -> None:
 def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[torch.Tensor]]]:
     layers = {layer.name: layer for layer in net.layer}
     for layer in net.layer:
-        if layer.blobs:  # weights in the prototxt itself; those of the caffemodel replace them
+        if layer.blobs:  # weights in the prototxt itself; the caffemodel's weights replace them
             contents = [read_blob(blob.SerializeToString(), "prototxt") for blob in layer.blobs]
             layer.ClearField("blobs")
             yield layer.name, [_tensor(blob, layer, index, "prototxt") for index, blob in enumerate(contents)]
@@ -203,10 +203,10 @@ def _without_leading_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -> None:
-    """Refuse weights that are missing or of another net, and give legacy four-axis blobs their current shape.
+    """Reject weights that are missing or of another net; reshape legacy four-axis blobs to their current shape.
 
     Raises:
-        ModelError: they are missing or of another net.
+        ModelError: the weights are missing or belong to another net.
     """
     expected = {"BatchNorm": 3, "Bias": 1, "Scale": 2 if layer.scale_param.bias_term else 1}.get(layer.type)
     if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
@@ -248,7 +248,7 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
         found = blobs[0].numel() // max(inputs, 1)
     else:
         shape = tuple(blobs[0].shape)
-        outputs = layer.convolution_param.num_output or shape[0]  # a DepthwiseConv need not say
+        outputs = layer.convolution_param.num_output or shape[0]  # DepthwiseConv may omit num_output
         found = shape[0]
         if layer.type == "Deconvolution":
             found = shape[1] * layer.convolution_param.group
@@ -263,14 +263,14 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
 
 
 def _unshare_weights(layer: ProtoMessage) -> None:
-    """Give a layer weights of its own: layers that share them may be folded and quantized differently."""
+    """Give a layer its own weights: layers that share weights may be folded and quantized differently."""
     for spec in layer.param:
         spec.ClearField("name")
         spec.ClearField("share_mode")
 
 
 def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
-    """The shapes of all blobs; raises what building the net raises (a layer that the engine cannot run)."""
+    """The shapes of all blobs; raises the errors of building the net (such as a layer that the engine cannot run)."""
     from amct.caffe.engine.net import Net
 
     built = Net(net, phase=TEST_PHASE, with_gradients=False)

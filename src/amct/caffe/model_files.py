@@ -1,4 +1,4 @@
-"""Prototxt and caffemodel of a model in memory, as bytes; blobs are written in the type they have."""
+"""Serializes a model in memory as prototxt and caffemodel; blobs keep their data type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def write_model(
     group: FileGroup, model: CaffeModel, model_file: str | os.PathLike[str], weights_file: str | os.PathLike[str]
 ) -> None:
-    """Write both files of a model as part of a group."""
+    """Write the prototxt and caffemodel of a model as part of a file group."""
     group.write_text(model_file, format_text(model.net))
     with group.open(weights_file) as file:
         for part in caffemodel_parts(model):
@@ -38,7 +38,7 @@ def caffemodel_parts(model: CaffeModel) -> list[bytes | memoryview]:
 
 
 def _head(layer: ProtoMessage) -> bytes:
-    """The names of a layer and its blobs; a caffemodel holds no options, which are in the prototxt."""
+    """The names of a layer and its blobs, serialized; layer options are only in the prototxt."""
     head = new_message("LayerParameter", name=layer.name, type=layer.type, bottom=layer.bottom, top=layer.top)
     return bytes(head.SerializeToString())
 

@@ -1,4 +1,4 @@
-"""What a report shows of a quantized Caffe model: the one in memory, or the files that quantization wrote."""
+"""Builds the report of a quantized Caffe model, from memory or from the files that quantization wrote."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def report_layers(
     Args:
         net: The net.
         weights: The blobs of each layer as real numbers.
-        weight_bits: Of each layer with quantized weights.
+        weight_bits: The bit width of each layer with quantized weights.
     """
     messages = {layer.name: layer for layer in net.layer}
     return [
@@ -57,7 +57,7 @@ def report_layers(
 
 
 def _weight_rows(kind: str, message: ProtoMessage, blobs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Matrices with one row per output channel; of a recurrent layer all its matrices."""
+    """Matrices with one row per output channel; all matrices of a recurrent layer."""
     if kind in RECURRENT_TYPES:
         yield from (blob for blob in blobs if blob.ndim == 2)
     elif kind in FEEDFORWARD_TYPES and blobs:
@@ -94,7 +94,7 @@ def files_report(
     inputs: BatchInputs | None = None,
     files: Iterable[AnyPath] = (),
 ) -> MeasuredReport:
-    """The report of a float pair of files and the fake-quant or deploy pair that quantization made of it.
+    """The report of a float pair of files and the fake-quant or deploy pair that was quantized from it.
 
     Reasons and folded layers come from the ``quant.json`` beside the quantized pair.
 
@@ -108,7 +108,7 @@ def files_report(
 
     Raises:
         ArgumentError, ArgumentTypeError, CalibrationError: an argument, data or metric cannot be used.
-        FileError, ParseError, ModelError: a file is not what it should be.
+        FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
     reference, quantized = both_sides(float_model, quantized_model)
     shown = (*float_model, *quantized_model, *files)  # type: ignore[misc]  # both were checked to be pairs
@@ -134,12 +134,12 @@ def report(
     *,
     inputs: BatchInputs | None = None,
 ) -> Path:
-    """Write the report of a float pair of files and of the pair that quantization made of it.
+    """Write the report of a float pair of files and the pair that was quantized from it.
 
     The arguments are those of ``compare`` and of ``QuantizedModel.report``.
 
     Raises:
-        AmctError: A subclass says what is wrong: arguments, files, models or data.
+        AmctError: The subclass tells whether arguments, files, models or data are invalid.
     """
     where = output_file(path, "path")
     write_page(where, files_report(float_model, quantized_model, data, metric=metric, inputs=inputs).content)

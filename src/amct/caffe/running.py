@@ -1,4 +1,4 @@
-"""Runs nets on data as users have it: arrays, dicts of arrays, tuples with labels behind them."""
+"""Runs nets on user data: arrays, dicts of arrays, or tuples of arrays followed by labels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
 
 Batch = Any
-"""An array for a net with one input, a dict of arrays by the inputs' names, or a tuple of arrays in the order of the
-inputs; what follows them in the tuple (labels) is left out."""
+"""An array for a net with one input, a dict of arrays by input name, or a tuple of arrays in the order of the inputs;
+further items of the tuple (labels) are ignored."""
 
 
 def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
-    """A net that runs a model in memory."""
+    """Build a net that runs a model in memory."""
     net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
     for layer in net.layers:
         for blob, tensor in zip(layer.blobs, model.weights.get(layer.name, layer.blobs), strict=True):
@@ -34,7 +34,7 @@ def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> 
 
 
 def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:
-    """The data as batches of a net; a single array or dict is one batch.
+    """Convert data to batches of a net; a single array or dict is one batch.
 
     Raises:
         ArgumentTypeError: It cannot be iterated.
@@ -70,7 +70,7 @@ def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def feed(net: Net, batch: Batch) -> None:
-    """Copy a batch into the inputs of a net, where the last one was.
+    """Copy a batch into the inputs of a net, replacing the previous batch.
 
     Raises:
         ArgumentError: the batch does not have the net's inputs.

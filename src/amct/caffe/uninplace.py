@@ -1,4 +1,4 @@
-"""Nets without in-place layers: every layer writes a blob of its own, so that each step can be observed and changed.
+"""Nets without in-place layers: every layer writes its own blob, so that each step can be observed and changed.
 
 The last layer that writes a blob keeps the blob's name, so that after a forward the blob has the same values as before;
 earlier contents are called ``<layer>_out``. The inputs of a net always keep their names: scripts fill them by name.
@@ -22,16 +22,16 @@ _IN_PLACE = ("ReLU", "PReLU", "ELU", "Sigmoid", "TanH", "Clip", "ReLU6", "Dropou
 
 
 def uninplace_model(model_file: str | os.PathLike[str], uninplaced_model_file: str | os.PathLike[str]) -> None:
-    """Write a prototxt without in-place layers; only layers without a phase or of phase TEST stay.
+    """Write a prototxt without in-place layers; layers of other phases than TEST are removed.
 
     Args:
         model_file: The prototxt.
-        uninplaced_model_file: Where the new prototxt is written, over any file of that name.
+        uninplaced_model_file: The file to write; an existing file is overwritten.
 
     Raises:
-        ArgumentTypeError: an argument is no path.
+        ArgumentTypeError: an argument is not a path.
         FileError: a file cannot be read or written.
-        ParseError, ModelError: the file is no prototxt, or no net.
+        ParseError, ModelError: the file is not a prototxt, or not a valid net.
     """
     from amct.caffe.model import read_net
 
@@ -46,7 +46,7 @@ def uninplace_model(model_file: str | os.PathLike[str], uninplaced_model_file: s
 
 
 def remove_in_place(net: ProtoMessage) -> ProtoMessage:
-    """Rename blobs so that no layer writes what another one wrote, in place, and return the net."""
+    """Rename blobs so that each blob is written by one layer only; changes the net and returns it."""
     writers = Counter(blob for layer in net.layer for blob in layer.top)
     taken = {blob for layer in net.layer for blob in (*layer.bottom, *layer.top)}
     left = Counter(writers)
@@ -68,7 +68,7 @@ def remove_in_place(net: ProtoMessage) -> ProtoMessage:
 
 
 def restore_in_place(net: ProtoMessage) -> None:
-    """Let value-by-value layers work in place again where ``remove_in_place`` gave them a blob, in place.
+    """Make elementwise layers work in place again where ``remove_in_place`` gave them a blob; changes the net.
 
     The engine then merges them with the layer before them: a calibration model runs about as fast as the original.
     """
@@ -86,7 +86,7 @@ def restore_in_place(net: ProtoMessage) -> None:
 
 
 def free_name(wanted: str, taken: set[str]) -> str:
-    """A name that is not taken: the wanted one, or with a number appended; it is added to ``taken``."""
+    """The wanted name, with a number appended if it is taken; the result is added to ``taken``."""
     name, number = wanted, 1
     while name in taken:
         number += 1

@@ -1,7 +1,7 @@
-"""Conversion of a block of a config file to a settings object.
+"""Converts a block of a config file to a settings object.
 
-pydantic checks the type and the range of every field by the annotations in ``settings``. It has no lines and columns,
-so the caller passes a function from a path inside the block to a position.
+pydantic checks the type and range of every field by the annotations in ``settings``. It has no lines and columns,
+so the caller passes a function that maps a path inside the block to a position.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def check_settings(
     block: str = "",
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings | None:
-    """Turn the values of one block into a settings object.
+    """Convert the values of one block to a settings object.
 
     Args:
         settings: A dataclass whose annotations give types and ranges; fields not in ``values`` take its defaults.
         values: The block, by the names of the dataclass fields.
         locate: Returns the position of the value at a path inside the block.
-        problems: Takes every mistake found.
+        problems: Collects every mistake.
         block: The name of the block in messages, such as ``conv1.weight_quant_params``.
-        names: The names of fields in the file, where they differ.
+        names: The names of fields in the file, if they differ.
 
     Returns:
-        The settings, or None when the block has a mistake (it is in ``problems`` then).
+        The settings, or None if the block has a mistake, which is then in ``problems``.
     """
     try:
         checked: Settings = _adapter(settings).validate_python(dict(values))
@@ -79,7 +79,7 @@ def checked_settings(settings: Callable[..., Settings], values: Mapping[str, Any
     """Convert values without positions to a settings object.
 
     Raises:
-        ConfigError: a value is not legal; all mistakes are listed.
+        ConfigError: a value is invalid; all mistakes are listed.
     """
     problems = ProblemList()
     checked = check_settings(settings, values, lambda _: None, problems, block=block)
@@ -138,7 +138,7 @@ def _spell(path: Path) -> str:
 
 
 def show(value: object) -> str:
-    """A value as JSON writes it, cut when long: ``true``, ``"two"``, ``1.5``, ``an object``."""
+    """Format a value as JSON, shortened if long: ``true``, ``"two"``, ``1.5``, ``an object``."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:

@@ -1,7 +1,7 @@
-"""One kind of config (post-training quantization, retraining) as one framework writes it.
+"""One kind of config (post-training quantization, retraining) in the form of one framework.
 
-A dialect has the layer types, algorithms, keys and rules of its files. Expanding a simple config, reading a full config
-and checking both against a model are the same for all dialects.
+A dialect defines the layer types, algorithms, keys and rules of its files. Expanding a simple config, reading a full
+config and checking both against a model are the same for all dialects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantBlock:
-    """What a block of a file sets for activations, for weights, and as the strength of DMQ balancing."""
+    """The settings of a block for activations and weights, and its DMQ migration strength."""
 
     activation: AlgorithmBlock
     weight: AlgorithmBlock
@@ -48,7 +48,7 @@ class QuantBlock:
     strength_position: Position | None = None
 
     def position(self, key: str) -> Position | None:
-        """The position of the value of a dotted JSON key, or of the algorithm it belongs to."""
+        """The position of the value of a dotted JSON key, or of its algorithm."""
         part, _, name = key.partition(".")
         if part == "dmq_balancer_param":
             return self.strength_position
@@ -61,12 +61,12 @@ class Dialect(ABC):
 
     Attributes:
         message: The protobuf message of the simple config.
-        schema: The schema that has it.
+        schema: The schema that contains the message.
         types: The layer types that can be quantized.
         weight: The weight algorithms, the default first.
         globals: The settings class of the global fields; its fields are the keys in written order.
         optional_globals: Global keys that are written only when the file has them.
-        part_name: The framework's word for a layer.
+        part_name: The framework's term for a layer.
         switch_key: The JSON key that switches a layer on or off.
         data_key: The JSON key of a layer's activation block.
         weight_key: The JSON key of a layer's weight block.
@@ -115,7 +115,7 @@ class Dialect(ABC):
 
         Raises:
             ParseError: The text is not a simple config of this kind.
-            ConfigError: It does not fit the model or asks for what cannot be done; all mistakes are listed.
+            ConfigError: It does not fit the model or has unsupported settings; all mistakes are listed.
         """
         root = descriptor(self.message, schema=self.schema, extra=self.extra_fields())
         return self.expand_message(parse_text(text, root, source), source, LayerList(layers), ProblemList())
@@ -136,7 +136,7 @@ class Dialect(ABC):
         """The algorithms of the block that applies to a layer."""
 
     def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
-        """Report illegal values of any block, unsupported values of overrides, and layers named like a global field."""
+        """Report illegal values in any block, unsupported values in overrides, and layers named like a global field."""
         for choice in blocks.all():
             block = self.read_choice(choice)
             check_block(block.activation, self.name_keys[0], problems)
@@ -159,25 +159,25 @@ class Dialect(ABC):
                 )
 
     def check_override(self, choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:
-        """Report what an override asks for and its layer, or its type (a layer without a name), cannot do."""
+        """Report settings of an override that its layer, or type (a layer without a name), does not support."""
         block = self.read_choice(choice)
         for key, message in self.unsupported(layer, block):
             problems.add(f"{label(layer)}: {message}", block.position(key))
 
     @abstractmethod
     def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """Values that no layer can have: the dotted key and the message."""
+        """Values that are illegal for every layer: the dotted key and the message."""
 
     @abstractmethod
     def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """Values that this layer or type cannot have: the dotted key and the message."""
+        """Values that this layer or type does not support: the dotted key and the message."""
 
     # -- full config ---------------------------------------------------------------------------------------------------
 
     def read_config(self, data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-        """Read a JSON config, written by a tool or edited by hand, and check it against a model.
+        """Read a JSON config, generated or edited, and check it against a model.
 
-        Values that the file leaves out take their defaults; a layer that it does not name is not quantized.
+        Missing values take their defaults; a layer that is not in the file is not quantized.
 
         Args:
             data: The content of the file.
@@ -215,7 +215,7 @@ class Dialect(ABC):
         return nodes
 
     def written_globals(self, settings: CheckedSettings, given: Collection[str]) -> dict[str, Any]:
-        """The global fields as they are written."""
+        """The global fields in their written form."""
         values: dict[str, Any] = asdict(settings)  # type: ignore[call-overload]  # a dataclass
         return {
             key: list(value) if isinstance(value, tuple) else value
@@ -259,10 +259,10 @@ class Dialect(ABC):
         target: LayerBlock,
         problems: ProblemList,
     ) -> None:
-        """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
+        """Read and check the JSON block of a layer; ``target`` collects its written form."""
 
     def read_block(self, key: str, node: JsonNode | None, what: str, problems: ProblemList) -> AlgorithmBlock:
-        """One JSON block of a layer; the default algorithm when it is missing or has mistakes."""
+        """Read one JSON block of a layer; the default algorithm if it is missing or has mistakes."""
         weights = key == self.weight_key
         algorithms = self.weight if weights else self.activation
         block = None
@@ -272,12 +272,12 @@ class Dialect(ABC):
 
 
 def label(layer: LayerInfo) -> str:
-    """What messages call a layer, or a layer type (a layer without a name)."""
+    """The name of a layer, or of a layer type (a layer without a name), in messages."""
     return f'layer "{layer.name}"' if layer.name else f"type {layer.type}"
 
 
 def warn_of_refused(blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
-    """Warn of overrides without effect because the layer cannot be quantized."""
+    """Warn about overrides without effect because the layer cannot be quantized."""
     for name, choice in blocks.by_layer.items():
         layer = layers.find(name)
         if layer is not None and layer.refusal is not None:

@@ -25,9 +25,9 @@ class LayerBlock:
         name: The layer.
         type: Its type name.
         data: The block as it is written.
-        origins: The origin of each value, by its dotted key (``activation_quant_params.num_bits``); the empty key is
-            that of the whole block, a key that ends in a dot that of a part with another origin.
-        implied: Values that hold although they are not written, by their dotted keys.
+        origins: The origin of each value, by its dotted key (``activation_quant_params.num_bits``); an empty key is for
+            the whole block, a key that ends in a dot for a part with another origin.
+        implied: Effective values that are not written, by their dotted keys.
     """
 
     name: str
@@ -37,11 +37,11 @@ class LayerBlock:
     implied: dict[str, Any] = field(default_factory=dict)
 
     def origin(self, key: str) -> Origin:
-        """The origin of a value: its own, or the built-in default."""
+        """The origin of a value; the built-in default if it has none."""
         return self.origins.get(key, DEFAULT)
 
     def block_origin(self, key: str) -> Origin:
-        """Which block of the file applies to a value, whether or not the block sets it."""
+        """The block of the file that applies to a value, whether or not the block sets it."""
         own = self.origins.get(f"{key.partition('.')[0]}.")
         return own or self.origin("")
 
@@ -67,15 +67,15 @@ class FullConfig:
 
 @dataclass(frozen=True)
 class ExplainedSetting:
-    """One effective setting and where it comes from.
+    """One effective setting and its origin.
 
     Attributes:
         layer: The layer, empty for global fields.
         type: Its type.
         key: The dotted key in the JSON.
         value: The effective value.
-        origin: Where the value comes from.
-        block: Which block applies to the layer as a whole. A value that the block does not set is a built-in default,
+        origin: The origin of the value.
+        block: The block that applies to the layer as a whole. A value that it does not set is a built-in default,
             even if a block of lower precedence sets it.
     """
 

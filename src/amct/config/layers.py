@@ -1,7 +1,7 @@
-"""The layers of a model as a config sees them, and what a layer type can do.
+"""The layers of a model in the form that configs need, and the capabilities of layer types.
 
-A front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in the order of the model; nothing
-else of the model reaches this package.
+A front end (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in model order; this package needs
+nothing else of the model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class LayerInfo:
     Attributes:
         name: The name used in config and record files, such as ``layer1.0.conv1``.
         type: The type name of the framework, such as ``Conv2d`` or ``Convolution``.
-        inputs: How many inputs are quantized (bottoms of a Caffe layer).
+        inputs: The number of quantized inputs (bottoms of a Caffe layer).
         has_bias: Whether the layer has a bias; 16-bit activations of a ``Linear`` need one.
         can_pack_int4: Whether two 4-bit weights share a byte along the input channels (one group, an even number).
         average_pooling: Whether a Caffe ``Pooling`` layer is AVE and not global.
-        refusal: Why this layer cannot be quantized although its type can (a module called twice); None when it can.
-        depthwise: Whether a ``Conv2d`` has a group for each input channel: filter pruning never starts from it.
-        prune_refusal: Why this layer cannot be pruned although its type can; None when it can.
+        refusal: Why this layer cannot be quantized although its type can (a module called twice); None if it can.
+        depthwise: Whether a ``Conv2d`` has one group per input channel: filter pruning never starts from it.
+        prune_refusal: Why this layer cannot be pruned although its type can; None if it can.
     """
 
     name: str
@@ -44,11 +44,11 @@ class LayerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What a layer type can do.
+    """The capabilities of a layer type.
 
     Attributes:
         weights: Weights are quantized (the JSON of PyTorch has a formal block for average pooling, which has none).
-        channel_wise: Weights can have a scale per output channel, and do so by default.
+        channel_wise: Weights can have a scale per output channel, which is the default.
         on_by_default: A generated config quantizes the layer.
         fusible: BatchNorm can be folded into the layer; in Caffe also: the layer can be folded into others.
         asymmetric: Activations can have an offset.
@@ -76,7 +76,7 @@ class Capability:
 
 
 class LayerList:
-    """The layers of a model in model order, found by name."""
+    """The layers of a model in model order, with lookup by name."""
 
     def __init__(self, layers: Iterable[LayerInfo]) -> None:
         self._layers = tuple(layers)

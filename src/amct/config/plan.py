@@ -1,7 +1,7 @@
-"""The plan: what will be done to each layer of a model, complete and immutable.
+"""The plan: the complete, immutable quantization settings of each layer of a model.
 
-A config file is read once; everything after it (preparation, calibration, export, reports) works with these objects and
-never looks into the file again.
+A config file is read once; all later steps (preparation, calibration, export, reports) use only these objects and never
+read the file again.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ NO_CONFIG = "create_quant_config"
 """The source of a plan without a config file."""
 
 OPEN_ENDED = 2**31 - 1
-"""As ``batch_num``: calibration observes every batch until the caller ends it."""
+"""Value of ``batch_num``: calibration observes every batch until the caller ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """What will be done to one layer.
+    """The quantization settings of one layer.
 
     Attributes:
         name: The layer.
         type: Its type name in the framework.
-        enabled: Whether it is quantized; the settings are there in both cases.
-        activations: One settings object per input, in the order of the inputs.
+        enabled: Whether it is quantized; the settings exist in both cases.
+        activations: One settings object per input, in input order.
         weight: How the weights are quantized; None for layers without weights.
-        migration_strength: How much of the difficulty DMQ moves from activations to weights; None: no balancing.
+        migration_strength: How much quantization difficulty DMQ moves from activations to weights; None: no balancing.
         force_fp16: Whether the activation scale is rounded to float16 (``FORCE_FP16_QUANT``).
-        skip_fusion: Whether a BatchNorm that follows stays where it is.
-        batch_num: How many batches calibration needs.
-        weight_rounding: How uniform weights are rounded; learned and clustered weights have a way of their own.
-        weight_scale: What the largest absolute weight is divided by.
+        skip_fusion: Whether a following BatchNorm is not folded.
+        batch_num: The number of calibration batches.
+        weight_rounding: The rounding of uniform weights; learned and clustered weights do not use it.
+        weight_scale: The divisor of the largest absolute weight.
     """
 
     name: str
@@ -64,7 +64,7 @@ class LayerPlan:
 
     @property
     def activation(self) -> ActivationSettings:
-        """The settings of the only, or first, input."""
+        """The settings of the first (or only) input."""
         return self.activations[0]
 
 
@@ -86,7 +86,7 @@ class LayerPlans(Generic[_LayerT]):
     Attributes:
         source: The config file, or ``create_quant_config``.
         layers: Every layer that has a plan, enabled or not, in model order.
-        warnings: What the user should know, each with its position in the file.
+        warnings: Warnings for the user, each with its position in the file.
     """
 
     source: str
@@ -95,21 +95,21 @@ class LayerPlans(Generic[_LayerT]):
 
     @property
     def enabled(self) -> tuple[_LayerT, ...]:
-        """The layers that are switched on."""
+        """The enabled layers."""
         return tuple(layer for layer in self.layers if layer.enabled)
 
     def find(self, name: str) -> _LayerT | None:
-        """The plan of one layer, or None when it has none."""
+        """The plan of one layer, or None if it has none."""
         return next((layer for layer in self.layers if layer.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(LayerPlans[LayerPlan]):
-    """What will be done to a model.
+    """The quantization plan of a model.
 
     Attributes:
-        not_quantized: Why each other layer, and each layer switched off, stays float.
-        update_bn: How BatchNorm statistics are refreshed (Caffe); None: they are not.
+        not_quantized: The reason for each layer that stays float, including disabled layers.
+        update_bn: How BatchNorm statistics are updated (Caffe); None: they are not.
     """
 
     batch_num: int = 1
@@ -130,13 +130,13 @@ class Plan(LayerPlans[LayerPlan]):
 
 
 def settings_of(data: Mapping[str, Any], algorithms: tuple[Algorithm, ...], name_key: str, **defaults: object) -> Any:  # noqa: ANN401  the settings class is the algorithm's
-    """The settings object of a JSON block that was checked before.
+    """The settings object of a JSON block that is already checked.
 
     Args:
         data: The block.
         algorithms: The algorithms it may name.
-        name_key: The key that names the algorithm; a block without it is of the first one.
-        defaults: Settings, by their field names, for what the block leaves out.
+        name_key: The key that names the algorithm; without it the first algorithm applies.
+        defaults: Values, by settings field, for keys missing in the block.
     """
     algorithm = find_algorithm(algorithms, data[name_key]) if name_key in data else algorithms[0]
     assert algorithm is not None
@@ -147,7 +147,7 @@ def settings_of(data: Mapping[str, Any], algorithms: tuple[Algorithm, ...], name
 def reasons_not_quantized(
     model: LayerList, types: Collection[str], blocks: Mapping[str, LayerBlock], *, switch_key: str = "quant_enable"
 ) -> dict[str, str]:
-    """Why each layer that stays float does so."""
+    """The reason for each layer that stays float."""
     reasons = {}
     for layer in model:
         if layer.type not in types:

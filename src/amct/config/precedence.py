@@ -36,7 +36,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """The kind and position of the origin of a setting."""
+    """The level and position of the origin of a setting."""
 
     level: Level
     position: Position | None = None
@@ -50,7 +50,7 @@ DEFAULT = Origin(Level.DEFAULT)
 
 @dataclass(frozen=True)
 class Choice:
-    """What applies to a layer, and its origin: a block of a file, an entry of a ``QuantConfig``, or only defaults."""
+    """The block that applies to a layer, and its origin: from a file, from a ``QuantConfig``, or only defaults."""
 
     block: TextMessage | None
     origin: Origin
@@ -86,13 +86,13 @@ def read_common(message: TextMessage, name: str) -> Choice:
 def read_overrides(
     entries: Iterable[TextMessage], key: str, block_field: str | None, problems: ProblemList
 ) -> dict[str, Choice]:
-    """The overrides of a simple config by layer name or type; a name given twice is a mistake.
+    """The overrides of a simple config by layer name or type; a repeated name is a mistake.
 
     Args:
         entries: The repeated override messages.
         key: ``layer_name`` or ``layer_type``.
         block_field: The field that holds the block; None: the entry itself is the block (retraining).
-        problems: Takes the repeated names.
+        problems: Collects the repeated names.
     """
     level = Level.LAYER if key == "layer_name" else Level.TYPE
     chosen: dict[str, Choice] = {}

@@ -1,4 +1,4 @@
-"""Collects every mistake of a config file, so that they are reported together.
+"""Collects all mistakes of a config file, so that they are reported together.
 
 A reader creates one ``ProblemList``, passes it to the functions it calls, and calls ``raise_all`` at the end.
 """
@@ -21,28 +21,28 @@ class ProblemList:
     """The mistakes and the warnings found so far in one file."""
 
     def __init__(self) -> None:
-        self._mistakes: dict[Problem, None] = {}  # a dict is a set that keeps its order
-        self._warnings: dict[tuple[str, Position | None], list[str]] = {}  # the layers that each one is about
+        self._mistakes: dict[Problem, None] = {}  # a dict as an ordered set
+        self._warnings: dict[tuple[str, Position | None], list[str]] = {}  # the affected layers of each warning
         self._wrong_type = False
         self._suggestions = 0
 
     def add(self, message: str, position: Position | None = None) -> None:
-        """Note a mistake; the same mistake at the same place is noted once."""
+        """Add a mistake; the same mistake at the same position is added once."""
         self._mistakes[Problem(message, position)] = None
 
     def add_wrong_type(self, message: str, position: Position | None = None) -> None:
-        """Note a value of the wrong type; the error raised in the end is then a ``TypeError`` too."""
+        """Add a value of the wrong type; the final error is then also a ``TypeError``."""
         self._wrong_type = True
         self.add(message, position)
 
     def add_unknown(self, what: str, name: str, known: Iterable[str], position: Position | None = None) -> None:
-        """Note an unknown name, with the nearest known one."""
+        """Add an unknown name, with a suggestion of the nearest known one."""
         self.add(f'{what} "{shorten(name)}" is unknown.{self.nearest(name, known)}', position)
 
     def nearest(self, name: str, known: Iterable[str]) -> str:
-        """The sentence that suggests the nearest known name, or nothing.
+        """A sentence that suggests the nearest known name, or an empty string.
 
-        Comparing names is slow: a file with many unknown names gets suggestions for the first ones only.
+        Comparing names is slow, so only the first unknown names of a file get suggestions.
         """
         if self._suggestions >= MAX_SUGGESTIONS or len(name) > MAX_NAME_LENGTH:
             return ""
@@ -50,17 +50,17 @@ class ProblemList:
         return did_you_mean(name, known)
 
     def extend(self, problems: Iterable[Problem]) -> None:
-        """Take over mistakes found elsewhere, such as the repeated keys of ``JsonDocument``."""
+        """Add mistakes found elsewhere, such as the repeated keys of ``JsonDocument``."""
         self._mistakes.update(dict.fromkeys(problems))
 
     def warn(self, message: str, position: Position | None = None) -> None:
-        """Note something unusual that is no mistake; the same warning at the same place is noted once."""
+        """Add a warning; the same warning at the same position is added once."""
         self._warnings.setdefault((message, position), [])
 
     def adjust(self, layer: str, message: str, position: Position | None, *, anywhere: bool = False) -> None:
-        """Warn that a layer cannot have the setting at ``position``: one warning for all such layers.
+        """Warn that a layer does not support the setting at ``position``; all such layers share one warning.
 
-        With ``anywhere`` the layers share the warning although each has its own position; the first one counts.
+        With ``anywhere`` layers with different positions share it too; the first position is shown.
         """
         same = (key for key, layers in self._warnings.items() if anywhere and layers and key[0] == message)
         self._warnings.setdefault(next(same, (message, position)), []).append(layer)
@@ -77,7 +77,7 @@ class ProblemList:
         return bool(self._mistakes)
 
     def raise_all(self) -> None:
-        """Raise one error that lists all mistakes in the order of the file; return when there is none.
+        """Raise one error that lists all mistakes in file order; return if there are none.
 
         Raises:
             ConfigTypeError: At least one value has the wrong type.
@@ -95,6 +95,6 @@ def _place(problem: Problem) -> tuple[str, int, int]:
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """A value for a message; a long text is cut."""
+    """Format a value for a message; long text is shortened."""
     text = str(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

@@ -2,7 +2,7 @@
 
 Weight, retraining and pruning algorithms are constant tables. Activation algorithms are registered: IFMR and HFMG at
 the end of this module, those of extensions by ``amct.extend.register_activation``, all with ``register_activation``.
-Reading, checking, expanding, writing and explaining a config follow from an algorithm's entry.
+The entry of an algorithm determines how it is read, checked, expanded, written and explained.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One algorithm as it is spelled in a dialect's files.
+    """One algorithm as spelled in the files of a dialect.
 
     Attributes:
         name: Its name in the JSON, the value of ``act_algo`` or ``wts_algo``.
         message: The field of a ``.cfg`` block that chooses it.
         settings: The class of its settings.
-        keys: The keys of its JSON block in the order they are written, the key of the name among them.
-        cfg_fields: The fields of the ``.cfg`` for keys that have another name there: one field, or the two ends of a
-            range; a dot separates an inner message from its field.
+        keys: The keys of its JSON block in written order, including the key of the name.
+        cfg_fields: The ``.cfg`` fields of keys with another name there: one field, or the two ends of a range; a dot
+            separates an inner message from its field.
         json_fields: The settings fields of keys that have another name there.
-        optional: Keys that are written only when they were given.
+        optional: Keys that are written only if they were given.
         float32: Keys whose numbers are written with all digits of the float32 (AMCT shortens all others).
     """
 
@@ -65,15 +65,15 @@ class Algorithm:
     float32: frozenset[str] = frozenset()
 
     def setting_keys(self, name_key: str | None) -> tuple[str, ...]:
-        """The keys that are settings: all but the one that holds the algorithm's name."""
+        """The keys of settings: all but the key of the algorithm's name."""
         return tuple(key for key in self.keys if key != name_key)
 
     def field_of(self, key: str) -> str:
-        """The settings field behind a JSON key."""
+        """The settings field of a JSON key."""
         return self.json_fields.get(key, key)
 
     def default_of(self, key: str) -> Any:  # noqa: ANN401  a default is a number, a pair, a text or a bool
-        """The built-in default of a JSON key, lists for pairs as JSON has them."""
+        """The built-in default of a JSON key; pairs become lists as in JSON."""
         default = {item.name: item.default for item in fields(self.settings)}[self.field_of(key)]
         assert default is not MISSING
         return list(default) if isinstance(default, tuple) else default
@@ -142,14 +142,14 @@ def find_algorithm(algorithms: tuple[Algorithm, ...], name: object) -> Algorithm
 # -- activation algorithms ---------------------------------------------------------------------------------------------
 
 Dialect = Literal["pytorch", "caffe", "kv_cache"]
-"""Whose files: the two of post-training quantization, and the config of kv-cache quantization."""
+"""The config dialects: the two of post-training quantization, and that of kv-cache quantization."""
 
 _CONTAINERS = {"pytorch": "AMCTPytorchProto.CalibrationConfig", "caffe": "AMCTCaffeProto.CalibrationConfig"}
 _COMMON_FIELDS = ("num_bits", "asymmetric")
 
 
 class ObserverFactory(Protocol):
-    """Makes a new observer that follows the settings."""
+    """Creates an observer from settings."""
 
     def __call__(
         self,
@@ -158,7 +158,7 @@ class ObserverFactory(Protocol):
         channel_axis: int | None,
         symmetric_scale: SymmetricScale,
     ) -> Observer:
-        """Make an observer: see ``amct.calibration.make_observer`` for the arguments."""
+        """Create an observer; see ``amct.calibration.make_observer`` for the arguments."""
         ...
 
 
@@ -169,9 +169,9 @@ class Activation:
     Attributes:
         name: Its name in the JSON, the value of ``act_algo``.
         settings: The class of its settings.
-        observer: Makes its observers.
-        spellings: How it is spelled in the files of each dialect that has it.
-        built_in: Whether the ``.proto`` files of the package have its message.
+        observer: Creates its observers.
+        spellings: Its spelling in the files of each dialect that supports it.
+        built_in: Whether the package's ``.proto`` files contain its message.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Activation:
     built_in: bool = False
 
     def remove(self) -> None:
-        """Take the algorithm out of the registry; configs cannot name it any more."""
+        """Remove the algorithm from the registry; configs can no longer name it."""
         _activations.pop(self.name, None)
 
 
@@ -198,15 +198,15 @@ def register_activation(
 
     Args:
         name: Its name in the JSON.
-        settings: A frozen, keyword-only dataclass; every field has a default, ``num_bits`` and ``asymmetric`` among
-            them.
-        observer: Makes an observer from settings.
-        spellings: By dialect, for an algorithm whose message is in the ``.proto`` files; None: the spelling follows
-            from the fields.
+        settings: A frozen, keyword-only dataclass with defaults for all fields, including ``num_bits`` and
+            ``asymmetric``.
+        observer: Creates an observer from settings.
+        spellings: By dialect, for an algorithm whose message is in the ``.proto`` files; None: derived from the
+            fields.
 
     Raises:
-        ArgumentTypeError: the settings are no such dataclass.
-        ArgumentError: another algorithm has this name or these settings.
+        ArgumentTypeError: the settings are not such a dataclass.
+        ArgumentError: another algorithm has this name or settings class.
     """
     _check_settings_class(name, settings)
     known = Activation(
@@ -285,7 +285,7 @@ def extra_fields(dialect: Dialect) -> tuple[ExtraField, ...]:
 
 
 def activation_of(settings: ActivationSettings) -> Activation:
-    """The registered algorithm whose settings these are.
+    """The registered algorithm of a settings object.
 
     Raises:
         ArgumentTypeError: no algorithm with this class is registered.
@@ -308,11 +308,11 @@ def settings_to_dict(settings: ActivationSettings) -> dict[str, Any]:
 
 
 def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
-    """The inverse of ``settings_to_dict``; what is left out takes its default.
+    """The inverse of ``settings_to_dict``; missing values take their defaults.
 
     Raises:
-        ArgumentError: no algorithm of that name is registered.
-        ConfigError: a value is not legal; all mistakes are listed.
+        ArgumentError: no algorithm with this name is registered.
+        ConfigError: a value is invalid; all mistakes are listed.
     """
     name = data.get("act_algo", "ifmr")
     if name not in _activations:
@@ -323,7 +323,7 @@ def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
 
 
 def _ifmr_observer(settings: IfmrSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
-    from amct.numerics.ifmr import IfmrObserver  # torch is imported when the first observer is made
+    from amct.numerics.ifmr import IfmrObserver  # defers the import of torch
 
     return IfmrObserver(
         bits=settings.num_bits,
@@ -338,7 +338,7 @@ def _ifmr_observer(settings: IfmrSettings, *, channel_axis: int | None, symmetri
 
 
 def _hfmg_observer(settings: HfmgSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
-    from amct.numerics.hfmg import HfmgObserver  # torch is imported when the first observer is made
+    from amct.numerics.hfmg import HfmgObserver  # defers the import of torch
 
     return HfmgObserver(
         bits=settings.num_bits,

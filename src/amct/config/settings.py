@@ -1,8 +1,8 @@
-"""The settings of every algorithm: one frozen class each, with the default and the legal range of every field.
+"""The settings of every algorithm: one frozen class each, with default and legal range of every field.
 
-These classes are what the rest of the program works with. The annotations are also what a config file is checked
-against (see ``checks``), so a range is defined in one place. Which bit widths are legal depends on the layer type: see
-``ptq.pytorch_types`` and ``ptq.caffe_types``.
+The rest of the program uses these classes. Config files are checked against their annotations (see ``checks``), so each
+range is defined in one place. The legal bit widths depend on the layer type: see ``ptq.pytorch_types`` and
+``ptq.caffe_types``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from amct.errors import ConfigError
 
 
 def _integer(value: Any) -> Any:  # noqa: ANN401  any JSON value
-    """Refuse 1.0 and true, which pydantic accepts for the literal 1."""
+    """Reject 1.0 and true, which pydantic accepts for the literal 1."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("int_type", "not an integer")
     return value
@@ -33,12 +33,12 @@ AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
 ExactInteger = BeforeValidator(_integer)
 Version = Annotated[Literal[1], ExactInteger]
 
-# Values written in a .cfg pass through float32: ranges that touch each other must allow for its rounding.
+# Values in a .cfg are rounded to float32: adjacent ranges must allow for the rounding.
 _FLOAT32_EPSILON = 1.2e-7
 
 
 class SettingsError(ConfigError):
-    """A rule between two fields is broken; ``field`` is the field to correct."""
+    """A rule between two fields is violated; ``field`` is the field to correct."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -46,7 +46,7 @@ class SettingsError(ConfigError):
 
 
 class CheckedSettings:
-    """Base of all settings: pydantic refuses unknown keys, NaN and infinity."""
+    """Base of all settings: pydantic rejects unknown keys, NaN and infinity."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -83,7 +83,7 @@ class HfmgSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ArqSettings(CheckedSettings):
-    """ARQ: weights by their largest absolute value, per output channel or per tensor."""
+    """ARQ: scale weights by their largest absolute value, per output channel or per tensor."""
 
     num_bits: StrictInt = 8
     channel_wise: StrictBool = True
@@ -91,7 +91,7 @@ class ArqSettings(CheckedSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaRoundSettings(CheckedSettings):
-    """AdaRound: learn for each weight whether to round up or down."""
+    """AdaRound: learn whether each weight is rounded up or down."""
 
     num_bits: StrictInt = 8
     reg_param: OpenFraction = 0.01
@@ -119,11 +119,11 @@ class SnqSettings(CheckedSettings):
 
 
 class ActivationSettings(Protocol):
-    """What the settings of every activation algorithm have; registered extensions have further fields of their own."""
+    """The fields common to the settings of all activation algorithms; extensions add their own."""
 
     @property
     def num_bits(self) -> int:
-        """Bits of the integers."""
+        """The bit width of the integers."""
         ...
 
     @property
@@ -133,15 +133,15 @@ class ActivationSettings(Protocol):
 
 
 WeightRounding = Literal["nearest", "error_cancelling"]
-"""How uniform weights become integers: each to the nearest, or so that the errors of each output cancel."""
+"""The rounding of uniform weights: each to nearest, or so that the errors of each output cancel."""
 WeightScale = Literal["full_range", "negative_side"]
-"""What the largest absolute weight is divided by: 2^(b-1)-1, or 2^(b-1) where the negative side is the larger one."""
+"""The divisor of the largest absolute weight: 2^(b-1)-1, or 2^(b-1) if the negative side is the larger one."""
 WeightSettings = ArqSettings | AdaRoundSettings | SnqSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How layers are quantized: any of it may be left to the defaults.
+    """Quantization settings of layers; missing ones take their defaults.
 
     Attributes:
         weights: ``ArqSettings``; ``AdaRoundSettings`` (PyTorch) or ``SnqSettings`` (Caffe).
@@ -156,7 +156,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNormUpdate(CheckedSettings):
-    """How the statistics of BatchNorm layers are refreshed after non-uniform quantization (Caffe)."""
+    """How BatchNorm statistics are updated after non-uniform quantization (Caffe)."""
 
     bn_moving_average_fraction: OpenFraction = 0.5
     bn_update_iterations: Annotated[int, Field(strict=True, gt=0, lt=1000)] = 30

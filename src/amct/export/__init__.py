@@ -1,5 +1,5 @@
-"""The ONNX back doors: from a float model, layer bindings and quantization factors to files.
+"""The ONNX exporters: from a float model, layer bindings and quantization factors to files.
 
-They know no front door: a model comes in as an ONNX ``ModelProto`` with BatchNorm folded, its layers as
-``LayerBinding`` and their factors as ``LayerFactors``.
+They do not depend on any front end: a model is an ONNX ``ModelProto`` with BatchNorm folded, its layers are
+``LayerBinding`` objects and their factors ``LayerFactors``.
 """

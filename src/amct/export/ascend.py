@@ -1,6 +1,6 @@
 """The deploy file: integer weights and Ascend's own operators, for ATC.
 
-``x → AscendQuant → layer (int8 weight, int32 bias) → AscendDequant``. The operators stand in ONNX's default domain, as
+``x → AscendQuant → layer (int8 weight, int32 bias) → AscendDequant``. The operators are in ONNX's default domain, as
 AMCT writes them, so neither onnxruntime nor ONNX's checker accepts the file.
 
 ========================  ==============================================================================================
@@ -50,11 +50,11 @@ _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LI
 def ascend_model(
     model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
 ) -> ExportedModel:
-    """Turn a float ONNX model into its deploy form.
+    """Convert a float ONNX model to its deploy form.
 
     Args:
         model: float model, BatchNorm folded; it is not changed.
-        bindings: which node is which layer.
+        bindings: the node of each layer.
         factors: by layer name; a bound layer without factors stays float.
 
     Raises:
@@ -101,7 +101,7 @@ def _insert_quant(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, fl
         )
     graph.set_input(layer.reader, 0, quantizers[key])
     if layer.pad is not None:
-        # The pad reads integers: zero is the offset there.
+        # The Pad reads integers, where zero is the offset.
         zero = np.asarray(factors.offset_d, dtype=np.int16 if factors.act_bits == 16 else np.int8)
         graph.set_input(layer.pad, 2, graph.add_initializer(f"{layer.pad.name}.value", zero))
         graph.forget_type(layer.pad.output[0])
@@ -126,12 +126,12 @@ def _replace_bias(graph: OnnxGraph, layer: Layer) -> None:
 
 
 def dequant_param(scale: NDArray[np.float32]) -> NDArray[np.uint64]:
-    """Ascend's dequantization parameter: float32 bits in the low 32 bits; the byte of the weight offset above is 0."""
+    """Ascend's dequantization parameter: float32 bits in the low 32 bits; the weight offset byte above them is 0."""
     return np.ascontiguousarray(scale, dtype=np.float32).view(np.uint32).astype(np.uint64)
 
 
 def pack_int4(weight: NDArray[np.int8], axis: int) -> NDArray[np.int8]:
-    """Two 4-bit values per byte along ``axis``, which is halved; the value of even index is in the low half.
+    """Pack two 4-bit values per byte along ``axis``, which is halved; even indices are in the low half.
 
     Raises:
         ExportError: the axis has an odd length.

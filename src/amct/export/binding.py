@@ -1,6 +1,6 @@
-"""What an exporter reads: which ONNX node is which layer, and the quantization factors of each layer.
+"""The input of an exporter: the ONNX node of each layer, and its quantization factors.
 
-A front door fills these in; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
+A front end creates them; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHT_BITS = (4, 6, 7, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBinding:
-    """One layer and the node that computes it; exported files call the node by the layer's name."""
+    """A layer and the node that computes it; exported files name the node after the layer."""
 
     layer: str
     kind: LayerKind
@@ -35,7 +35,7 @@ class LayerBinding:
 
 
 def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBinding]:
-    """Bindings of a model whose nodes already carry the names of their layers.
+    """Bindings of a model whose nodes already have the names of their layers.
 
     Raises:
         ExportError: no node has the name, or its operator is not that of a quantizable layer.
@@ -55,7 +55,7 @@ def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBind
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerFactors:
-    """Quantization factors of one layer, as the record has them.
+    """Quantization factors of one layer, as in the record.
 
     Attributes:
         scale_d: step of the layer's input.
@@ -68,7 +68,7 @@ class LayerFactors:
         scale_r: LSTM, GRU: as ``scale_w``, for the recurrent matrix R.
         balance: DMQ factor per input channel: the input is divided by it, the weight multiplied.
         weight_is_balanced: the weight in the ONNX model already holds w · balance.
-        integer_weight: int8, used as it is instead of rounding the weight (AdaRound); in the layer's own layout,
+        integer_weight: int8, used unchanged instead of rounding the weight (AdaRound); in the layer's own layout,
             ``[Cout, Cin/groups, ...]``, transposed convolution ``[Cin, Cout/groups, ...]``, linear ``[Cout, Cin]``.
     """
 
@@ -102,7 +102,7 @@ class LayerFactors:
 
 
 def placeholder_factors(offset_d: int = 0) -> LayerFactors:
-    """Factors that fit every layer, to read the layers of a model that is not calibrated yet."""
+    """Placeholder factors that fit every layer, for reading the layers of a model before calibration."""
     one = np.ones(1, dtype=np.float32)
     return LayerFactors(scale_d=1.0, offset_d=offset_d, scale_w=one, scale_h=1.0, offset_h=0, scale_r=one)
 
@@ -111,8 +111,8 @@ def placeholder_factors(offset_d: int = 0) -> LayerFactors:
 class TensorFactors:
     """Quantization factors of a tensor between layers; ``zero_point`` in -2^(b-1)..2^(b-1)-1, as ``offset_d``.
 
-    With ``mean``, that of every channel, it is the input of a layer, whose factors the record has: these here only hold
-    for linear layers, and only with ``balance``, one factor per channel, for the input divided by that.
+    With ``mean`` (per channel), the tensor is the input of a layer whose factors are in the record. These factors then
+    apply to linear layers only, and only with ``balance`` (one factor per channel), to the input divided by it.
     """
 
     scale: float
@@ -137,7 +137,7 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _positive(name: str, value: Any) -> NDArray[np.float32]:  # noqa: ANN401  whatever NumPy can read
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite and is refused below
+    with np.errstate(over="ignore"):  # overflow of float32 becomes infinite and is rejected below
         array = np.asarray(value, dtype=np.float32).reshape(-1)
     wrong = ~(np.isfinite(array) & (array > 0))
     if array.size == 0 or wrong.any():

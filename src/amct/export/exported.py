@@ -1,7 +1,7 @@
-"""What an exporter returns: the model, what became of each layer, and what was left out, with the reason.
+"""The result of an exporter: the model, a report of each layer, and the skipped layers with the reason.
 
-Files that can be compared with the float model say in their metadata which tensor holds the result of each layer
-(``amct.layer_outputs``) and which layers compute rescaled results (``amct.rescaled``), both as JSON.
+Files that can be compared with the float model store in their metadata which tensor holds the output of each layer
+(``amct.layer_outputs``) and which layers have rescaled outputs (``amct.rescaled``), both as JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYER_OUTPUTS, RESCALED = "amct.layer_outputs", "amct.rescaled"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """What an exporter did to one layer."""
+    """The changes that an exporter made to one layer."""
 
     layer: str
     type: str
@@ -31,7 +31,7 @@ class LayerReport:
     operator: str
     """The ONNX operator that computes the layer in the exported file."""
     output: str
-    """The tensor that holds the layer's result in the float model."""
+    """The tensor that holds the layer's output in the float model."""
     activation_bits: int
     weight_bits: int | None
     inserted: tuple[str, ...]
@@ -40,36 +40,36 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """An exported ONNX model with a report of what was done."""
+    """An exported ONNX model with a report."""
 
     model: ModelProto
     layers: tuple[LayerReport, ...] = ()
     skipped: tuple[Skip, ...] = ()
     tensors: tuple[str, ...] = ()
-    """Tensors that are quantized beside or instead of single layers' inputs (QDQ, placement ``fast``)."""
+    """Tensors quantized in addition to, or instead of, the inputs of single layers (QDQ, placement ``fast``)."""
     rescaled: tuple[str, ...] = ()
     """Layers whose output channels are divided by the balance factors of the next layer (QDQ, placement ``fast``)."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user: a type that the opset lacks, a rounding that replaced another."""
+    """Remarks for the user: a type that the opset lacks, a rounding that was replaced."""
 
 
 def write_metadata(
     model: ModelProto, *, outputs: Mapping[str, str] | None = None, rescaled: Iterable[str] = ()
 ) -> None:
-    """Store in a model which tensor holds the result of each layer, and which layers are rescaled."""
+    """Store in a model's metadata which tensor holds the output of each layer, and which layers are rescaled."""
     for key, value in ((LAYER_OUTPUTS, outputs), (RESCALED, list(rescaled))):
         if value:
             model.metadata_props.add(key=key, value=json.dumps(value))
 
 
 def layer_outputs(model: ModelProto) -> dict[str, str]:
-    """By layer: the tensor that holds its result, where it is not the tensor of the float model's name."""
+    """By layer: the tensor with its output, if its name differs from that in the float model."""
     found = _metadata(model, LAYER_OUTPUTS)
     return {str(layer): str(tensor) for layer, tensor in found.items()} if isinstance(found, dict) else {}
 
 
 def rescaled_layers(model: ModelProto) -> frozenset[str]:
-    """The layers whose results differ from the float model by the balance factors of the next layer."""
+    """The layers whose outputs differ from the float model by the balance factors of the next layer."""
     found = _metadata(model, RESCALED)
     return frozenset(map(str, found)) if isinstance(found, list) else frozenset()
 
@@ -78,5 +78,5 @@ def _metadata(model: ModelProto, key: str) -> object:
     text = next((entry.value for entry in model.metadata_props if entry.key == key), "null")
     try:
         return json.loads(text)
-    except ValueError:  # a file of another tool: its tensors are compared by name
+    except ValueError:  # metadata of another tool: tensors are compared by name
         return None

@@ -1,8 +1,8 @@
 """The fake-quant file: quantization simulated with standard operators, for onnxruntime on any machine.
 
 ``x → Mul(1/scale_d) → Round → Add(offset) → Clip → Sub(offset) → layer → Mul(scale_w · scale_d)``; weights and bias of
-the layer are floats that hold integers, so the layer computes what the chip computes. LSTM and GRU have no integer form
-in ONNX: their weights are dequantized in place, x and the first hidden state pass through a quantizer and back.
+the layer are floats with integer values, so the layer computes the same as the chip. LSTM and GRU have no integer form
+in ONNX: their weights are dequantized in place; x and the initial hidden state are quantized and dequantized.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 def fake_quant_model(
     model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
 ) -> ExportedModel:
-    """Turn a float ONNX model into its fake-quant form.
+    """Convert a float ONNX model to its fake-quant form.
 
     Args:
         model: float model, BatchNorm folded; it is not changed.
-        bindings: which node is which layer.
+        bindings: the node of each layer.
         factors: by layer name; a bound layer without factors stays float.
 
     Raises:
@@ -59,7 +59,7 @@ def fake_quant_model(
 
 
 def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> str:
-    """Let a layer compute with integers; returns the tensor of its dequantized result."""
+    """Make a layer compute with integer values; returns the tensor of its dequantized output."""
     tensor = layer.reader.input[0]
     if not layer.is_wide_float:
         tensor = graph.add_node("Cast", f"{layer.name}.quant.fakequant.cast", [tensor], to=TensorProto.FLOAT)
@@ -79,7 +79,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
 
 
 def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, offset: int, bits: int) -> str:
-    """``<name>.fakequant.*``: the integers of a tensor, less the offset, as floats."""
+    """Insert ``<name>.fakequant.*`` nodes; their result is the integers of a tensor minus the offset, as floats."""
     prefix = f"{name}.fakequant"
     lowest, highest = integer_range(bits)
 

@@ -1,7 +1,7 @@
-"""The registry of export formats: ``qdq``, ``deploy``, ``fake_quant`` and those that users register.
+"""The registry of export formats: ``qdq``, ``deploy``, ``fake_quant`` and user-registered ones.
 
 An exporter is a function of an ``ExportRequest`` that returns an ONNX model, an ``ExportedModel`` (a model with a
-report) or the bytes of a file of another kind. ``save(formats=…)`` and ``amct quantize --formats`` offer every format.
+report) or the bytes of any other file. ``save(formats=…)`` and ``amct quantize --formats`` offer every format.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORD = "record"
-"""The factors: what ``save`` takes among the formats beside the exported models."""
+"""The name under which ``save`` accepts the factors among the formats."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """How the QDQ file is made.
+    """Options of the QDQ file.
 
     Attributes:
-        placement: "fast" also quantizes the tensors between layers, "exact" what the record says only.
-        target: Which integer types: "portable", "vnni" or "exact8".
+        placement: "fast" also quantizes the tensors between layers, "exact" only those of the record.
+        target: The integer types: "portable", "vnni" or "exact8".
     """
 
     placement: str = Placement.FAST.value
@@ -51,14 +51,14 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportRequest:
-    """What an exporter works on.
+    """The input of an exporter.
 
     Attributes:
         model: The float ONNX model, batch norms folded; exporters must not change it.
-        bindings: Which node computes which quantized layer.
+        bindings: The node of each quantized layer.
         factors: The quantization factors of each layer.
-        tensors: Factors of the tensors between layers, by ONNX name; None when nothing was observed.
-        options: What the user chose.
+        tensors: Factors of the tensors between layers, by ONNX name; None if nothing was observed.
+        options: The user's options.
     """
 
     model: ModelProto
@@ -84,15 +84,15 @@ _FORMATS: dict[str, Format] = {}
 
 
 def register_exporter(*, name: str, exporter: Exporter, file_name: str | None = None) -> None:
-    """Add a format.
+    """Register a format.
 
     Args:
-        name: What ``save(formats=…)`` takes: letters, digits and "_".
+        name: The name for ``save(formats=…)``: letters, digits and "_".
         exporter: Called with an ``ExportRequest``; returns an ONNX ModelProto, an ``ExportedModel`` or bytes.
-        file_name: What the file is called behind the prefix; ``<name>_model.onnx`` unless given.
+        file_name: The file name after the prefix; by default ``<name>_model.onnx``.
 
     Raises:
-        ArgumentError: the name is taken or cannot be used.
+        ArgumentError: the name is taken or invalid.
     """
     if not re.fullmatch(r"\w+", name) or name == RECORD:
         raise ArgumentError(f'name: expected letters, digits and "_" other than "{RECORD}", got {name!r}')
@@ -102,15 +102,15 @@ def register_exporter(*, name: str, exporter: Exporter, file_name: str | None = 
 
 
 def file_name(name: str) -> str:
-    """What the file of a format is called behind the prefix."""
+    """The file name of a format, after the prefix."""
     return _FORMATS[name].file_name
 
 
 def check_formats(names: Iterable[str]) -> None:
-    """Check names of formats.
+    """Check the names of formats.
 
     Raises:
-        ArgumentError: one is unknown.
+        ArgumentError: a name is unknown.
     """
     known = (*_FORMATS, RECORD)
     for name in names:
@@ -133,10 +133,10 @@ def export_formats(
     Args:
         formats: Names of registered formats; each is exported once.
         float_model: The float ONNX model, batch norms folded.
-        bindings: Which node computes which layer.
+        bindings: The node of each layer.
         factors: By layer; a bound layer without factors stays float.
-        tensors: Factors of the tensors between layers; None when nothing was observed.
-        options: How the QDQ file is made.
+        tensors: Factors of the tensors between layers; None if nothing was observed.
+        options: Options of the QDQ file.
 
     Raises:
         ArgumentError: a format is unknown.

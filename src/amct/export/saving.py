@@ -1,4 +1,4 @@
-"""From float ONNX, record and factors between layers to the files of one save path."""
+"""Writes the files of one save path from the float ONNX model, the record and the tensor factors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
-"""What ``QuantizedModel.save`` writes."""
+"""The default formats of ``QuantizedModel.save``."""
 
 
 def layer_factors(entry: LayerRecord) -> LayerFactors:
-    """The factors of a layer in the form that exporters take."""
+    """Convert the record of a layer to the form for exporters."""
     assert entry.scale_d is not None
     assert entry.offset_d is not None
     one = (1.0,)
@@ -55,11 +55,11 @@ def layer_factors(entry: LayerRecord) -> LayerFactors:
 
 
 class ModelNotes(Protocol):
-    """What a front door knows of a model beside its record."""
+    """What a front end knows about a model in addition to its record."""
 
     @property
     def fusions(self) -> Mapping[str, Sequence[str]]:
-        """By layer: layers of the original model that were folded into it."""
+        """By layer: the layers of the original model that were folded into it."""
 
     @property
     def skipped(self) -> Mapping[str, str]:
@@ -72,14 +72,14 @@ class ModelNotes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What ``QuantizedModel.save`` was called with.
+    """The arguments of ``QuantizedModel.save``, checked.
 
     Attributes:
-        where: The folder and the prefix, which can be written to.
+        where: The folder, which is writable, and the prefix.
         formats: The names of the exported models.
-        options: How the QDQ file is made.
+        options: Options of the QDQ file.
         with_record: Whether the factors are written too.
-        opset: Of the ONNX files; None: the door's default.
+        opset: The opset of the ONNX files; None: the default of the front end.
     """
 
     where: SavePath
@@ -92,10 +92,10 @@ class SaveRequest:
     def checked(
         cls, path: str | os.PathLike[str], formats: Iterable[str], *, placement: str, target: str, opset: int | None
     ) -> SaveRequest:
-        """Check everything before any work.
+        """Check all arguments before any work is done.
 
         Raises:
-            ArgumentError: an unknown format, placement, target or opset, or an impossible path.
+            ArgumentError: an unknown format, placement, target or opset, or an invalid path.
             FileError: the folder cannot be written to.
         """
         if opset is not None:
@@ -123,15 +123,15 @@ def save_files(
     """Export a model and write all files of one save as one group: models, record, tensor factors, quant.json.
 
     Args:
-        request: what to write, and where to.
-        model: the float ONNX model; its nodes carry the names of their layers. Only the record can be saved without.
+        request: the formats and the save path.
+        model: the float ONNX model, whose nodes have the names of their layers; None if only the record is saved.
         record: complete and checked.
-        notes: what else is known of the model.
-        tensors: factors of the tensors between layers; None when nothing was observed.
+        notes: further information about the model.
+        tensors: factors of the tensors between layers; None if nothing was observed.
 
     Raises:
         ExportError: a model cannot be exported.
-        FileError: a file cannot be written; nothing was.
+        FileError: a file cannot be written; none was.
     """
     exported: dict[str, Exported] = {}
     if model is not None:
@@ -172,7 +172,7 @@ def quant_document(name: str, exported: Mapping[str, Exported], notes: ModelNote
 
 
 def file_entry(format_name: str, result: ExportedModel) -> FileEntry:
-    """What quant.json says of one exported ONNX file."""
+    """The quant.json entry of one exported ONNX file."""
     return FileEntry(
         format=format_name,
         tensors=result.tensors,

@@ -1,4 +1,4 @@
-"""Write exported models: names from a save path, large tensors beside the model, all files or none.
+"""Writes exported models: file names from a save path, large tensors in separate files, all files or none.
 
 =====================================  =================================================================================
 ``save_path`` "out/net"                out/net_deploy_model.onnx, out/net_fake_quant_model.onnx,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXTERNAL_THRESHOLD = 2_000_000_000
-"""A serialized model of this size or more is split; protobuf itself gives up at 2^31 bytes."""
+"""A serialized model of at least this size is split; protobuf's own limit is 2^31 bytes."""
 LONGEST_PREFIX = 241
 OPSETS = range(16, 22)
 """Opsets that users can choose."""
@@ -52,8 +52,8 @@ class SavePath:
         """Read ``dir/prefix``; a trailing "/" or "" means no prefix.
 
         Raises:
-            ArgumentTypeError: it is not text or a path.
-            ArgumentError: the prefix is too long or no file name.
+            ArgumentTypeError: it is not a string or path.
+            ArgumentError: the prefix is too long or not a file name.
         """
         if not isinstance(save_path, str | os.PathLike):
             raise ArgumentTypeError(f"save_path: expected text or a path, got {type(save_path).__name__}")
@@ -75,12 +75,12 @@ class SavePath:
 
     @property
     def quant_json(self) -> Path:
-        """The path of the report on layers and files."""
+        """The path of quant.json, the report on layers and files."""
         return self.file(QUANT_JSON)
 
 
 def check_opset(opset: int) -> None:
-    """Check an opset that a user chose.
+    """Check a user-chosen opset.
 
     Raises:
         ArgumentError: it is not one of 16..21.
@@ -97,21 +97,21 @@ def save_models(
     document: QuantJson | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
-    """Write the files of one save as one group: after a kill or an error, all are the old ones or all are new.
+    """Write the files of one save as one group: after a kill or an error, all files are old or all are new.
 
     Args:
-        save_path: where to.
+        save_path: folder and prefix.
         files: models (or the bytes of other exported files) by file name without the prefix; they are not changed.
         others: further files of the group, by path.
         document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256.
-        external_threshold: serialized size from which on tensors get files of their own.
+        external_threshold: the serialized size from which tensors are stored in separate files.
 
     Returns:
         The files, in the order of writing.
 
     Raises:
         ExportError: a model cannot be made small enough.
-        FileError: a file cannot be written; nothing was.
+        FileError: a file cannot be written; none was.
     """
     written: list[Path] = []
     with FileGroup() as group:
@@ -136,11 +136,11 @@ def save_models(
 def save_model(
     path: Path, model: ModelProto, *, external_suffix: str = ".external", external_threshold: int = EXTERNAL_THRESHOLD
 ) -> list[Path]:
-    """Write one model and, when it is large, the files of its tensors; returns them.
+    """Write one model and, if it is large, the files of its tensors; returns their paths.
 
     Raises:
         ExportError: it cannot be made small enough.
-        FileError: a file cannot be written; nothing was.
+        FileError: a file cannot be written; none was.
     """
     with FileGroup() as group:
         return _write_model(group, path, model, external_suffix, external_threshold)
@@ -149,14 +149,14 @@ def save_model(
 def add_model(
     group: FileGroup, path: Path, model: ModelProto, name: str, external_threshold: int = EXTERNAL_THRESHOLD
 ) -> list[Path]:
-    """Write one model as part of a group; returns its files.
+    """Write one model as part of a group; returns the paths of its files.
 
     Args:
-        group: takes the files.
-        path: of the model.
-        model: is not changed.
+        group: the file group.
+        path: the path of the model.
+        model: the model; it is not changed.
         name: its file name without the prefix, after which files of large tensors are named.
-        external_threshold: serialized size from which on tensors get files of their own.
+        external_threshold: the serialized size from which tensors are stored in separate files.
 
     Raises:
         ExportError: it cannot be made small enough.
@@ -190,7 +190,7 @@ def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, t
 
 
 def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
-    """The model with some tensors replaced by references to files; the model itself when there are none."""
+    """The model with some tensors replaced by references to files; the model itself if there are none."""
     if not moved:
         return model
     slim = ModelProto()
@@ -210,7 +210,7 @@ def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
 
 
 def _bare_size(model: ModelProto) -> int:
-    """Serialized size of everything but the initializers, without ever serializing those."""
+    """Serialized size of everything but the initializers, without serializing those."""
     bare = ModelProto()
     copy_fields(model, bare, skip={"graph"})
     copy_fields(model.graph, bare.graph, skip={"initializer"})
@@ -218,7 +218,7 @@ def _bare_size(model: ModelProto) -> int:
 
 
 def _message_size(tensor: TensorProto) -> int:
-    """Serialized size of an initializer inside its graph; its data, up to the whole model, is not copied for it."""
+    """Serialized size of an initializer inside its graph, computed without copying its data."""
     bare = TensorProto()
     copy_fields(tensor, bare, skip={"raw_data"})
     data = len(tensor.raw_data)
@@ -239,7 +239,7 @@ def _raw_bytes(tensor: TensorProto) -> bytes:
 
 
 def _external_name(tensor: str, suffix: str, taken: Collection[str]) -> str:
-    """A file name for a tensor: characters that file systems dislike become "_", and names stay different."""
+    """A unique file name for a tensor; characters that file systems do not allow become "_"."""
     base = re.sub(r"[^\w.\-]", "_", tensor).lstrip(".")[: LONGEST_NAME - len(suffix) - 8] or "tensor"
     name, number = f"{base}{suffix}", 1
     while name in taken:

@@ -1,4 +1,4 @@
-"""Calibration data as feeds of an ONNX model: by the names of its inputs, in its types, checked against its shapes."""
+"""Converts calibration data to feeds of an ONNX model, checked against the names, types and shapes of its inputs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
 
 Feeds = dict[str, "NDArray[Any]"]
-"""One batch: an array for each input of the model, by its name."""
+"""One batch: an array per model input, by input name."""
 
 
 def onnx_batches(model: ModelProto, data: object, inputs: BatchInputs | None = None) -> Batches:
-    """The data as feeds of a model.
+    """Convert data to feeds of a model.
 
-    An array or a dict of arrays is one batch. Of a batch that is a tuple or list, the items are the inputs in the order
-    of the model; items behind the last input (labels) are left out. Arrays are NumPy's or torch's.
+    An array or a dict of arrays is one batch. The items of a tuple or list are the inputs in model order; further items
+    (labels) are ignored. Arrays may be NumPy arrays or torch tensors.
     """
     return Batches(
         data,
@@ -43,7 +43,7 @@ def sample_count(feeds: Feeds) -> int:
 
 
 class _Converter:
-    """Turns batches into feeds of one model, checked against the types and shapes of its inputs."""
+    """Converts batches to feeds of one model and checks them against the types and shapes of its inputs."""
 
     def __init__(self, model: ModelProto, inputs: BatchInputs | None) -> None:
         self._inputs = inputs

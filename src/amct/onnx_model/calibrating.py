@@ -1,6 +1,6 @@
-"""Calibration: the model runs in onnxruntime with its rounded weights, and a session observes the layer inputs.
+"""Calibration: runs the model in onnxruntime with quantized weights while a session observes the layer inputs.
 
-The watched tensors of one batch are in memory at a time.
+Only the observed tensors of one batch are in memory at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """The observed tensors of a layer: its input; of a recurrent one also its initial state (if given) and output."""
+    """The observed tensors of a layer: its input; recurrent layers: also initial state (if any) and output."""
 
     input: str
     state: str | None = None
@@ -44,11 +44,11 @@ class Watched:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all observed tensors."""
         return tuple(name for name in (self.input, self.state, self.output) if name)
 
     def hidden(self, values: Mapping[str, NDArray[Any]]) -> Tensor:
-        """The state before the first step (zero when none is given) and after every step but the last."""
+        """The initial hidden state (zero if none is given) and the state after every step but the last."""
         assert self.output is not None
         outputs = values[self.output]
         first = values[self.state] if self.state else np.zeros(self.hidden_size, outputs.dtype)
@@ -56,7 +56,7 @@ class Watched:
 
 
 def start_calibration(prepared: OnnxPreparation) -> Calibration:
-    """A calibration of a prepared model, run in onnxruntime.
+    """Start the calibration of a prepared model in onnxruntime.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -92,10 +92,10 @@ def _observe(
 
 
 def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:
-    """The tensors to observe for each quantized layer, in a model with the nodes of the folded one.
+    """Find the tensors to observe for each quantized layer, in a model with the nodes of the folded one.
 
     Returns:
-        The model, in which every recurrent layer has the output that is watched, and the tensors by layer.
+        The model, with the observed output added to every recurrent layer, and the tensors by layer.
     """
     placeholders = dict.fromkeys(prepared.weights, placeholder_factors())
     graph, layers, _ = find_layers(model, prepared.bindings, placeholders)
@@ -121,10 +121,10 @@ def _watched(layer: Layer) -> Watched:
 
 
 def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> dict[str, Tensor]:
-    """DMQ's factors of the layers that the plan balances, from the data; nothing is run when there are none.
+    """Compute the DMQ factors of the layers that the plan balances; without such layers nothing is run.
 
     Raises:
-        CalibrationError: the data of a layer cannot be used; names the layer.
+        CalibrationError: the data of a layer cannot be used; the message names the layer.
     """
     plans = {layer.name: layer for layer in plan.balanced}
     if not plans:

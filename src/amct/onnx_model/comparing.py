@@ -1,7 +1,7 @@
 """Runs two ONNX models side by side in onnxruntime and compares the outputs of their layers.
 
-Layers are found by the names of their tensors, which quantizing keeps. Where a batch norm was folded, the layer is
-compared behind it. One batch at a time is in memory.
+Layers are matched by tensor names, which quantization keeps. Where a batch norm was folded, the layer is compared with
+the output of the batch norm. One batch at a time is in memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def compare(
 
     Args:
         float_model: the original: a path, the bytes of a file or a ModelProto.
-        quantized_model: its QDQ or fake-quant form, likewise, or what ``quantize`` returned; also what another tool
-            made, if it keeps tensor names.
+        quantized_model: its QDQ or fake-quant form likewise, or the result of ``quantize``; files of other tools
+            work if they keep tensor names.
         data: an array, a dict of arrays by input name, or an iterable of batches, as for ``quantize``.
         inputs: as for ``quantize``.
 
@@ -75,22 +75,22 @@ def measure(
     *,
     inputs: BatchInputs | None = None,
 ) -> Measured:
-    """As ``compare``, with the models' outputs too; without layers in common only these.
+    """As ``compare``, including the model outputs; without common layers only the outputs are compared.
 
     Raises:
-        ModelError: not even inputs and outputs correspond, or a model cannot be run.
+        ModelError: inputs and outputs do not correspond, or a model cannot be run.
     """
     reference = read_model(float_model, "float_model").model
     given = quantized_model.model if isinstance(quantized_model, QuantizedModel) else quantized_model
     other = read_model(given, "quantized_model", allow_quantized=True).model
     pair = Pair.of(reference, other)
     batches = onnx_batches(reference, data, inputs)
-    batches.first()  # says before the models are loaded that there is no data, or that it does not fit
+    batches.first()  # fails before the models are loaded if data is missing or does not fit
     return flow_compare.measure(*pair.models(), batches.with_originals())
 
 
 WatchedInputs = Mapping[str, tuple[str, LayerWeights]]
-"""By layer: the tensor of its quantized input in the float model, and the weights that may balance it."""
+"""By layer: the tensor of its quantized input in the float model, and the weights, which may hold balance factors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,10 +99,10 @@ class OnnxRun:
 
     Attributes:
         model: The model.
-        feeds: By input of the float model: that of this one.
-        outputs: By output of the float model: that of this one.
+        feeds: By input of the float model: the input of this model.
+        outputs: By output of the float model: the output of this model.
         layers: By layer: the tensor with its output.
-        inputs: The layer inputs that can be watched.
+        inputs: The layer inputs that can be observed.
     """
 
     shapes_vary: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class OnnxRun:
 
     @contextmanager
     def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Feeds], ModelOutput]]:
-        """A function that runs the model on one batch."""
+        """A context whose value is a function that runs the model on one batch."""
         watched = self.inputs if inputs is not None else {}
         runner = Runner(self.model, [*(tensor for tensor, _ in watched.values()), *self.layers.values()])
 
@@ -140,8 +140,8 @@ class Pair:
     Attributes:
         reference: The float model.
         other: The model compared with it.
-        inputs: By input of the reference: that of the other.
-        outputs: Likewise.
+        inputs: By input of the reference: the input of the other model.
+        outputs: By output of the reference: the output of the other model.
         layers: By layer: the tensor in the reference and that in the other.
     """
 
@@ -153,7 +153,7 @@ class Pair:
 
     @classmethod
     def of(cls, reference: ModelProto, other: ModelProto) -> Pair:
-        """Find what corresponds.
+        """Match inputs, outputs and layers of two models.
 
         Raises:
             ModelError: the models do not have the same inputs and outputs.
@@ -168,7 +168,7 @@ class Pair:
         )
 
     def models(self, inputs: WatchedInputs | None = None) -> tuple[OnnxRun, OnnxRun]:
-        """Both models, ready to be compared; ``inputs`` are those of the reference that are watched."""
+        """Both models, ready to be compared; ``inputs`` are the layer inputs of the reference to observe."""
         own = OnnxRun(
             model=self.reference,
             feeds={name: name for name in self.inputs},
@@ -197,7 +197,7 @@ def _matched(what: str, own: list[str], others: list[str]) -> dict[str, str]:
 
 
 def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[str, str]]:
-    """The layers of the float model whose result the other model has too, with the tensor in each."""
+    """The layers of the float model whose output also exists in the other model, with the tensor in each."""
     own, theirs = OnnxGraph(reference), OnnxGraph(other)
     rescaled, outputs = rescaled_layers(other), layer_outputs(other)
     found = {}
@@ -211,16 +211,16 @@ def common_layers(reference: ModelProto, other: ModelProto) -> dict[str, tuple[s
 
 
 def _results(layer: Layer) -> list[str]:
-    """The tensors that can be compared as a layer's result, the best first; a recurrent layer has several."""
+    """The tensors that can be compared as a layer's output, the preferred first; a recurrent layer has several."""
     return [name for name in layer.node.output if name] if layer.kind.is_recurrent else [layer.output]
 
 
 def _compared(own: OnnxGraph, theirs: OnnxGraph, tensor: str) -> str | None:
-    """The tensor of the float model that is compared: the output of a batch norm that is folded in the other model."""
+    """The tensor of the float model to compare: the output of the batch norm if the other model has it folded."""
     norm = _sole_norm(own, tensor)
     if norm is None or _is_norm(theirs.producer(norm.output[0])):
         return tensor if theirs.producer(tensor) is not None else None
-    if theirs.producer(tensor) is not None:  # folded, but under the old name: its values are others
+    if theirs.producer(tensor) is not None:  # folded, but the tensor kept its name: its values differ
         return None
     return norm.output[0] if theirs.producer(norm.output[0]) is not None else None
 

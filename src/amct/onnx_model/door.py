@@ -1,4 +1,4 @@
-"""The front door of float ONNX models, and quantization in one call."""
+"""The ONNX front end: quantization of a float ONNX model in one call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OnnxPreparation(Preparation):
     """A prepared ONNX model.
 
     Attributes:
-        source: The user's model, as it was read.
+        source: The user's model as read.
         found: The layers of the user's model.
         folded: The float model with its batch norms folded.
         onnx_layers: The quantized layers in the folded model.
@@ -64,17 +64,17 @@ class OnnxPreparation(Preparation):
 
     @property
     def bindings(self) -> list[LayerBinding]:
-        """The quantized layers, as the exporters want them."""
+        """The bindings of the quantized layers, for the exporters."""
         return [self.found.found[name].binding for name in self.weights]
 
     @cached_property
     def intermediate_tensors(self) -> tuple[str, ...] | None:
-        """The tensors between layers that the fast QDQ placement wants observed; None where it is not possible."""
+        """The tensors between layers to observe for the fast QDQ placement; None if that placement is impossible."""
         is_float32 = all(layer.is_wide_float for layer in self.onnx_layers.values())
         return self.fast_tensors(self.folded, self.bindings, is_float32=is_float32)
 
     def tensor_observers(self) -> dict[str, TensorObserver]:
-        """Observers of the tensors that only the QDQ file needs: between layers, and layer inputs by channel."""
+        """Observers of tensors that only the QDQ file needs: tensors between layers, and layer inputs per channel."""
         if self.intermediate_tensors is None:
             return {}
         inputs = self.layer_inputs({name: layer.reader.input[0] for name, layer in self.onnx_layers.items()})
@@ -82,12 +82,12 @@ class OnnxPreparation(Preparation):
         return observers | {name: MinMaxObserver() for name in self.intermediate_tensors}
 
     def rounded_model(self) -> ModelProto:
-        """The folded model with the quantized weights in float."""
+        """The folded model with fake-quantized weights."""
         return self._with_rounded_weights(self.weights)
 
     @cached_property
     def exported_model(self) -> ModelProto:
-        """The folded model; weights are float, except where the rounding does not follow from weight and scale."""
+        """The folded model; weights are float, except where the integers do not follow from weight and scale."""
         rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
         return self._with_rounded_weights(rounded) if rounded else self.folded
 
@@ -99,21 +99,21 @@ class OnnxPreparation(Preparation):
                 put_weights(self.weights[layer.name], graph, layer)
         return graph.build()
 
-    # -- as the flow asks for it ---------------------------------------------------------------------------------------
+    # -- interface of the quantization flow ----------------------------------------------------------------------------
 
     def start_calibration(self) -> Calibration:
-        """A calibration in onnxruntime with the rounded weights."""
+        """Start a calibration in onnxruntime with the quantized weights."""
         return start_calibration(self)
 
     def simulation(self, record: Record, *, deploy: bool = False) -> ModelProto:
-        """The quantized model by standard operators, as the fake-quant file has it."""
+        """The fake-quant model, built from standard operators."""
         if deploy:
             raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
         factors = {name: layer_factors(entry) for name, entry in record.items()}
         return fake_quant_model(self.exported_model, self.bindings, factors).model
 
     def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:
-        """A function that returns the outputs by name."""
+        """A function that runs the model on a batch and returns the outputs by name."""
         return Runner(simulation).run
 
     def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
@@ -122,16 +122,16 @@ class OnnxPreparation(Preparation):
         return Pair.of(self.folded, self.simulation(record, deploy=deploy)).models(inputs)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Data as feeds of the model."""
+        """Convert data to feeds of the model."""
         return onnx_batches(self.source.model, data, inputs)
 
     def sample_count(self, batch: object, arguments: Feeds) -> int:
-        """The first dimension of the first input."""
+        """The size of the first dimension of the first input."""
         del batch
         return sample_count(arguments)
 
     def float_model(self, opset: int | None) -> ModelProto:
-        """The folded model in the opset asked for, or in its own."""
+        """The folded model in the requested opset, or in its own."""
         return with_opset(self.exported_model, opset if opset is not None else model_opset(self.folded))
 
 
@@ -143,7 +143,7 @@ class OnnxDoor:
         self._found = find_all_layers(source.model)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Calibration data as feeds of the model."""
+        """Convert calibration data to feeds of the model."""
         return onnx_batches(self._source.model, data, inputs)
 
     def plan(self, config: AnyConfig, example: Feeds, batches: int | None) -> tuple[Plan, bool]:
@@ -152,15 +152,15 @@ class OnnxDoor:
         return plan_of(config, self._found.config_layers(), batches)
 
     def reads_data_first(self, plan: Plan) -> bool:
-        """DMQ needs the activations of all batches before the weights are quantized."""
+        """True with DMQ, which needs the activations of all batches before the weights are quantized."""
         return bool(plan.balanced)
 
     def prepare(self, plan: Plan, data: Callable[[], Iterable[Feeds]]) -> OnnxPreparation:
         """Fold, balance, and quantize the weights.
 
         Raises:
-            ConfigError: The plan asks for what cannot be done with an ONNX file.
-            CalibrationError: Nothing is to be quantized, or the weights of a layer cannot be; names the layer.
+            ConfigError: The plan has settings that ONNX files do not support.
+            CalibrationError: No layer is to be quantized, or weights cannot be quantized; the message names the layer.
         """
         _refuse_adaround(plan)
         chosen = enabled_layers(plan, self._found.found)
@@ -210,12 +210,12 @@ def quantize(
     PyTorch ("Conv2d", "Linear", "AvgPool2d", "LSTM", …).
 
     Args:
-        model: The path of a file, its bytes, or a ModelProto, which stays as it is.
+        model: The path of a file, its bytes, or a ModelProto, which is not changed.
         calibration_data: An array, a dict of arrays by input name, or an iterable of batches; see ``onnx_batches``.
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
-        inputs: Turns a batch into the model's inputs, where its form does not tell them: ``lambda b: b["image"]``.
+        inputs: Turns a batch into the model's inputs, for batches in other forms: ``lambda b: b["image"]``.
 
     Raises:
-        AmctError: A subclass says what is wrong: model, config, data or files.
+        AmctError: The subclass tells whether model, config, data or files are invalid.
     """
     return flow.quantize(OnnxDoor(read_model(model)), calibration_data, config, inputs)

@@ -1,7 +1,7 @@
-"""Fills a report from files: a float ONNX model, and the QDQ or fake-quant file that quantization made of it.
+"""Builds a report from files: a float ONNX model, and the QDQ or fake-quant file that was quantized from it.
 
-The grids of a QDQ file are in its own nodes; those of a fake-quant file in the record beside it. Reasons and folded
-layers come from the ``quant.json`` beside it.
+The quantization grids of a QDQ file are in its nodes; those of a fake-quant file are in the record beside it. Reasons
+and folded layers come from the ``quant.json`` beside it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 _FLOAT_BYTES = 4
 _BALANCE = ".tensor_balance_factor"
-"""How the exporter calls the constant that an input is multiplied with before it is quantized."""
+"""The exporter's name suffix of the constant that multiplies an input before quantization."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Layer:
-    """A quantized layer: what it is in the float model, and the grid of its input."""
+    """A quantized layer: its form in the float model, and the grid of its input."""
 
     found: FoundLayer
     grid: QuantizedInput
@@ -76,20 +76,20 @@ def files_report(
     files: Iterable[str | os.PathLike[str]] = (),
     name: str | None = None,
 ) -> MeasuredReport:
-    """The report of a float model and of a file that quantization made of it.
+    """The report of a float model and of a file that was quantized from it.
 
     Args:
         float_model: A path, the bytes of a file or a ModelProto.
         quantized_file: The QDQ or fake-quant file.
         data: An array, a dict of arrays by input name, or an iterable of batches.
         metric: ``metric(output, batch)``, the mean over one batch; several outputs are a dict of arrays.
-        inputs: Makes of a batch what the model is fed with.
-        files: Whose sizes are shown.
-        name: The model's name; that of the file when None.
+        inputs: Turns a batch into the model's inputs.
+        files: Files whose sizes are shown.
+        name: The model's name; by default the file name.
 
     Raises:
         FileError, ParseError: a file cannot be read.
-        ModelError: a model cannot be run, they do not belong together, or the grids are in no file.
+        ModelError: a model cannot be run, the models do not match, or no file has the grids.
         ArgumentError, ArgumentTypeError, CalibrationError: the data or the metric cannot be used.
     """
     source = read_model(float_model, "float_model")
@@ -147,7 +147,7 @@ def _layers(reference: ModelProto, other: ModelProto, quantized_file: Path, note
 
 
 def _float_weights(layer: Layer, record: Record) -> LayerWeights:
-    """The weights of the float model, with the balance factors of the record."""
+    """The weights of the float model, multiplied by the balance factors of the record."""
     factors = record[layer.name].tensor_balance_factor if layer.name in record.layers else ()
     return LayerWeights(
         parts=weight_parts(layer),
@@ -158,7 +158,7 @@ def _float_weights(layer: Layer, record: Record) -> LayerWeights:
 
 
 def _grid_of_nodes(graph: OnnxGraph, reader: NodeProto) -> QuantizedInput | None:
-    """The grid of a node's input in a QDQ file, with the offset of signed integers; None where it is balanced."""
+    """The grid of a node's input in a QDQ file, with a signed offset; None if the input is balanced."""
     dequantize = graph.producer(reader.input[0])
     if dequantize is None or dequantize.op_type != "DequantizeLinear" or len(dequantize.input) < 3:
         return None
@@ -185,5 +185,5 @@ def _grid_of_record(record: Record, name: str) -> QuantizedInput | None:
 
 
 def _stored_bits(bits: int) -> int:
-    """What a weight takes in the file: a narrow one has the integers of the next width that a file knows."""
+    """The storage width of a weight: narrow weights are stored in the next wider type of the file."""
     return next((width for width in (4, 8, 16) if bits <= width), bits)

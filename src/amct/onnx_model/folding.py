@@ -1,6 +1,6 @@
 """Folds batch norms into the layers before them. The outputs change by rounding errors only.
 
-The layer takes over the name of what the batch norm made, so that every tensor that both models have has the same
+The layer takes over the output name of the batch norm, so that every tensor that exists in both models has the same
 values in both.
 """
 
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.layer import Layer
 
-_HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # a MatMul has no place for the bias
+_HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # MatMul has no bias input
 _PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
 def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded[ModelProto]:
-    """Fold every batch norm that is the only reader of a convolution or Gemm; report each that stays, with the reason.
+    """Fold every batch norm that is the only reader of a convolution or Gemm; report each other one with the reason.
 
     Args:
         model: its nodes have unique names; it is not changed.
         do_fusion: False folds nothing.
-        skip: layers (or batch norms) to leave as they are, AMCT's ``skip_fusion_layers``.
+        skip: layers (or batch norms) that are not folded, AMCT's ``skip_fusion_layers``.
     """
     if not do_fusion:
         norms = [node.name for node in model.graph.node if node.op_type == BATCH_NORM]

@@ -1,4 +1,4 @@
-"""The layers of an ONNX model: which nodes can be quantized, as what type, and why others cannot; their weights."""
+"""The layers of an ONNX model: quantizable nodes with their types and weights, and the reasons for all others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Layers:
     Attributes:
         found: The quantizable layers by name, in graph order.
         skips: Nodes with weights that stay float, with the reason.
-        operators: The operator of every node but constants, by name.
+        operators: The operator of every node except constants, by name.
     """
 
     found: Mapping[str, FoundLayer]
@@ -156,7 +156,7 @@ def _operand_problem(graph: OnnxGraph, node: NodeProto) -> str | None:
 
 
 def _setting_problem(node: NodeProto) -> str | None:
-    """The setting that keeps a recurrent layer from being quantized; others have no such settings."""
+    """The setting that prevents quantization of a recurrent layer; None for other layers."""
     if not KIND_OF_OPERATOR[node.op_type].is_recurrent:
         return None
     direction = attribute_value(node, "direction", "forward")
@@ -185,7 +185,7 @@ def _dimension_problem(graph: OnnxGraph, layer: Layer) -> str:
 
 
 def reads_rescaled(layer: Layer, graph: OnnxGraph, rescaled: Collection[str]) -> bool:
-    """Whether the layer that makes this one's input, perhaps through a Relu, is among the rescaled ones."""
+    """Whether the layer that computes this one's input, possibly through a Relu, is among the rescaled ones."""
     producer = graph.producer(layer.reader.input[0])
     if producer is not None and producer.op_type == "Relu":
         producer = graph.producer(producer.input[0])
@@ -193,7 +193,7 @@ def reads_rescaled(layer: Layer, graph: OnnxGraph, rescaled: Collection[str]) ->
 
 
 def topology(model: ModelProto) -> Graph:
-    """Which node feeds which, for finding batch norms that can be folded."""
+    """The graph of producers and consumers, for finding batch norms that can be folded."""
     graph = OnnxGraph(model)
     inputs = [value.name for value in graph.inputs]
     captured = [name for node in graph.nodes for name in node.output if name and graph.is_captured(name)]
@@ -232,7 +232,7 @@ def weight_parts(layer: Layer) -> tuple[WeightPart, ...]:
 
 
 def put_weights(weights: LayerWeights, graph: OnnxGraph, layer: Layer) -> None:
-    """Let the layer's node in a graph compute with the rounded weights; its input is not balanced there."""
+    """Store the dequantized weights in the layer's node of a graph; its input is not balanced there."""
     for index, weight in enumerate(weights.unbalanced().values(), start=1):
         array: NDArray[np.floating] = weight.numpy()
         replace_weight(graph, layer, array[np.newaxis] if layer.kind.is_recurrent else array, index)

@@ -1,4 +1,4 @@
-"""Brings a model to an opset that the exporters write, with ONNX's own version converter."""
+"""Converts a model to an opset that the exporters support, with ONNX's version converter."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from onnx import TensorProto
 
 NEWEST_FILE_VERSION = 10
-"""The IR version of the newest opset written; runtimes refuse files that claim a newer one."""
+"""The IR version of the newest supported opset; runtimes reject files with a newer one."""
 
 
 def usual_opset(model: ModelProto) -> int:
-    """The opset in which a model is exported when the user asks for none: its own, or the nearest one possible."""
+    """The default opset for exporting a model: its own, or the nearest supported one."""
     return min(max(model_opset(model), OPSETS[0]), OPSETS[-1])
 
 
 def with_opset(model: ModelProto, opset: int) -> ModelProto:
-    """The model with another opset; the model itself when it has this one already. Names of nodes and tensors stay.
+    """Convert a model to another opset; returns the model itself if it has this opset. Node and tensor names are kept.
 
     Raises:
         ArgumentError: the opset is outside 16..21.
-        ModelError: an operator of the model has no form there.
+        ModelError: an operator of the model does not exist in that opset.
     """
     check_opset(opset)
     if model_opset(model) == opset:
@@ -46,27 +46,27 @@ def with_opset(model: ModelProto, opset: int) -> ModelProto:
 
 
 def set_file_version(model: ModelProto) -> None:
-    """Let a model have an IR version that fits its opset and that runtimes know."""
+    """Set an IR version that fits the model's opset and that runtimes support."""
     needed = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
     model.ir_version = max(needed, min(model.ir_version, NEWEST_FILE_VERSION))
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of ONNX or onnxruntime says, on one line."""
+    """The message of an ONNX or onnxruntime error, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 # -- models without their large weights --------------------------------------------------------------------------------
-# Checking, shape inference and opset conversion need the small constants (shapes, axes) but no weights. In a light copy
-# large initializers are inputs of the same name and shape, so that models beyond protobuf's 2 GB pass too.
+# Checking, shape inference and opset conversion need small constants (shapes, axes) but no weights. In a light copy
+# large initializers are inputs of the same name and shape, so that models above protobuf's 2 GB limit work too.
 
 
-LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
+LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
 
 
 def light_copy(model: ModelProto) -> ModelProto:
-    """The model with large initializers as inputs; small ones are kept."""
+    """A copy of the model with large initializers replaced by inputs; small ones are kept."""
     light = ModelProto()
     copy_fields(model, light, skip={"graph"})
     copy_fields(model.graph, light.graph, skip={"initializer"})
@@ -80,14 +80,14 @@ def light_copy(model: ModelProto) -> ModelProto:
 
 
 def with_weights(light: ModelProto, model: ModelProto) -> ModelProto:
-    """A changed light copy with the large initializers of its model; the light copy itself is completed."""
+    """Add the large initializers of the model to its (possibly changed) light copy, in place, and return it."""
     light.graph.initializer.extend(tensor for tensor in model.graph.initializer if _is_large(tensor))
     drop_stored_inputs(light)
     return light
 
 
 def drop_stored_inputs(model: ModelProto) -> None:
-    """Remove the inputs that are initializers too; old files list weights as inputs that a caller might replace."""
+    """Remove inputs that are also initializers; old files list weights as optional inputs."""
     stored = {tensor.name for tensor in model.graph.initializer}
     kept = [value for value in model.graph.input if value.name not in stored]
     del model.graph.input[:]

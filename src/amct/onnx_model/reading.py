@@ -1,8 +1,8 @@
-"""Reads a float ONNX model and brings it into the form that the rest of this package works on.
+"""Reads a float ONNX model and normalizes it to the form that the rest of this package needs.
 
-Whatever the file is (truncated, cyclic, pointing to files outside its folder, already quantized), the user gets one
-clear error and not a crash of a library. The result has one name for every node, no local functions, an opset that the
-exporters write, declared shapes, and no weights among its inputs.
+Every invalid file (truncated, cyclic, pointing to files outside its folder, already quantized) gives one clear error
+instead of a library crash. In the result every node has a unique name, there are no local functions, the opset is
+supported by the exporters, shapes are declared, and no weights are listed as inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto
 
 AnyModel = str | os.PathLike[str] | bytes | ModelProto
-"""A file, its content, or a model in memory."""
+"""A path, the bytes of a file, or a model in memory."""
 
 _QUANTIZED = frozenset(
     {
@@ -56,16 +56,16 @@ _QUANTIZED = frozenset(
 _DEPLOYED = frozenset(
     {"AscendDequant", "AscendQuant", "BasicGRUInplaceFillWindowCache", "BasicLSTMInplaceFillWindowCache"}
 )
-"""Ascend's own operators, which nothing here can run."""
+"""Ascend's own operators, which cannot be run here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SourceModel:
-    """A model as it was read.
+    """A model as read.
 
     Attributes:
-        name: The file's name without its ending, or the graph's.
-        model: In the form described above; never changed.
+        name: The file's name without its suffix, or the graph's name.
+        model: The normalized model; never changed.
     """
 
     name: str
@@ -73,16 +73,16 @@ class SourceModel:
 
 
 def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: bool = False) -> SourceModel:
-    """Read, check and bring into form.
+    """Read, check and normalize a model.
 
     Args:
-        model: a path, the bytes of a file, or a ModelProto, which stays as it is.
-        argument: what messages call it.
-        allow_quantized: whether a model with quantized operators will do (for comparing); its opset stays, too.
+        model: a path, the bytes of a file, or a ModelProto, which is not changed.
+        argument: the argument's name in messages.
+        allow_quantized: whether quantized operators are accepted (for comparing); the opset is then kept.
 
     Raises:
-        ArgumentTypeError: it is none of these.
-        FileError: the file, or one that it keeps tensors in, cannot be read.
+        ArgumentTypeError: it has another type.
+        FileError: the file, or a file with its external tensors, cannot be read.
         ParseError: it is not ONNX, or not a valid model.
         ModelError: it is already quantized, or its opset cannot be converted.
     """
@@ -104,7 +104,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
 
 
 def _parsed(model: AnyModel, argument: str) -> tuple[str, ModelProto]:
-    """What messages call the model, and a copy of it with all its data."""
+    """The model's name in messages, and a copy of the model with all its data."""
     proto, source, folder = ModelProto(), argument, None
     if isinstance(model, ModelProto):
         proto.CopyFrom(model)
@@ -130,7 +130,7 @@ def _decode(proto: ModelProto, content: bytes, source: str) -> None:
         raise ParseError(f"{source} is not an ONNX model: it is truncated, or a file of another kind") from error
 
 
-# -- data in other files -----------------------------------------------------------------------------------------------
+# -- external data -----------------------------------------------------------------------------------------------------
 
 
 def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
@@ -151,7 +151,7 @@ def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
 
 
 def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
-    """The file of a tensor. A model may only point into its own folder: it may be untrusted."""
+    """The file of an external tensor. It must be inside the model's folder, because a model may be untrusted."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     root = folder.resolve()
@@ -179,7 +179,7 @@ def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(source: str, tensor: TensorProto) -> None:
-    """Check that the data has the size of the shape; later readers do not check."""
+    """Check that the data size matches the shape; later readers do not check."""
     try:
         if any(size < 0 for size in tensor.dims):
             raise ValueError(f"negative size in shape {list(tensor.dims)}")
@@ -190,7 +190,7 @@ def _check_tensor(source: str, tensor: TensorProto) -> None:
         raise ParseError(f'{source}: the data of tensor "{tensor.name}" is damaged: {first_line(error)}') from error
 
 
-# -- form --------------------------------------------------------------------------------------------------------------
+# -- normalization -----------------------------------------------------------------------------------------------------
 
 
 def _without_functions(source: str, proto: ModelProto) -> ModelProto:
@@ -205,7 +205,7 @@ def _without_functions(source: str, proto: ModelProto) -> ModelProto:
 def _check(source: str, proto: ModelProto) -> None:
     light = light_copy(proto)
     for value in (*light.graph.input, *light.graph.output):
-        # The checker requires a shape, runtimes do not; any shape passes it.
+        # The checker requires a shape, runtimes do not; any shape satisfies it.
         value.type.tensor_type.shape.SetInParent()
     try:
         onnx.checker.check_model(light)
@@ -225,7 +225,7 @@ def _refuse_quantized(source: str, proto: ModelProto, refused: frozenset[str]) -
 
 
 def _name_nodes(proto: ModelProto) -> None:
-    """Every node gets a name of its own: what it has, or its operator and its output."""
+    """Give every node a unique name: its own, or one made of its operator and output."""
     taken: set[str] = set()
     unnamed = []
     for node in proto.graph.node:
@@ -244,7 +244,7 @@ def _name_nodes(proto: ModelProto) -> None:
 
 
 def _declare_shapes(proto: ModelProto) -> None:
-    """Add what shape inference finds out; a model for which it fails keeps what it declares."""
+    """Add the inferred shapes; if inference fails, the model keeps its declarations."""
     try:
         inferred = onnx.shape_inference.infer_shapes(light_copy(proto))
     except Exception:  # noqa: BLE001  only a help: onnxruntime judges the model
@@ -256,7 +256,7 @@ def _declare_shapes(proto: ModelProto) -> None:
 
 
 def input_shape(proto: ModelProto, name: str) -> tuple[int | str | None, ...] | None:
-    """The declared shape of an input: sizes, labels of open axes, None where nothing is said."""
+    """The declared shape of an input: sizes, labels of dynamic axes, None where nothing is declared."""
     value = next(value for value in proto.graph.input if value.name == name)
     if not value.type.tensor_type.HasField("shape"):
         return None
@@ -270,6 +270,6 @@ def _size(dimension: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 
 def element_dtype(proto: ModelProto, name: str) -> str:
-    """NumPy's name of the element type of an input."""
+    """The NumPy name of the element type of an input."""
     value = next(value for value in proto.graph.input if value.name == name)
     return str(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name)

@@ -1,4 +1,4 @@
-"""Runs an ONNX model in onnxruntime and shows any of its tensors."""
+"""Runs an ONNX model in onnxruntime and returns any of its tensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Runner:
     """A model ready to run.
 
     Args:
-        model: any model that onnxruntime knows; it is not changed.
-        watched: tensors whose values are returned beside the outputs: results of nodes, inputs or constants.
+        model: any model that onnxruntime supports; it is not changed.
+        watched: tensors to return in addition to the outputs: node outputs, inputs or constants.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -50,7 +50,7 @@ class Runner:
         """The outputs and the watched tensors, by name.
 
         Raises:
-            CalibrationError: the model does not take these inputs.
+            CalibrationError: the model rejects these inputs.
         """
         try:
             results = self._session.run(list(self._fetched), dict(feeds))
@@ -61,7 +61,7 @@ class Runner:
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """An array for the observers; one that must not be written to is copied, because torch requires it."""
+    """Convert an array to a tensor for the observers; read-only arrays are copied, as torch requires."""
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
@@ -80,7 +80,7 @@ def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
 def _session(model: ModelProto) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the cores are the observers' meanwhile
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # leaves the cores to the observers
     try:
         if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < EXTERNAL_THRESHOLD:
             return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""AMCT's functions of post-training quantization: config, balancing, calibration model, saving.
+"""AMCT's functions for post-training quantization: config, balancing, calibration model, saving.
 
 A script calls them one after the other, with files in between::
 
@@ -59,22 +59,22 @@ def create_quant_config(
     activation_offset: bool = True,
     config_defination: AnyPath | None = None,
 ) -> None:
-    """Write the full JSON config of a model: from a simple config (``.cfg``), or from the few arguments here.
+    """Write the full JSON config of a model, from a simple config (``.cfg``) or from the arguments.
 
     Args:
-        config_file: where to.
+        config_file: the file to write.
         model: any nn.Module.
         input_data: a tensor, or a tuple or dict of arguments, with which the model can be run.
         skip_layers: layers that stay float; ignored with ``config_defination``.
-        batch_num: batches of calibration; ignored with ``config_defination``.
+        batch_num: number of calibration batches; ignored with ``config_defination``.
         activation_offset: whether activations have an offset; ignored with ``config_defination``.
         config_defination: a simple config.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the config does not fit the model; all mistakes are listed with their places.
+        ValueError: the config does not fit the model; all mistakes are listed with their positions.
         OSError: a file cannot be read or written.
-        RuntimeError: the model cannot be run on the example input, or is quantized already.
+        RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
     log.start("amct_pytorch")
     check_types(
@@ -106,7 +106,7 @@ def create_quant_config(
 
 
 def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Module, input_data: object) -> nn.Module:
-    """Prepare DMQ: run the returned model once (or more) on data, and the record gets the balance factors.
+    """Prepare DMQ: forwards of the returned model on data (one or more) write the balance factors to the record.
 
     Raises:
         TypeError, ValueError, OSError: as ``quantize_model``.
@@ -150,9 +150,9 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Fold, quantize the weights, and return the calibration model: run it on ``batch_num`` batches.
+    """Fold, quantize the weights, and return the calibration model, to be run on ``batch_num`` batches.
 
-    The record gets the factors of the weights at once and those of the activations when the last layer has seen enough.
+    The weight factors are written to the record at once, the activation factors when every layer has enough batches.
 
     Args:
         config_file: the JSON config of ``create_quant_config``.
@@ -168,7 +168,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         TypeError: an argument, a config value or the type of the weights is wrong.
         ValueError: the config does not fit the model, or the record lacks the balance factors of a layer.
         OSError: a file cannot be read or written.
-        RuntimeError: the model cannot be run or exported, nothing is to be quantized, or weights are not finite.
+        RuntimeError: the model cannot be run or exported, no layer is to be quantized, or weights are not finite.
     """
     log.start("amct_pytorch")
     check_types(
@@ -192,7 +192,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     if isinstance(onnx, ExportError):
         if traced.program is not None:
             raise onnx
-        # Control flow that depends on data: the model can be calibrated; the file holds the reason why it is not saved.
+        # Data-dependent control flow: the model can be calibrated but not saved; the file holds the reason.
         logger.warning("calibration works, but save_model will not: %s", onnx)
         write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
         return start_calibration(preparation, record_file=record_path).model
@@ -213,8 +213,8 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         TypeError: an argument has the wrong type.
         ValueError: the ONNX file does not exist, or a factor of the record is outside its range.
         OSError: a file cannot be read or written.
-        RuntimeError: calibration is not complete (says which layers need how many batches), or record and model do not
-            belong together.
+        RuntimeError: calibration is incomplete (the message lists the missing batches by layer), or record and model do
+            not belong together.
     """
     log.start("amct_pytorch")
     check_types(
@@ -248,7 +248,7 @@ def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:
 
 
 def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
-    """The balance factors that the record must hold when the config asks for DMQ."""
+    """Read the balance factors from the record; required if the config uses DMQ."""
     if not plan.balanced:
         return {}
     what_to_do = "run quantize_preprocess and one forward of the model it returns"

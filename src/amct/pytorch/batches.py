@@ -1,4 +1,4 @@
-"""Calibration data in every form users have it: a tensor, a list of batches, a DataLoader, a generator."""
+"""Converts calibration data (a tensor, a list of batches, a DataLoader, a generator) to model arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = None) -> Batches:
-    """The data as arguments of calls of one model, on the model's device.
+    """Convert data to call arguments of one model, on the model's device.
 
-    A tensor is one batch. Of a batch that is a tuple or list, the items are the forward's arguments; items at the end
-    that the forward does not take (labels) are left out. A dict holds keyword arguments.
+    A tensor is one batch. The items of a tuple or list are the forward's arguments; further items that the forward does
+    not take (labels) are ignored. A dict holds keyword arguments.
     """
     if isinstance(data, dict):
         raise ArgumentError("calibration_data: a dict is one batch of keyword arguments; put it into a list: [batch]")
@@ -44,7 +44,7 @@ def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = N
 
 
 def _without_labels(model: nn.Module, batch: object) -> object:
-    """A batch without items at its end that the forward does not take, or that are labels by the look of them."""
+    """A batch without trailing items that the forward does not take or that look like labels."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or isinstance(batch[-1], dict):
         return batch
     signature = inspect.signature(model.forward)
@@ -56,11 +56,11 @@ def _without_labels(model: nn.Module, batch: object) -> object:
         if count > 1 and _is_label(batch[0], batch[count - 1]) and _is_optional(signature, list(bound.arguments)[-1]):
             count -= 1
         return tuple(batch[:count])
-    return batch  # the error message lists what the forward takes
+    return batch  # the error message lists the forward's parameters
 
 
 def _is_label(first: object, last: object) -> bool:
-    """Whole numbers, one for each sample."""
+    """Whether ``last`` holds integers, one per sample of ``first``."""
     if not isinstance(first, torch.Tensor) or not isinstance(last, torch.Tensor) or first.ndim == 0:
         return False
     return not last.is_floating_point() and last.ndim == 1 and last.shape[0] == first.shape[0]

@@ -1,4 +1,4 @@
-"""Compares a float torch model with its quantized one, layer by layer."""
+"""Compares a float torch model with its quantized model, layer by layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TorchRun:
     Args:
         model: The model.
         layers: By layer: the module whose output is compared.
-        weights: By layer: the weights that may balance its input, for watching inputs.
+        weights: By layer: its weights, whose balance factors apply to observed inputs.
     """
 
     shapes_vary = False
@@ -58,7 +58,7 @@ class TorchRun:
     def watch(
         self, *, outputs: OnTensor, inputs: OnTensor | None = None
     ) -> Iterator[Callable[[Arguments], ModelOutput]]:
-        """A function that runs the model on one batch, without gradients."""
+        """A context whose value is a function that runs the model on one batch, without gradients."""
         with ExitStack() as stack:
             for layer, place in self._layers.items():
                 hook = self._model.get_submodule(place).register_forward_hook(_output_hook(layer, outputs))
@@ -82,7 +82,7 @@ class TorchRun:
 
 def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
     def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
-        # A copy, because a ReLU that works in place would change it before it is compared.
+        # A copy, because an in-place ReLU would change the tensor before it is compared.
         outputs(layer, (output[0] if isinstance(output, tuple) else output).clone())
 
     return hook
@@ -106,17 +106,17 @@ def compare(
 ) -> list[LayerComparison]:
     """Run both models on data and compare the outputs of their layers, in execution order.
 
-    A layer with a folded batch norm is compared with what the batch norm makes in the float model.
+    A layer with a folded batch norm is compared with the output of the batch norm in the float model.
 
     Args:
-        float_model: the original; it stays as it is, and is run in eval mode.
-        quantized_model: what ``quantize`` returned, whose quantized layers are compared; or a simulated model, in which
-            every module with weights is compared that has the same name in both.
+        float_model: the original; it is not changed, and is run in eval mode.
+        quantized_model: the result of ``quantize``, whose quantized layers are compared; or a simulated model, in which
+            all modules with weights that have the same name in both models are compared.
         data: a tensor, an iterable of batches or a DataLoader, as for ``quantize``.
         inputs: as for ``quantize``.
 
     Raises:
-        ArgumentTypeError: one of the models is none.
+        ArgumentTypeError: an argument is not a model.
         ArgumentError: the outputs of a layer have different shapes.
         ModelError: the models have no layer in common.
         CalibrationError: there is no data.
@@ -147,7 +147,7 @@ def compare(
 
 
 def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto:
-    """The folded float model as ONNX, for comparing with its quantized files, which have the same tensor names.
+    """The folded float model as ONNX, for comparison with its quantized files, which have the same tensor names.
 
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
@@ -165,7 +165,7 @@ def _has(model: nn.Module, path: str) -> bool:
 
 
 def _common_layers(reference: nn.Module, other: nn.Module, arguments: Arguments) -> dict[str, str]:
-    """The modules with weights of their own that both models have and that mean the same in both."""
+    """The modules with their own weights that exist in both models and compute the same output."""
     mine = dict(other.named_modules())
     leaves = {
         name: module
@@ -178,7 +178,7 @@ def _common_layers(reference: nn.Module, other: nn.Module, arguments: Arguments)
 
 
 def _makers(model: nn.Module, leaves: dict[str, nn.Module], folded: set[str], arguments: Arguments) -> set[str]:
-    """The layers that feed the modules folded away: their weights have taken these in, and their outputs differ."""
+    """The layers that feed the folded modules: folding changed their weights, so their outputs differ."""
     made: list[tuple[str, object]] = []
     makers: set[str] = set()
 

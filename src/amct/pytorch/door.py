@@ -1,4 +1,4 @@
-"""The front door of torch models, and quantization in one call."""
+"""The PyTorch front end: quantization of a torch model in one call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IoOptions:
-    """Names and open axes of the exported models, as in ``torch.onnx.export``."""
+    """Input and output names and dynamic axes of the exported models, as in ``torch.onnx.export``."""
 
     input_names: Sequence[str] | None = None
     output_names: Sequence[str] | None = None
@@ -53,15 +53,15 @@ def quantize(
     be quantized, all the data.
 
     Args:
-        model: any nn.Module; it stays as it is.
+        model: any nn.Module; it is not changed.
         calibration_data: a tensor, an iterable of batches or a DataLoader; see ``torch_batches``.
-        config: a simple config (``.cfg``) or full config (``.json``), the latter as a dict, or a ``QuantConfig``.
-        inputs: makes of a batch what the model is called with, where its form does not tell: ``lambda b: b["image"]``.
-        io: names and open axes of the exported models.
+        config: a simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
+        inputs: turns a batch into the model's inputs, for batches in other forms: ``lambda b: b["image"]``.
+        io: names and dynamic axes of the exported models.
         adaround: "plain" learns by forwards as AMCT does, "fast" from the Gram matrix of each layer's input.
 
     Raises:
-        AmctError: a subclass says what is wrong: config, model, data or files.
+        AmctError: the subclass tells whether config, model, data or files are invalid.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -80,11 +80,11 @@ class TorchDoor:
         self._traced: Traced | None = None
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Calibration data as arguments of the model."""
+        """Convert calibration data to arguments of the model."""
         return torch_batches(unwrap(self._model), data, inputs)
 
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
-        """Capture the model on the first batch; the plan of a config in the PyTorch dialect."""
+        """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
         self._traced = cached_trace(
             self._model,
@@ -96,7 +96,7 @@ class TorchDoor:
         return plan_of(config, self._traced.config_layers(), batches)
 
     def reads_data_first(self, plan: Plan) -> bool:
-        """DMQ and AdaRound need the activations of all batches before the weights are quantized."""
+        """True with DMQ or AdaRound, which need the activations of all batches before the weights are quantized."""
         return bool(plan.balanced) or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled)
 
     def prepare(self, plan: Plan, data: Callable[[], Iterable[Arguments]]) -> TorchPreparation:

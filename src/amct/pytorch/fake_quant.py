@@ -1,6 +1,6 @@
-"""The quantized model simulated in torch: inputs and weights of its layers rounded to their grids, arithmetic in float.
+"""The fake-quantized model in torch: inputs and weights of its layers are rounded to their grids, arithmetic is float.
 
-It computes what the fake-quant file computes, up to float rounding, and is an ordinary module for any evaluation loop.
+It matches the fake-quant file up to float rounding and is an ordinary module for any evaluation loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def fake_quant_copy(preparation: TorchPreparation, record: Record) -> nn.Module:
-    """A copy of the folded model that computes as quantized; its record must be complete."""
+    """A fake-quantized copy of the folded model; the record must be complete."""
     model = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
         module, entry = model.get_submodule(name), record[name]
@@ -60,7 +60,7 @@ def _factors(scale: float, offset: int) -> tuple[Tensor, Tensor]:
 
 
 def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) -> None:
-    """Round each bias to the steps of the accumulator that it is added to."""
+    """Round each bias to the scale of its accumulator."""
     if isinstance(module, nn.RNNBase):
         pairs = [("bias_ih_l0", "weight_ih_l0", entry.scale_d), ("bias_hh_l0", "weight_hh_l0", entry.scale_h)]
     else:

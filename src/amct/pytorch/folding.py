@@ -1,4 +1,4 @@
-"""Folds batch norms into the layers before them, on a copy of the model. The outputs stay the same."""
+"""Folds batch norms into the layers before them, on a copy of the model. The outputs are unchanged."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Fused = Folded[nn.Module]
 def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Fused:
     """Copy the model and fold every batch norm that is the only reader of a convolution's or linear layer's output.
 
-    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that stay are reported with the
-    reason. The model may be in train mode; the copy is in eval mode.
+    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that are not folded are reported
+    with the reason. The model may be in train mode; the copy is in eval mode.
 
     Args:
         traced: the model.
         do_fusion: False only copies.
-        skip: layers (or batch norms) to leave as they are, AMCT's ``skip_fusion_layers``.
+        skip: layers (or batch norms) that are not folded, AMCT's ``skip_fusion_layers``.
 
     Raises:
         ModelError: the model cannot be copied.
@@ -85,7 +85,7 @@ def _layer_problem(layer: nn.Module, node: Node, shared: Collection[int]) -> str
 
 
 def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head: Node) -> str | None:
-    """A batch norm works along axis 1; only there are the layer's output channels."""
+    """Why the shapes prevent folding: a batch norm works along axis 1, which must be the output channels."""
     shapes = head.attributes["shapes"]
     assert isinstance(shapes, tuple)
     rank = len(shapes[0])
@@ -99,7 +99,7 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
 
 
 def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
-    """Fold one pair in place; a result that is not finite raises and leaves both as they are."""
+    """Fold one pair in place; a non-finite result raises an error and leaves both unchanged."""
     layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
     assert norm.running_mean is not None
@@ -116,16 +116,16 @@ def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
 
 
 def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
-    """Put ``replacement`` wherever the module of that path is registered."""
+    """Replace the module of that path wherever it is registered."""
     old = model.get_submodule(path)
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children would leave out a second name
+        for name, child in list(parent._modules.items()):  # named_children would omit a second name of the same module
             if child is old:
                 setattr(parent, name, replacement.eval())
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """Identities of parameters that more than one module holds."""
+    """The ids of parameters that more than one module holds."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The weights of a quantizable torch layer: where they are, and how rounded ones are put back."""
+"""Reads the weights of a quantizable torch layer and replaces them by quantized ones."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Let a module of a copied model use other weights, given by attribute."""
+    """Set other weights, given by attribute, in a module of a copied model."""
     for attribute, weight in weights.items():
         setattr(module, attribute, nn.Parameter(weight, requires_grad=False))

@@ -1,4 +1,4 @@
-"""Copies of the user's model, which is never changed, and of its tensors as NumPy arrays."""
+"""Copies the user's model, which is never changed, and converts its tensors to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-_COMPILED = "_orig_mod"  # where torch.compile keeps the model; its class lives in a module that is slow to import
+_COMPILED = "_orig_mod"  # torch.compile's attribute for the model; importing its class is slow
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -32,7 +32,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def copy_model(model: nn.Module, *, share_tensors: bool = False) -> nn.Module:
-    """A copy in eval mode. With ``share_tensors`` parameters and buffers are the model's own: only for looking.
+    """A copy in eval mode. With ``share_tensors`` it shares parameters and buffers with the model: read-only.
 
     Raises:
         ModelError: some attribute of the model cannot be copied; the message names it.
@@ -58,7 +58,7 @@ def _copied(tensor: Tensor, share: bool) -> Tensor:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor held by a module of the model, also those that are plain attributes (old-style weight_norm)."""
+    """Every tensor held by a module, including plain attributes (old-style weight_norm)."""
     for module in model.modules():
         for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
             if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
@@ -79,8 +79,8 @@ def _culprit(model: nn.Module) -> str:
 
 
 def as_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The values of a tensor; an array of a CPU tensor shares its memory."""
+    """The values of a tensor as an array; a CPU tensor shares its memory."""
     tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype is torch.bfloat16:  # NumPy has no such type of its own
+    if tensor.dtype is torch.bfloat16:  # not a NumPy type
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()

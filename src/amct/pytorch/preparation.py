@@ -1,4 +1,4 @@
-"""From a model and a plan to everything calibration and export need: folded copy, quantized weights, float ONNX."""
+"""Prepares a model for calibration and export according to a plan: folded copy, quantized weights, float ONNX."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TorchPreparation(Preparation):
     """A prepared torch model.
 
     Attributes:
-        traced: The user's model and what was captured of it.
+        traced: The user's model and its trace.
         fused: A folded float copy of the model.
     """
 
@@ -57,14 +57,14 @@ class TorchPreparation(Preparation):
     fused: Fused
 
     def quantized_copy(self) -> nn.Module:
-        """A copy of the folded model that computes with the quantized weights."""
+        """A copy of the folded model with fake-quantized weights."""
         model = copy_model(self.fused.model)
         for name, weights in self.weights.items():
             put_weights(model.get_submodule(name), {key: weight.clone() for key, weight in weights.rounded.items()})
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
-        """The folded model as ONNX: float weights, except where the rounding does not follow from weight and scale.
+        """The folded model as ONNX: float weights, except where the integers do not follow from weight and scale.
 
         Raises:
             ArgumentError: the opset is outside 16..21.
@@ -80,14 +80,14 @@ class TorchPreparation(Preparation):
 
     @cached_property
     def default_onnx(self) -> FloatOnnx | ExportError:
-        """The float ONNX model in the default opset, or why there is none."""
+        """The float ONNX model in the default opset, or the error that prevents it."""
         try:
             return self.float_onnx()
         except ExportError as error:
             return error
 
     def intermediate_watch(self, onnx: FloatOnnx) -> TensorWatch | None:
-        """The tensors that calibration observes for the fast placement of the QDQ file; None when it is impossible."""
+        """The tensors to observe for the fast placement of the QDQ file; None if that placement is impossible."""
         wanted = self.fast_tensors(
             onnx.model,
             [binding for binding in onnx.bindings if binding.layer in self.weights],
@@ -99,10 +99,10 @@ class TorchPreparation(Preparation):
         inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
         return replace(watch, given=self.layer_inputs(inputs))
 
-    # -- as the flow asks for it ---------------------------------------------------------------------------------------
+    # -- interface of the quantization flow ----------------------------------------------------------------------------
 
     def start_calibration(self) -> Calibration:
-        """A calibration of a copy of the model with rounded weights."""
+        """Start a calibration of a copy of the model with fake-quantized weights."""
         onnx = self.default_onnx
         intermediate = self.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
         calibrated = start_calibration(self, intermediate=intermediate)
@@ -114,7 +114,7 @@ class TorchPreparation(Preparation):
         return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
 
     def simulation(self, record: Record, *, deploy: bool = False) -> nn.Module:
-        """An ordinary module in eval mode that computes as the fake-quant file does."""
+        """A fake-quantized module in eval mode that matches the fake-quant file."""
         if deploy:
             raise ArgumentError("deploy: the deploy model of a PyTorch model runs on the chip only; leave it out")
         return fake_quant_copy(self, record)
@@ -135,11 +135,11 @@ class TorchPreparation(Preparation):
         return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
-        """Data as arguments of the model."""
+        """Convert data to arguments of the model."""
         return torch_batches(self.fused.model, data, inputs)
 
     def sample_count(self, batch: object, arguments: object) -> int:
-        """The first dimension of the first tensor in the batch."""
+        """The size of the first dimension of the first tensor in the batch."""
         del arguments
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return tensors[0].shape[0] if tensors else 1
@@ -160,18 +160,18 @@ def prepare(
     data: Callable[[], Iterable[Arguments]] | None = None,
     adaround: AdaRoundMode = "plain",
 ) -> TorchPreparation:
-    """Fold, and quantize the weights; the user's model stays as it is.
+    """Fold, and quantize the weights; the user's model is not changed.
 
     Args:
         traced: the model.
-        plan: what to do.
-        balance: DMQ's factors by layer, for the layers that are balanced.
-        data: makes the inputs that AdaRound learns from; the example input when None.
-        adaround: how AdaRound learns.
+        plan: the quantization plan.
+        balance: DMQ factors by layer, for the layers that are balanced.
+        data: returns the inputs that AdaRound learns from; by default the example input.
+        adaround: the AdaRound method.
 
     Raises:
-        CalibrationError: nothing is to be quantized, or the weights of a layer cannot be; names the layer.
-        ArgumentTypeError: weights of a type that cannot be quantized.
+        CalibrationError: no layer is to be quantized, or weights cannot be quantized; the message names the layer.
+        ArgumentTypeError: the weights have a data type that cannot be quantized.
         ModelError: the model cannot be copied.
     """
     chosen = enabled_layers(plan, traced.layers)

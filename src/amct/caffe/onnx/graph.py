@@ -1,11 +1,11 @@
 """A Caffe net as a float ONNX model that computes the same values.
 
 Nodes have the names of their layers, tensors those of their blobs. Where layers work in place, the last version has the
-blob's name and earlier ones are called ``<blob>.<layer>``. Layers that are the identity at inference (Split, Dropout)
+blob's name and earlier ones are named ``<blob>.<layer>``. Layers that are the identity at inference (Split, Dropout)
 have no node. The batch size is dynamic if all inputs share it and every layer supports that.
 
 Losses and Accuracy are not part of a deployed model, and DetectionOutput has no ONNX operator: the file ends before
-them, their inputs become its outputs, and a note tells the user.
+them, their inputs become its outputs, and a note reports it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEFAULT_OPSET = 18
 BATCH = "batch"
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # opset -> IR version, from ONNX
 _ENDS = frozenset({"Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss"})
-"""Types before which the file ends, in addition to losses."""
+"""Layer types, in addition to losses, before which the exported graph ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +280,7 @@ class _Export:
         for blob, tensor in self._current.items():
             if tensor not in self.inputs and self._made.get(tensor, (None, ""))[0] == blob:
                 names[tensor] = self.net.graph.blob_names[blob]
-        # An input that a layer changes in place keeps its name; the result is called <blob>.<layer>.
+        # An input that a layer changes in place keeps its name; the result is named <blob>.<layer>.
         return {tensor: name for tensor, name in names.items() if name not in self.inputs}
 
     def _results(self, names: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""A quantized Caffe net as a QDQ file: the float ONNX form of the fused net, and the factors of its record.
+"""A quantized Caffe net as a QDQ file: the float ONNX form of the folded net, and the factors of its record.
 
 Placements and targets are those of every QDQ file (``amct.export.qdq``). Convolutions, inner products and local
-average poolings are layers there; the inputs of all other layers of the record ("data only") are tensors: placement
-``fast`` takes their factors before observed ones, placement ``exact`` quantizes each such input, as the record says.
+average poolings are exported as layers; the inputs of all other layers of the record ("data only") as tensors:
+placement ``fast`` prefers their factors to observed ones, placement ``exact`` quantizes each such input.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def quantized_onnx(
     target: Target | str = Target.PORTABLE,
     opset: int = DEFAULT_OPSET,
 ) -> ExportedModel:
-    """Write a quantized net as a QDQ model, in memory.
+    """Convert a quantized net to a QDQ model, in memory.
 
     Args:
-        net: The fused float net of the TEST phase. With non-uniform (SNQ) weights: the net that has them.
+        net: The folded float net of the TEST phase; non-uniform (SNQ) weights must already be quantized in it.
         record: The factors of its layers.
         tensors: Factors of the blobs of ``tensors_to_observe``; None (nothing was observed) means ``exact``.
-        placement: Which tensors are quantized: ``fast`` or ``exact``.
-        target: Which integer types: ``portable``, ``vnni`` or ``exact8``.
+        placement: The tensors to quantize: ``fast`` or ``exact``.
+        target: The integer types: ``portable``, ``vnni`` or ``exact8``.
         opset: 16 to 21; activations of more than 8 bits need 21.
 
     Raises:
-        RecordError: The record is of another model, or a layer lacks the factors of its input.
-        ArgumentError: There is no such placement, target or opset.
+        RecordError: The record belongs to another model, or a layer lacks the factors of its input.
+        ArgumentError: The placement, target or opset is unknown.
         ExportError: A layer has no ONNX form, or its factors do not fit it.
     """
     parts = _Parts.of(net, record, opset)
@@ -87,7 +87,7 @@ def other_format(
     """Export a quantized net in a registered format that works on the float ONNX model.
 
     Raises:
-        ExportError: A layer has no ONNX form, or the exporter refuses the model.
+        ExportError: A layer has no ONNX form, or the exporter rejects the model.
     """
     parts = _Parts.of(net, record, opset)
     return export_formats([name], parts.exported.model, parts.bindings, parts.factors, tensors, options)[name]
@@ -99,9 +99,9 @@ def tensors_to_observe(
     """The blobs between layers whose ranges placement ``fast`` needs, besides the layers' own inputs.
 
     Args:
-        net: The fused float net; blobs that a layer changes in place later are left out, so make it out-of-place.
-        layers: The layers that will be quantized; all with weights, and local average poolings, unless given.
-        other_bits: The quantized layers whose data does not have 8 bits.
+        net: The folded float net; blobs that a later layer changes in place are omitted, so make it out-of-place.
+        layers: The layers to quantize; by default all with weights, and local average poolings.
+        other_bits: The quantized layers whose activations are not 8-bit.
 
     Raises:
         ExportError: A layer has no ONNX form.
@@ -117,7 +117,7 @@ def tensors_to_observe(
 
 
 def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
-    """What a layer is for the exporter; None for one of which only the data is quantized."""
+    """The exporter's kind of a layer; None for data-only layers."""
     kind = KIND_OF_CAFFE_TYPE.get(layer.type)
     if kind is None or kind.is_recurrent:
         return None
@@ -128,7 +128,7 @@ def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
 
 
 def _bindings(exported: FloatOnnx, layer: Layer) -> list[LayerBinding]:
-    """One for each bottom: a convolution of several bottoms is several nodes, ``<layer>``, ``<layer>.1`` and so on."""
+    """One binding per bottom: a convolution of several bottoms has the nodes ``<layer>``, ``<layer>.1`` and so on."""
     kind = _kind(exported, layer)
     if kind is None or layer.name not in exported.nodes:
         return []
@@ -149,7 +149,7 @@ class _Parts:
     bindings: list[LayerBinding] = field(default_factory=list)
     factors: dict[str, LayerFactors] = field(default_factory=dict)
     data_only: dict[str, list[tuple[str, TensorFactors]]] = field(default_factory=dict)
-    """By layer: the tensors it reads quantized."""
+    """By layer: the tensors that it reads quantized."""
     skipped: list[Skip] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -158,14 +158,14 @@ class _Parts:
 
     @classmethod
     def of(cls, net: Net, record: CaffeRecord, opset: int) -> _Parts:
-        """The float ONNX model of a net and what its record says."""
+        """Combine the float ONNX model of a net with the factors of its record."""
         parts = cls(float_onnx(net, opset=opset), net)
         for name, factors in record.items():
             parts.add(name, factors)
         return parts
 
     def tensors(self) -> dict[str, TensorFactors]:
-        """The factors of data-only layers by tensor; of several readers the first counts."""
+        """The factors of data-only layers by tensor; with several readers, those of the first."""
         found: dict[str, TensorFactors] = {}
         for pairs in self.data_only.values():
             for tensor, factors in pairs:
@@ -208,7 +208,7 @@ class _Parts:
                 offset_d=data.offset or 0,
                 act_bits=self._bits(layer.name, data),
                 scale_w=np.asarray(weights, dtype=np.float32) if weights else _NO_WEIGHT,
-                # The 16 values of non-uniform weights lie on the grid of 8 bits.
+                # The 16 values of non-uniform weights lie on an 8-bit grid.
                 wts_bits=NARROW if record.weight_bits == _TABLE_BITS else record.weight_bits,
             )
 
@@ -239,7 +239,7 @@ class _Parts:
 
 
 def _with_data_only(result: ExportedModel, exported: FloatOnnx, parts: _Parts, target: Target) -> ExportedModel:
-    """Quantize the inputs of data-only layers, each as the record says."""
+    """Quantize the inputs of data-only layers with the factors of the record."""
     if not parts.data_only:
         return result
     graph = OnnxGraph(result.model)

@@ -1,6 +1,6 @@
-"""The shapes of all blobs of a net, and the sizes that depend on the batch size.
+"""The shapes of all blobs of a net, and the dimensions that depend on the batch size.
 
-Each layer computes its shapes twice, the second time with one more sample: sizes that grow depend on the batch size.
+Each layer computes its shapes twice, the second time with one more sample: dimensions that grow depend on it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class NetShapes:
-    """The shapes of each layer's bottoms and tops, by layer index; a size that depends on the batch size is None."""
+    """The shapes of each layer's bottoms and tops, by layer index; batch-dependent dimensions are None."""
 
     bottoms: tuple[tuple[Dims, ...], ...]
     tops: tuple[tuple[Dims, ...], ...]
     per_sample: frozenset[tuple[int, int]]
-    """Tops, by layer index and position, whose first size is the batch size itself, not a multiple of it."""
+    """Tops, by layer index and position, whose first dimension is the batch size itself, not a multiple of it."""
 
 
 def fixed_shapes(net: Net) -> NetShapes:
@@ -42,9 +42,9 @@ def batch_shapes(net: Net) -> NetShapes | None:
     try:
         more = _walk(net, 1)
     except (AmctError, ValueError, IndexError, ArithmeticError, RuntimeError):
-        return None  # a layer supports this batch size only
+        return None  # a layer only supports this batch size
     finally:
-        now = _walk(net, 0)  # restores the shapes that layers cache
+        now = _walk(net, 0)  # restores the shapes cached in layers
     bottoms, tops = _merged(now[0], more[0]), _merged(now[1], more[1])
     if bottoms is None or tops is None:
         return None
@@ -58,7 +58,7 @@ def batch_shapes(net: Net) -> NetShapes | None:
 
 
 def _common_batch(net: Net) -> int | None:
-    """The first size of all inputs, if it is the same."""
+    """The first dimension of all inputs, if it is the same; else None."""
     lengths = {shape[0] if shape else None for shape in _input_shapes(net)}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -73,7 +73,7 @@ def _input_shapes(net: Net) -> list[Shape]:
 
 
 def _walk(net: Net, extra: int) -> tuple[list[list[Shape]], list[list[Shape]]]:
-    """The shapes of all layers with ``extra`` more samples in each input."""
+    """The bottom and top shapes of all layers with ``extra`` more samples in each input."""
     graph = net.graph
     shapes: dict[int, Shape] = {}
     bottoms: list[list[Shape]] = []

@@ -1,1 +1,1 @@
-"""Post-training quantization of Caffe models: folding, calibration layers, integer weights, the files of the guide."""
+"""Post-training quantization of Caffe models: folding, calibration layers, integer weights and output files."""

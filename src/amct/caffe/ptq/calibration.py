@@ -1,4 +1,4 @@
-"""Calibration of a Caffe model in memory: no prototxt and no record file is written."""
+"""Calibration of a Caffe model in memory, without prototxt and record files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """A net with IFMR layers, to be run on calibration data, and the session that observes it."""
+    """A net with IFMR layers to run on calibration data, and the session that observes it."""
 
     net: Net
     session: CalibrationSession
     tensors: tuple[str, ...]
-    """The blobs between layers that are observed too."""
+    """The observed blobs between layers."""
 
     def forward(self) -> None:
         """Run the batch that the net's inputs hold (``amct.caffe.running.feed``).
 
         Raises:
-            CalibrationError: an activation cannot be quantized; names the layer and the batch.
+            CalibrationError: an activation cannot be quantized; the message names the layer and the batch.
         """
         with self.session.batch():
             self.net.forward()
@@ -40,14 +40,14 @@ class Calibration:
 
 
 def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver]) -> Calibration:
-    """Make the calibration net of a graph whose weights are quantized.
+    """Build the calibration net of a graph whose weights are quantized.
 
     Args:
         graph: the graph.
         tensors: observers of blobs between layers, by name.
 
     Raises:
-        CalibrationError: every layer is switched off.
+        CalibrationError: every layer is disabled.
     """
     model = graph.with_quantized_weights()
     insert_ifmr(model, graph.plans())

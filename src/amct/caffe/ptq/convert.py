@@ -1,4 +1,4 @@
-"""convert_model: a quantized model from a float one and factors that the user has computed."""
+"""convert_model: builds a quantized model from a float model and user-supplied factors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def convert_model(
 ) -> None:
     """Write the fake-quant and the deploy model of a float model and a record of its factors.
 
-    BatchNorm, Scale and Bias are fused unless the layer's entry says ``skip_fusion``; the factors must be those of the
-    fused layers.
+    BatchNorm, Scale and Bias are folded unless the layer's entry has ``skip_fusion``; the factors must be those of the
+    folded layers.
 
     Args:
         model_file: The prototxt of the float model.
@@ -51,7 +51,7 @@ def convert_model(
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         FileError: a file cannot be read or written.
-        ParseError, ModelError: a file is not what it should be, or the model is quantized already.
+        ParseError, ModelError: a file is malformed or invalid, or the model is already quantized.
         RecordError: the record does not fit the model.
         CalibrationError: a bias does not fit int32 with these factors.
     """
@@ -89,7 +89,7 @@ def convert_model(
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:
-    """The record, checked against the folded model, without entries that do not concern it."""
+    """The record, checked against the folded model, without entries of other layers."""
     left = {layer.name for layer in model.layers}
     folded = [layer.name for layer in original.layers if layer.name in record.layers and layer.name not in left]
     if folded:

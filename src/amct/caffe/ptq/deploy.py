@@ -1,6 +1,6 @@
 """The two results of quantization: the fake-quant model (float arithmetic) and the deploy model (integers).
 
-Both come from the folded float model, the integer weights of its layers and the record with the data's factors.
+Both are built from the folded float model, the integer weights of its layers and the record with the data factors.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class QuantizedNet:
-    """One result: the model, and the layers that were inserted for each layer."""
+    """A quantized model, and the names of the layers inserted for each layer."""
 
     model: CaffeModel
     inserted: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Results:
-    """Builds both results; the final factors are in ``record``.
+    """Builds the fake-quant and the deploy model; the final factors are in ``record``.
 
     Args:
         model: the folded float model; it is not changed.
         weights: the integer weights, by layer.
         record: the factors of all quantized layers, complete and checked.
-        may_raise_scale: whether a weight scale may be raised so that the bias fits int32.
+        may_raise_scale: whether a weight scale may be increased so that the bias fits int32.
         config: the config used, as readable text for quant.json.
         equalized: the layers whose output channels were divided by factors, for quant.json.
 
@@ -106,7 +106,7 @@ class Results:
     # ------------------------------------------------------------------ fake-quant
 
     def fake_quant(self) -> QuantizedNet:
-        """Data and weights are quantized and dequantized; the arithmetic is float."""
+        """The model with fake-quantized data and weights, in float arithmetic."""
         result = self._with_quant_layers(integers=False)
         model = result.model
         for name, recurrent in self._recurrent.items():
@@ -134,13 +134,13 @@ class Results:
 
     @property
     def folded_model(self) -> CaffeModel:
-        """The float model that the record belongs to: folded, and equalized if that was requested."""
+        """The float model of the record: folded, and equalized if requested."""
         return self._model
 
     def float_model(self, *, rounded: Collection[str] = ()) -> CaffeModel:
         """The folded float model; weights of the ``rounded`` layer types are quantized and dequantized.
 
-        So are clustered weights: their 16 values do not follow from a scale.
+        Clustered weights are always dequantized: their 16 values do not follow from a scale.
         """
         model = self._model.copy()
         for name, weights in self._weights.items():
@@ -152,7 +152,7 @@ class Results:
     # ------------------------------------------------------------------ deploy
 
     def deploy(self) -> QuantizedNet:
-        """The arithmetic is integer: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
+        """The model in integer arithmetic: int8 or int16 data, int8 weights or 4-bit indices, int32 bias."""
         originals = {layer.name: list(layer.top) for layer in self._model.layers}
         result = self._with_quant_layers(integers=True)
         model = result.model
@@ -216,7 +216,7 @@ class Results:
 
 
 def _layer_behind(layer: ProtoMessage, index: int, kind: str, blob: str, taken: set[str]) -> ProtoMessage:
-    """A layer for one top of ``layer``, named after it; its bottom is a new blob."""
+    """Add a layer behind one top of ``layer``, named after it; its bottom is a new blob."""
     suffix = f"_{index}" if len(layer.top) > 1 else ""
     made = new_message("LayerParameter", name=free_name(f"{layer.name}_{kind.lower()}{suffix}", taken), type=kind)
     made.bottom.append(free_name(f"{layer.name}_{blob}{suffix}", taken))

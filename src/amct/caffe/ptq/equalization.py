@@ -1,8 +1,8 @@
-"""Equalization: a float model with the same results whose channels have more equal ranges, so that 8 bits lose less.
+"""Equalization: rescales channels to more equal ranges without changing the results, so that 8 bits lose less.
 
 A convolution's output channels can be divided by positive factors when every layer that reads them multiplies its
 weights by the same factors: convolutions and InnerProduct layers, with ReLU, PReLU, pooling, Dropout and Concat in
-between, which keep a factor as it is. ``amct.numerics.equalization`` chooses the factors.
+between, all of which commute with a positive factor. ``amct.numerics.equalization`` chooses the factors.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ def equalize_model(
     *,
     inputs: BatchInputs | None = None,
 ) -> list[str]:
-    """Write a float model with the same results whose channels have more equal ranges, to be quantized instead.
+    """Write an equivalent float model whose channels have more equal ranges, to be quantized instead.
 
-    BatchNorm, Scale and Bias layers are folded into the layers before them on the way. Blobs between the layers hold
-    other values than in the original; the outputs are the same but for float rounding.
+    BatchNorm, Scale and Bias layers are folded into the layers before them first. Blobs between layers hold other
+    values than in the original; the outputs are equal up to float rounding.
 
     Args:
         model_file: The prototxt.
         weights_file: The caffemodel.
-        data: An array, or batches as for ``quantize``: the pictures of the calibration.
+        data: The calibration data: an array, or batches as for ``quantize``.
         equalized_model_file: Where the new prototxt is written.
         equalized_weights_file: Where the new caffemodel is written.
-        inputs: Turns a batch into the net's inputs, where its form does not tell them.
+        inputs: Turns a batch into the net's inputs; needed when the batch is not in one of the standard forms.
 
     Returns:
         The layers whose output channels were changed.
 
     Raises:
         ArgumentTypeError, ArgumentError: an argument has the wrong type, or the data does not fit the net.
-        FileError, ParseError, ModelError: a file cannot be read or written, or is not what it should be.
+        FileError, ParseError, ModelError: a file cannot be read or written, or is invalid.
         CalibrationError: there is no data.
     """
     paths = {
@@ -98,7 +98,7 @@ def equalize_model(
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """A layer that reads the channels of another one: in which blob, how many it has, and which is the first."""
+    """A layer that reads channels of another one: its name, the blob, the channel count and the first channel."""
 
     layer: str
     blob: str
@@ -108,7 +108,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """A layer whose output channels may be divided, how many there are, and all layers that read them."""
+    """A layer whose output channels may be divided, their number, and all layers that read them."""
 
     layer: str
     channels: int
@@ -121,13 +121,13 @@ def find_factors(
     *,
     one_scale: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """The factors by which the output channels of layers are divided, from the activations of a model on data.
+    """Compute the factors that divide the output channels of layers, from the activations of a model on data.
 
     Args:
-        model: The fused float model.
+        model: The folded float model.
         batches: The data.
-        one_scale: Layers whose weights get one scale for all channels, so that dividing single ones is not free.
-            InnerProduct layers always do.
+        one_scale: Layers with one weight scale for all channels, where dividing single channels costs accuracy.
+            InnerProduct layers always count as such.
 
     Raises:
         CalibrationError: there is no data.
@@ -149,7 +149,7 @@ def find_factors(
 
 
 def divide_channels(model: CaffeModel, found: Mapping[str, torch.Tensor]) -> None:
-    """Divide output channels by factors and multiply them again where they are read, in place."""
+    """Divide output channels by the factors and multiply the weights of their readers, in place."""
     for route in free_routes(model) if found else ():
         factors = found.get(route.layer)
         if factors is None:
@@ -184,7 +184,7 @@ def free_routes(model: CaffeModel) -> Iterator[Route]:
 def _uses(
     blob: str, first: int, readers: Mapping[str, list[ProtoMessage]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Use] | None:
-    """All layers that read channels of a blob with weights; None where other layers read it, or no layer does."""
+    """All weighted layers that read channels of a blob; None if other layers read it, or no layer does."""
     found: list[Use] = []
     for layer in readers.get(blob, ()):
         behind: list[Use] | None = None
@@ -215,7 +215,7 @@ def _can_multiply_weights(layer: ProtoMessage) -> bool:
 
 
 def _columns(model: CaffeModel, use: Use) -> torch.Tensor:
-    """The weight of a reader as ``[groups, rows, channels of a group, taps]``."""
+    """The weight of a reading layer as ``[groups, rows, channels of a group, taps]``."""
     layout = layout_of(model.layer(use.layer), model.weights[use.layer][0])
     weight = layout.rows_first().double()
     return weight.reshape(layout.groups, weight.shape[0] // layout.groups, use.channels // layout.groups, -1)
@@ -238,7 +238,7 @@ def _sizes(net: Net, watched: Iterable[str], batches: Iterable[Batch]) -> dict[s
         seen = True
         run_net(net, batch)
         for name, each in statistics.items():
-            each.add(net.blob(name).tensor.cpu())  # as the weights
+            each.add(net.blob(name).tensor.cpu())  # on the CPU, as the weights
     if not seen:
         raise CalibrationError("equalization: data has no batch")
     return {name: each.result() for name, each in statistics.items()}

@@ -1,8 +1,8 @@
-"""Folding: BatchNorm, Scale and Bias become part of the weights of the layer before (or behind) them.
+"""Folding: merges BatchNorm, Scale and Bias into the weights of the layer before (or behind) them.
 
-Three passes, each exact to float rounding: what follows a weighted layer is folded into it; a BatchNorm (and Scale) in
-front of a convolution without padding is folded into that; and of the remaining ones, the layers that are to be
-quantized are replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason.
+Three passes, exact up to float rounding: layers behind a weighted layer are folded into it; a BatchNorm (and Scale)
+before a convolution without padding is folded into that convolution; the remaining ones that are to be quantized are
+replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ IMAGE_RANK = 4
 
 @dataclass
 class FusionReport:
-    """What was folded into which layer, in order, what became a DepthwiseConv, and what was not folded and why."""
+    """The folded layers by target layer, the layers replaced by a DepthwiseConv, and those not folded, with reasons."""
 
     folded: dict[str, list[str]] = field(default_factory=dict)
     accelerated: list[str] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
 
     def add(self, head: str, names: Collection[str]) -> None:
-        """Add the layers that were folded into a layer."""
+        """Record that layers were folded into ``head``."""
         self.folded.setdefault(head, []).extend(names)
 
 
 def check_global_statistics(net: ProtoMessage) -> None:
-    """Refuse a BatchNorm that would use the statistics of each batch at inference.
+    """Reject a BatchNorm that uses batch statistics at inference.
 
     Raises:
         ModelError: A BatchNorm has ``use_global_stats: false``; the message names it.
@@ -67,7 +67,7 @@ def check_global_statistics(net: ProtoMessage) -> None:
 
 
 def fuse(model: CaffeModel, *, skip: Collection[str] = ()) -> FusionReport:
-    """Fold what can be folded, in place; ``skip`` names layers that are not folded."""
+    """Fold all layers that can be folded, in place; ``skip`` names layers that are not folded."""
     report = FusionReport()
     fuse_after(model, report, skip=skip)
     _fuse_before(model, report, skip=skip)
@@ -83,16 +83,16 @@ def fuse_after(
     skip: Collection[str] = (),
     refuse_head: Callable[[ProtoMessage], str | None] = lambda _: None,
 ) -> dict[str, ChannelAffine]:
-    """Fold what follows weighted layers into them.
+    """Fold the layers behind weighted layers into them.
 
     Args:
         model: The model; it is changed.
-        report: Receives what was folded and what was not.
+        report: Receives the folded layers, and those that were not folded.
         skip: Layers that are not folded.
-        refuse_head: Why nothing may be folded into a layer; None where it may.
+        refuse_head: Returns why nothing may be folded into a layer, or None if folding is allowed.
 
     Returns:
-        By weighted layer: what the folded layers computed per channel.
+        By weighted layer: the per-channel affine function of the folded layers.
     """
 
     def refuse(head: Node, candidate: Node) -> str | None:
@@ -127,7 +127,7 @@ def _padding(layer: ProtoMessage) -> list[int]:
 
 
 def refusal(model: CaffeModel, head: ProtoMessage, candidate: ProtoMessage) -> str | None:
-    """Why a layer cannot be folded into another one; None when it can."""
+    """The reason why a layer cannot be folded into another one; None if it can."""
     if len(head.bottom) != 1 or len(head.top) != 1:
         return f'"{head.name}" has {len(head.bottom)} bottoms and {len(head.top)} tops'
     axis = head.inner_product_param.axis if head.type == "InnerProduct" else head.convolution_param.axis
@@ -151,7 +151,7 @@ def _not_per_channel(model: CaffeModel, layer: ProtoMessage) -> str | None:
 
 
 def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
-    """What a BatchNorm, Scale or Bias layer computes per channel."""
+    """The per-channel affine function of a BatchNorm, Scale or Bias layer."""
     if layer.type == "BatchNorm":
         mean, variance, weight = (blob.double() for blob in blobs)
         total = float(weight)
@@ -163,7 +163,7 @@ def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
 
 
 def _chain_affine(model: CaffeModel, names: Collection[str]) -> ChannelAffine:
-    """What several consecutive layers compute per channel."""
+    """The composed per-channel affine function of consecutive layers."""
     parts = [affine_of(model.layer(name), model.weights[name]) for name in names]
     return reduce(ChannelAffine.then, parts)
 
@@ -174,7 +174,7 @@ def _fold(
     """Fold layers into the weighted layer before (``fold_after``) or behind (``fold_before``) them, in place.
 
     Returns:
-        What they computed per channel.
+        Their per-channel affine function.
     """
     head, names = model.layer(fusion.head.name), [node.name for node in fusion.folded]
     weight, *bias = model.weights[head.name]
@@ -197,7 +197,7 @@ def _fold(
 
 @contextmanager
 def _naming(layer: ProtoMessage) -> Iterator[None]:
-    """Add the layer's name to the errors of numerics."""
+    """Add the layer's name to errors raised by ``amct.numerics``."""
     try:
         yield
     except AmctError as error:

@@ -1,4 +1,4 @@
-"""The graph that ``init`` returns and the following functions take: the model, the plan and the stage of the flow."""
+"""The graph that ``init`` returns and the later functions take: the model, the plan and the stage of the flow."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class QuantGraph:
 
     Attributes:
         original: The float model as read, without in-place layers.
-        plan: What the config says.
-        model: The float model as it is now: fused, once weights are quantized.
+        plan: The quantization plan from the config.
+        model: The current float model; folded once the weights are quantized.
         weights: The integer weights, by layer.
-        fusion: What was folded.
+        fusion: The folding report.
         equalized: The layers whose output channels were divided by factors.
-        record_file: The record that ``init`` was given; None for a calibration in memory.
+        record_file: The record file passed to ``init``; None for a calibration in memory.
         calibration_record: Where calibration writes: the record, or its ``_update`` form after BatchNorm updates.
     """
 
@@ -64,7 +64,7 @@ class QuantGraph:
         return {layer.name: enabled[layer.name] for layer in self.model.layers if layer.name in enabled}
 
     def need(self, stage: Stage, function: str) -> None:
-        """Refuse a call out of order.
+        """Reject a call out of order.
 
         Raises:
             CalibrationError: The stage was not reached.
@@ -77,7 +77,7 @@ class QuantGraph:
         return self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
 
     def calibration_file(self) -> Path:
-        """The record file that ``init`` was given."""
+        """The record file passed to ``init``."""
         assert self.record_file is not None, "init sets it"
         return self.record_file
 
@@ -94,7 +94,7 @@ class QuantGraph:
 
     @property
     def not_quantized(self) -> dict[str, str]:
-        """Why each layer of ``model`` that is not quantized stays float."""
+        """The reason for each layer of ``model`` that stays float."""
         quantized = self.plans()
         reasons = dict(self.plan.not_quantized)
         return {
@@ -105,10 +105,10 @@ class QuantGraph:
 
 
 def check_graph(function: str, graph: object) -> QuantGraph:
-    """The graph, if it is one.
+    """Check that the argument is a graph and return it.
 
     Raises:
-        ArgumentTypeError: it is something else.
+        ArgumentTypeError: it is of another type.
     """
     if not isinstance(graph, QuantGraph):
         raise ArgumentTypeError(f"{function}: graph must be what init returned, got {type(graph).__name__}")
@@ -116,7 +116,7 @@ def check_graph(function: str, graph: object) -> QuantGraph:
 
 
 def record_layers(model: CaffeModel, expected: set[str], types: set[str] | None = None) -> list[RecordLayer]:
-    """The layers of a model as a record is checked against them; ``types`` are those that can be quantized."""
+    """The layers of a model for checking a record; ``types`` are the quantizable types."""
     allowed = set(CAFFE_TYPES) if types is None else types
     result = []
     for layer in model.layers:

@@ -1,4 +1,4 @@
-"""Layers put in front of the inputs of others: IFMR for calibration, Quant in the results."""
+"""Inserts layers before the inputs of others: IFMR for calibration, Quant in the results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def taken_names(model: CaffeModel) -> set[str]:
-    """The names of all layers and blobs, which new ones must differ from."""
+    """The names of all layers and blobs, which new names must not repeat."""
     return model.blob_names() | {layer.name for layer in model.layers}
 
 
 def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> ProtoMessage:
-    """A layer for one bottom of ``owner``, named after it; the owner reads its top from now on."""
+    """Create a layer for one bottom of ``owner``, named after it, and connect its top to the owner."""
     suffix = f"_{index}" if len(owner.bottom) > 1 else ""
     name = free_name(f"{owner.name}_{kind.lower()}{suffix}", taken)
     made = new_message("LayerParameter", name=name, type=kind)
@@ -38,12 +38,12 @@ def input_layer(kind: str, owner: ProtoMessage, index: int, taken: set[str]) -> 
 
 
 def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: str = "") -> None:
-    """Put an IFMR layer before every input that is quantized, in place; the net may run without a record file.
+    """Insert an IFMR layer before every quantized input, in place; the record file is optional.
 
-    Layers that read one blob at the same index with the same settings share one. Of those that see the same values,
-    one watches and the others take over its factors: those of one blob at different indices, and those of layers that
-    only move or select values (Concat, MAX pooling ...), whose values are rounded behind them anyway. On one grid
-    rounding twice is rounding once, so such a layer costs no accuracy.
+    Layers that read one blob at the same index with the same settings share one IFMR layer. Where several IFMR layers
+    see the same values, one observes and the others reuse its factors: those of one blob at different indices, and
+    those of layers that only move or select values (Concat, MAX pooling ...), whose values are rounded behind them.
+    Rounding twice on one grid equals rounding once, so such a layer costs no accuracy.
     """
     taken = taken_names(model)
     where = watched_blobs(model.layers, plans)
@@ -79,9 +79,9 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
 
 
 def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]) -> dict[str, str]:
-    """For each blob the one where its values are watched: itself, or one behind layers that only move values.
+    """For each blob, the blob where its values are observed: itself, or one behind layers that only move values.
 
-    It is another one when all that read it, through such layers, read that one in the end, with the same settings.
+    It is another blob if all readers, through such layers, finally read that blob with the same settings.
     """
     index: TensorIndex[ProtoMessage] = TensorIndex()
     for layer in layers:
@@ -100,7 +100,7 @@ def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]
 
 @dataclass(frozen=True)
 class _End:
-    """The blob where values are rounded last, and the settings they are rounded with."""
+    """The last blob where values are rounded, and the settings of that rounding."""
 
     blob: str
     settings: object
@@ -109,7 +109,7 @@ class _End:
 def _end_of(
     blob: str, layer: ProtoMessage, index: int, plans: Mapping[str, LayerPlan], ends: Mapping[str, _End | None]
 ) -> _End | None:
-    """Where the values that a layer reads are rounded last on the way, if that is known."""
+    """Where the values that a layer reads are rounded last, or None if unknown."""
     plan = plans.get(layer.name)
     own = {(settings, plan.batch_num) for settings in plan.activations[: len(layer.bottom)]} if plan else set()
     if len(layer.top) == 1 and (moves_values(layer) or _is_identity(layer)):
@@ -120,7 +120,7 @@ def _end_of(
 
 
 def _is_identity(layer: ProtoMessage) -> bool:
-    """Whether the layer does nothing at inference."""
+    """Whether the layer is an identity at inference."""
     return layer.type == "Dropout" and bool(layer.dropout_param.scale_train)
 
 
@@ -144,7 +144,7 @@ def _fill_ifmr(options: ProtoMessage, plan: LayerPlan, index: int, record_file: 
 def insert_quant(
     model: CaffeModel, wanted: Mapping[str, object], fill: Callable[[ProtoMessage, ProtoMessage, int], None]
 ) -> dict[str, list[str]]:
-    """Put a Quant layer before every bottom of the wanted layers, in place; ``fill(quant, layer, index)`` sets it up.
+    """Insert a Quant layer before every bottom of the given layers, in place; ``fill(quant, layer, index)`` sets it up.
 
     Returns:
         The names of the new layers, by layer.

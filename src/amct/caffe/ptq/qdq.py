@@ -1,4 +1,4 @@
-"""The QDQ file among the results of ``amct.caffe.quantize``: what calibration observes for it, and writing it."""
+"""The QDQ file of ``amct.caffe.quantize``: the observers it needs during calibration, and its export."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
-    """The layer types whose weights are, in the QDQ file, the integers of the deploy model.
+    """The layer types whose weights in the QDQ file are the integers of the deploy model.
 
-    The others are rounded anew from the float weights: to 7 bits for every CPU, with a scale for each output.
+    All others are rounded again from the float weights: to 7 bits for every CPU, with a scale per output.
     """
     if target == Target.PORTABLE.value:
         return ()
@@ -45,7 +45,7 @@ def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
 
 
 def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
-    """Observers of the blobs that placement ``fast`` quantizes and no layer of the record has factors of.
+    """Observers of the blobs that placement ``fast`` quantizes and for which the record has no factors.
 
     Args:
         net: The folded float net.
@@ -72,10 +72,10 @@ def export_onnx_formats(
     """Export a quantized net in ONNX formats.
 
     Returns:
-        The exported files by format, and for each format that cannot be written the reason.
+        The exported files by format, and the reason for each format that cannot be written.
 
     Raises:
-        ArgumentError: There is no such placement, target or opset.
+        ArgumentError: The placement, target or opset is unknown.
     """
     exported: dict[str, Exported] = {}
     not_written: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _exported(
 
 
 def add_exported(group: FileGroup, where: SavePath, name: str, result: Exported) -> list[Path]:
-    """Write an exported file as part of a group; returns its files."""
+    """Write an exported file as part of a group; returns the paths of its files."""
     path = where.file(file_name(name))
     if isinstance(result, bytes):
         group.write_bytes(path, result)

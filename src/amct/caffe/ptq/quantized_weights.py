@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 
 def known(found: Found | None) -> Found:
-    """A part of a validated record, which is never None."""
+    """Return a part of a validated record, which is never None."""
     assert found is not None, "the record was checked"
     return found
 
@@ -43,9 +43,9 @@ class QuantizedMatrix:
     """One weight blob as integers.
 
     Attributes:
-        blob: Its place among the layer's blobs.
+        blob: Its index among the layer's blobs.
         layout: How its values are arranged.
-        factors: Scale and offset, one or one for each output channel.
+        factors: Scale and offset, one or one per output channel.
         integers: int8, in the layout of its kind.
         clustered: Indices and table of a clustered weight; its factors and values are those above.
     """
@@ -65,7 +65,7 @@ class QuantizedMatrix:
         return self.layout.restored(real)
 
     def stored(self) -> torch.Tensor:
-        """What a deploy model stores: int8 weights in the layer's own layout, or packed indices."""
+        """The blob of a deploy model: int8 weights in the layer's own layout, or packed indices."""
         if self.clustered is None:
             return self.layout.restored(self.integers)
         rows = channels_first(self.clustered.indices, self.layout.kind, self.layout.groups)
@@ -84,7 +84,7 @@ class QuantizedMatrix:
         return replace(self, factors=factors, integers=integers)
 
     def times(self, multiplier: torch.Tensor) -> QuantizedMatrix:
-        """Each output channel multiplied: the scale takes the size, the integers the sign, and nothing is rounded."""
+        """Multiply each output channel: scales absorb the magnitude, integers the sign, without any rounding."""
         if self.clustered is not None:
             return self._with_clusters(absorb_multiplier(self.clustered, multiplier))
         scale = self.factors.scale.double() * multiplier.double().abs()
@@ -105,7 +105,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeights:
-    """All weights of one layer; a recurrent layer has several matrices with a scale each."""
+    """All weights of one layer; a recurrent layer has several matrices, each with its own scale."""
 
     layer: str
     matrices: tuple[QuantizedMatrix, ...]
@@ -143,17 +143,17 @@ def quantize_weights(
     rounding: WeightRounding = "error_cancelling",
     scale: WeightScale = "full_range",
 ) -> QuantizedWeights:
-    """Quantize the weights of a layer as the plan says; without settings uniformly, channel by channel.
+    """Quantize the weights of a layer according to its settings; by default uniformly per channel.
 
     Args:
         layer: The layer.
         blobs: Its blobs.
-        settings: How its weights are quantized.
-        rounding: How uniform weights are rounded; those of recurrent layers always to the nearest.
-        scale: What the largest absolute weight is divided by.
+        settings: The weight settings.
+        rounding: The rounding of uniform weights; recurrent layers always round to nearest.
+        scale: The divisor of the largest absolute weight.
 
     Raises:
-        CalibrationError: a weight is NaN or infinite, or too large; names the layer.
+        CalibrationError: a weight is NaN, infinite or too large; the message names the layer.
     """
     chosen = settings or ArqSettings()
     try:
@@ -162,7 +162,7 @@ def quantize_weights(
         layout = layout_of(layer, blobs[0])
         channel_wise = chosen.channel_wise and layout.kind is not WeightKind.LINEAR
         if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
-            channel_wise = False  # DeQuant has one scale for each channel of axis 1
+            channel_wise = False  # DeQuant scales along axis 1 only
         if isinstance(chosen, SnqSettings):
             matrix = _clustered(layout, chosen, channel_wise)
         else:
@@ -206,12 +206,12 @@ def _clustered(layout: WeightLayout, settings: SnqSettings, channel_wise: bool) 
 
 
 def matrix_places(blobs: Sequence[torch.Tensor]) -> list[int]:
-    """Which blobs of a recurrent layer are matrices; the others are biases."""
+    """The indices of the blobs of a recurrent layer that are matrices; the others are biases."""
     return [index for index, blob in enumerate(blobs) if blob.ndim == 2]
 
 
 def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[QuantizedMatrix]:
-    """Round each matrix to the nearest: hidden states have both signs, so errors of the weights already cancel."""
+    """Round each matrix to nearest: hidden states have both signs, so weight errors already cancel."""
     found = []
     for index in matrix_places(blobs):
         layout = WeightLayout(weight=blobs[index], kind=WeightKind.LINEAR)
@@ -221,10 +221,10 @@ def _recurrent(blobs: Sequence[torch.Tensor], scale: WeightScale) -> list[Quanti
 
 
 def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Sequence[float]) -> QuantizedWeights:
-    """Weights quantized with scales that the user gave.
+    """Quantize weights with user-supplied scales.
 
     Raises:
-        CalibrationError: a weight is NaN; names the layer.
+        CalibrationError: a weight is NaN; the message names the layer.
     """
     scale = torch.tensor(scales, dtype=torch.float32)
     factors = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
@@ -238,9 +238,9 @@ def given_weights(layer: ProtoMessage, blobs: Sequence[torch.Tensor], scales: Se
 
 @dataclass(frozen=True, kw_only=True)
 class IntegerLayer:
-    """A quantized layer: weights, and for each bottom the int32 bias and the scale of its sums.
+    """A quantized layer: weights, and for each bottom the int32 bias and the accumulator scale.
 
-    Every bottom has its own scale, so the same bias is another integer for each.
+    Every bottom has its own scale, so the same bias has different integers for each.
     """
 
     weights: QuantizedWeights
@@ -254,12 +254,12 @@ class IntegerLayer:
 
 
 def real_bias(bias: torch.Tensor, sum_scale: torch.Tensor) -> torch.Tensor:
-    """A dequantized bias."""
+    """Dequantize a bias."""
     return (bias.double() * sum_scale.double()).float()
 
 
 def sum_scale(matrix: QuantizedMatrix, scale_data: float) -> torch.Tensor:
-    """The step of the sums of products of a matrix and data, one or one for each output channel."""
+    """The accumulator scale of a matrix and its data, one or one per output channel."""
     data = torch.tensor(scale_data, dtype=torch.float32)
     return (matrix.factors.scale.double() * data.double()).float()
 
@@ -267,10 +267,10 @@ def sum_scale(matrix: QuantizedMatrix, scale_data: float) -> torch.Tensor:
 def with_bias(
     weights: QuantizedWeights, bias: torch.Tensor | None, scales_data: Sequence[float], *, may_raise_scale: bool
 ) -> IntegerLayer:
-    """Quantize the bias for each bottom; where it does not fit int32, raise that channel's weight scale until it does.
+    """Quantize the bias for each bottom; where it exceeds int32, increase the weight scale of that channel.
 
     Raises:
-        CalibrationError: it does not fit and the scale is the user's.
+        CalibrationError: it does not fit and the scale is user-supplied.
     """
     matrix = weights.matrices[0]
     biases: tuple[torch.Tensor, ...] = ()
@@ -286,15 +286,15 @@ def with_bias(
 def fitted_bias(
     layer: str, matrix: QuantizedMatrix, bias: torch.Tensor, scales_data: Sequence[float], *, may_raise_scale: bool
 ) -> tuple[QuantizedMatrix, tuple[torch.Tensor, ...]]:
-    """The integers of a bias for each of the data's scales, and the matrix, with a larger scale where they need it.
+    """The integer bias for each data scale, and the matrix, with a larger scale where the bias needs one.
 
     Raises:
-        CalibrationError: the bias does not fit int32 and the scale is the user's; names the layer.
+        CalibrationError: the bias exceeds int32 and the scale is user-supplied; the message names the layer.
     """
     scales = [torch.tensor(scale, dtype=torch.float32) for scale in scales_data]
     try:
         if may_raise_scale:
-            fit = fit_bias(bias, matrix.factors.scale, min(scales))  # the finest grid makes the largest integers
+            fit = fit_bias(bias, matrix.factors.scale, min(scales))  # the smallest scale gives the largest integers
             if fit.raised:
                 channels = ", ".join(map(str, fit.raised[:5])) + (" ..." if len(fit.raised) > 5 else "")
                 logger.warning(

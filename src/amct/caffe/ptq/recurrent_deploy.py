@@ -1,4 +1,4 @@
-"""LSTM, RNN and GRU in the results of quantization: the same layer with quantized hidden states (``LSTMQuant``)."""
+"""LSTM, RNN and GRU in quantized models: the same layer with quantized hidden states (``LSTMQuant``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from amct.record import CaffeLayerRecord
 
 STATIC = 2
-"""The place of a static input among the bottoms, behind data and continuation marks."""
+"""The index of a static input among the bottoms, behind data and continuation marks."""
 STATES = {"LSTM": 2, "RNN": 1, "GRU": 1}
-"""How many first states are the last bottoms of a layer with ``expose_hidden``."""
+"""The number of initial states, the last bottoms of a layer with ``expose_hidden``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class IntegerRecurrent:
 
     Attributes:
         weights: The matrices.
-        inputs: The factors of what each matrix is multiplied with, by the index of the matrix among the blobs.
+        inputs: The factors of the operand of each matrix, by the index of the matrix among the blobs.
         biases: int32, by their index among the blobs.
     """
 
@@ -39,7 +39,7 @@ class IntegerRecurrent:
 
     @property
     def blobs(self) -> list[torch.Tensor]:
-        """What a deploy model stores: int8 matrices and int32 biases."""
+        """The blobs of a deploy model: int8 matrices and int32 biases."""
         found = {matrix.blob: matrix.integers for matrix in self.weights.matrices} | self.biases
         return [found[place] for place in sorted(found)]
 
@@ -54,7 +54,7 @@ class IntegerRecurrent:
         return [found[place] for place in sorted(found)]
 
     def overflowing(self) -> Iterator[int]:
-        """The bits of the data of each matrix whose sums may exceed int32."""
+        """The data bit width of each matrix whose sums may exceed int32."""
         for matrix in self.weights.matrices:
             data = self.inputs[matrix.blob]
             if may_overflow(matrix, self.biases.get(matrix.blob + 1), data.bits, int(known(data.offset))):
@@ -64,10 +64,10 @@ class IntegerRecurrent:
 def integer_recurrent(
     layer: ProtoMessage, weights: QuantizedWeights, blobs: Sequence[torch.Tensor], entry: CaffeLayerRecord
 ) -> IntegerRecurrent:
-    """Quantize the biases; a bias is the blob behind the matrix whose products it is added to.
+    """Quantize the biases; each bias follows the matrix whose products it is added to.
 
     Raises:
-        CalibrationError: a bias cannot be quantized; names the layer.
+        CalibrationError: a bias cannot be quantized; the message names the layer.
     """
     inputs = _inputs(layer, weights, entry)
     matrices: list[QuantizedMatrix] = []
@@ -82,7 +82,7 @@ def integer_recurrent(
 
 
 def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRecord) -> dict[int, DataFactors]:
-    """The first matrix is multiplied with the data, the next with the static input if any, the others with states."""
+    """Data factors by matrix: the first multiplies the data, the next the static input (if any), the others states."""
     first = known(entry.input(0))
     hidden = DataFactors(index=0, scale=1.0 / (2 ** (first.bits - 1) - 1), offset=0, num_bits=first.bits)
     places = [matrix.blob for matrix in weights.matrices]
@@ -94,14 +94,14 @@ def _inputs(layer: ProtoMessage, weights: QuantizedWeights, entry: CaffeLayerRec
 
 
 def fake_recurrent(layer: ProtoMessage, entry: CaffeLayerRecord) -> None:
-    """Make a recurrent layer quantize its hidden states, too."""
+    """Convert a recurrent layer to one that fake-quantizes its hidden states."""
     layer.lstm_quant_param.object_layer = layer.name
     layer.lstm_quant_param.num_bits_d = known(entry.input(0)).bits
     layer.type = f"{layer.type}Quant"
 
 
 def deploy_recurrent(layer: ProtoMessage, made: IntegerRecurrent, entry: CaffeLayerRecord) -> list[torch.Tensor]:
-    """Make a recurrent layer one on integers, and return its blobs."""
+    """Convert a recurrent layer to integer arithmetic and return its blobs."""
     fake_recurrent(layer, entry)
     layer.lstm_quant_param.scale_w.extend(float(matrix.factors.scale) for matrix in made.weights.matrices)
     return made.blobs

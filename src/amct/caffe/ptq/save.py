@@ -1,4 +1,4 @@
-"""The end of post-training quantization: fake-quant and deploy models, quant.json and the final factors."""
+"""The last step of post-training quantization: writes fake-quant and deploy models, quant.json and final factors."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     """Write the quantized model, after ``batch_num`` forwards of the calibration model.
 
     Args:
-        graph: As ``activation_quantize_model`` left it.
+        graph: The graph after ``activation_quantize_model``.
         save_type: ``Fakequant``, ``Deploy`` or ``Both``.
         save_path: Folder and prefix of the files, such as ``results/model``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument cannot be used.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
         FileError: a file cannot be read or written.
         CalibrationError: called out of order.
-        RecordError: calibration has not seen enough batches, or the record is another model's.
+        RecordError: calibration has not seen enough batches, or the record belongs to another model.
     """
     graph = check_graph("save_model", graph)
     check_types("save_model", {"save_type": (save_type, (str,)), "save_path": (save_path, (str, os.PathLike))})
@@ -64,14 +64,14 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     request = SaveRequest(where=prefix_of(save_path), formats=_CAFFE_FORMATS[save_type], with_record=True)
     save_results(results_of(graph), request, notes=SaveNotes.of(graph))
     assert graph.calibration_record is not None
-    progress_path(graph.calibration_record).unlink(missing_ok=True)  # nothing is missing any more
+    progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
 
 def prefix_of(save_path: AnyPath) -> SavePath:
     """Folder and prefix of the files of ``save_model`` and ``convert_model``.
 
     Raises:
-        ArgumentError: The path is empty or no path.
+        ArgumentError: The path is empty or not a path.
     """
     if not os.fspath(save_path):
         raise ArgumentError("save_path: expected a folder and a prefix such as results/model, got nothing")
@@ -79,20 +79,20 @@ def prefix_of(save_path: AnyPath) -> SavePath:
 
 
 def check_save_type(function: str, save_type: str) -> None:
-    """Check which models a user asks for.
+    """Check the ``save_type`` argument.
 
     Raises:
-        ArgumentError: there is no such choice.
+        ArgumentError: the value is unknown.
     """
     if save_type not in _CAFFE_FORMATS:
         raise ArgumentError(f"{function}: save_type must be {', '.join(_CAFFE_FORMATS)}, got {save_type!r}")
 
 
 def results_of(graph: QuantGraph) -> Results:
-    """Both results of a graph whose calibration has written its record file.
+    """Build the results of a graph from the record file that calibration wrote.
 
     Raises:
-        RecordError: the record is not complete, or another model's.
+        RecordError: the record is incomplete or belongs to another model.
     """
     assert graph.calibration_record is not None
     record = read_caffe_record(graph.calibration_record)
@@ -107,13 +107,13 @@ def results_of(graph: QuantGraph) -> Results:
 
 
 def results_with(graph: QuantGraph, record: CaffeRecord) -> Results:
-    """Both results of a graph and a complete record."""
+    """Build the results of a graph from a complete record."""
     return Results(graph.model, graph.weights, record, config=config_text(graph.plan), equalized=graph.equalized)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SaveNotes:
-    """What ``quant.json`` says of a model: the original net, what was folded, and why layers stay float."""
+    """Content of ``quant.json``: the original net, the folded layers, and why layers stay float."""
 
     original: CaffeModel
     fusion: FusionReport
@@ -128,20 +128,20 @@ class SaveNotes:
 def save_results(
     results: Results, request: SaveRequest, *, notes: SaveNotes, tensors: Mapping[str, TensorFactors] | None = None
 ) -> list[Path]:
-    """Write all files of a result as one group, and return their paths.
+    """Write all files of a result as one group and return their paths.
 
-    "fake_quant" and "deploy" are Caffe pairs; every other format is exported from the float ONNX form of the net. A net
-    without an ONNX form has no such file: a warning and ``quant.json`` say why. Of an equalized model the float form is
-    written too: the record belongs to it, and comparing layer by layer needs it.
+    "fake_quant" and "deploy" are Caffe pairs; other formats are exported from the float ONNX form of the net. If the
+    net has no ONNX form, a warning and ``quant.json`` give the reason. For an equalized model the float model is
+    written too: the record belongs to it, and layer-by-layer comparison needs it.
 
     Args:
         results: The quantized model.
-        request: What to write, and where to.
-        notes: What ``quant.json`` says besides.
+        request: The formats and the save path.
+        notes: Further content of ``quant.json``.
         tensors: Factors of the blobs between layers, for the QDQ file.
 
     Raises:
-        ArgumentError: An opset that the exporters do not write.
+        ArgumentError: The exporters do not support the opset.
         FileError: The files cannot be written; none was.
     """
     where = request.where
@@ -187,7 +187,7 @@ def _file_entry(name: str, result: Exported) -> FileEntry:
 
 
 def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> QuantJson:
-    """What became of each layer, for comparing layer by layer.
+    """Describe each layer for layer-by-layer comparison.
 
     ``output`` names the blob that holds a layer's result: in the original net (without in-place layers the name is
     the same) and in each written one.

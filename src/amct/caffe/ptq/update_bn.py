@@ -1,4 +1,4 @@
-"""Updating BatchNorm statistics after weights were clustered, and folding them without changing the clusters."""
+"""Updates BatchNorm statistics after weight clustering, and folds them without changing the clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(model: CaffeModel, settings: BatchNormUpdate) -> None:
-    """Make every BatchNorm of the modified model update its statistics, and remove the files of an earlier run."""
+    """Make every BatchNorm of the modified model update its statistics; remove the files of an earlier run."""
     folder = str(Path(settings.bn_dump_dir).resolve())
     for layer in model.net.layer:
         if layer.type != "BatchNorm":
@@ -44,7 +44,7 @@ def fold_updated_statistics(graph: QuantGraph) -> None:
     """Read the updated statistics into the graph's model and fold them.
 
     Raises:
-        CalibrationError: the statistics of a BatchNorm were not updated; says how many forwards are needed.
+        CalibrationError: a BatchNorm was not updated; the message gives the number of forwards needed.
     """
     settings = graph.plan.update_bn
     assert settings is not None

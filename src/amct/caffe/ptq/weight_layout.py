@@ -1,4 +1,4 @@
-"""The layout of the weights of each Caffe layer type, in the terms of ``amct.numerics``, and the number of groups."""
+"""The weight layout and group count of each Caffe layer type, in the terms of ``amct.numerics``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
-    """A weight and its layout; ``transposed``: an InnerProduct weight that the file has as ``[inputs, outputs]``."""
+    """A weight and its layout; ``transposed``: an InnerProduct weight stored as ``[inputs, outputs]``."""
 
     weight: torch.Tensor
     kind: WeightKind
@@ -24,11 +24,11 @@ class WeightLayout:
     transposed: bool = False
 
     def rows_first(self) -> torch.Tensor:
-        """The weight in the layout of its kind: outputs first."""
+        """The weight in the layout of its kind, with outputs first."""
         return self.weight.t().contiguous() if self.transposed else self.weight
 
     def restored(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight in the layout of its kind, in that of the file."""
+        """Convert a weight from the layout of its kind to that of the file."""
         return weight.t().contiguous() if self.transposed else weight
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def read_json_object(data: str | bytes, source: str, problems: ProblemList) -> JsonNode:
-    """Read a JSON file whose top is an object; repeated keys are reported.
+    """Read a JSON file whose top level is an object; repeated keys are reported.
 
     Raises:
         ParseError: The file is not JSON.
-        ConfigTypeError: Its top is not an object.
+        ConfigTypeError: Its top level is not an object.
     """
     document = read_json(data, source)
     problems.extend(document.problems)
@@ -55,7 +55,7 @@ def known_members(node: JsonNode, known: Collection[str], what: str, problems: P
 
 
 def read_bool(members: Mapping[str, JsonNode], key: str, default: bool, what: str, problems: ProblemList) -> bool:
-    """A member that is true or false; anything else is reported."""
+    """Read a boolean member; any other value is reported."""
     if key not in members:
         return default
     value = members[key].value
@@ -75,7 +75,7 @@ def check_members(
     block: str = "",
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings | None:
-    """Turn members of an object, by the names of settings fields, into settings; see ``check_settings``."""
+    """Convert members of an object, by settings field, to settings; see ``check_settings``."""
 
     def locate(path: tuple[str | int, ...]) -> Position | None:
         first = members.get(str(path[0])) if path else None
@@ -92,14 +92,14 @@ def read_algorithm_block(
     what: str,
     problems: ProblemList,
 ) -> AlgorithmBlock | None:
-    """The algorithm of a JSON block with the values that the block sets; None when the block has no known algorithm.
+    """The algorithm of a JSON block with the values that the block sets; None if it has no known algorithm.
 
     Args:
         node: The block.
-        algorithms: The algorithms it may name; the first one when it names none.
-        name_key: The key that names the algorithm, or None when there is only one.
+        algorithms: The algorithms it may name; the first one is the default.
+        name_key: The key that names the algorithm, or None if there is only one.
         what: The name of the block in messages, such as ``conv1.weight_quant_params``.
-        problems: Takes every mistake of the block.
+        problems: Collects every mistake of the block.
     """
     if not is_object(node, what, problems):
         return None
@@ -118,7 +118,7 @@ def read_algorithm_block(
     fields = {algorithm.field_of(key): node for key, node in nodes.items()}
     names = {algorithm.field_of(key): key for key in nodes}
     if check_members(algorithm.settings, fields, problems, block=what, names=names) is None:
-        # The caller checks the layer type next: it gets only the values of the right type.
+        # The caller checks the layer type next, with the values of correct type only.
         given = {key: value for key, value in given.items() if type(value) is type(algorithm.default_of(key))}
     return AlgorithmBlock(
         algorithm=algorithm,
@@ -154,7 +154,7 @@ def _report_foreign(
     what: str,
     problems: ProblemList,
 ) -> None:
-    """Report a key that the algorithm does not have, and the algorithm that has it, if any."""
+    """Report a key that the algorithm does not support, and the algorithm that does, if any."""
     owner = next((other for other in algorithms if key in other.keys), None)
     if owner is None:
         known = {name for item in algorithms for name in item.keys}
@@ -176,9 +176,9 @@ def find_layer(
     *,
     switch_key: str = "quant_enable",
 ) -> LayerInfo | None:
-    """The layer that a top-level key names; None, with a problem added, when it cannot be quantized.
+    """The layer that a top-level key names; None, with a problem added, if it cannot be quantized.
 
-    The file may name a layer that cannot be quantized if it switches that layer off.
+    The file may name a layer that cannot be quantized if it switches the layer off.
     """
     layer = model.find(name)
     if layer is None:
@@ -196,7 +196,7 @@ def find_layer(
 def check_skip_fusion(
     node: JsonNode | None, model: LayerList, fusible_types: Collection[str], problems: ProblemList
 ) -> None:
-    """Report names in ``skip_fusion_layers`` that are repeated, unknown or of a type that is never fused."""
+    """Report names in ``skip_fusion_layers`` that are repeated, unknown or of a type that is never folded."""
     if node is None or not node.is_list:
         return
     names = [Named(item.value, item.position) for item in node.value if isinstance(item.value, str)]

@@ -1,8 +1,8 @@
 """A JSON reader that records the position of every key and value.
 
 Python's ``json`` has no positions, silently keeps the last of two equal keys, accepts ``NaN`` and has no depth limit.
-This reader stops at the first text that is not JSON (``ParseError``) and lists repeated keys in
-``JsonDocument.problems``, because a file with a repeated key can still be checked for its other mistakes.
+This reader stops at the first invalid text (``ParseError``) and puts repeated keys in ``JsonDocument.problems``, as
+a file with a repeated key can still be checked for other mistakes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONSTANTS: dict[str, bool | None] = {"true": True, "false": False, "null": None
 
 
 class _Lines:
-    """Converts an offset in a text to a position; shared by all nodes of one document."""
+    """Converts an offset in a text to a position; shared by all nodes of a document."""
 
     def __init__(self, text: str, source: str) -> None:
         self.source = source
@@ -49,12 +49,12 @@ class JsonNode:
 
     @property
     def position(self) -> Position:
-        """Where the value begins."""
+        """The start position of the value."""
         return self.lines.position(self.offset)
 
     @property
     def key_position(self) -> Position:
-        """Where the key that names the value begins; the value itself for list items and the top."""
+        """The start position of the value's key; for list items and the top level that of the value."""
         return self.lines.position(self.key_offset if self.key_offset >= 0 else self.offset)
 
     @property
@@ -68,7 +68,7 @@ class JsonNode:
         return isinstance(self.value, list)
 
     def at(self, path: tuple[str | int, ...]) -> JsonNode:
-        """The node at ``path`` below this one, or the deepest node on the way to it that exists."""
+        """The node at ``path`` below this one, or the deepest existing node on the way to it."""
         node = self
         for step in path:
             children = node.value
@@ -80,7 +80,7 @@ class JsonNode:
         return node
 
     def plain(self) -> Any:  # noqa: ANN401  a JSON value is any of six types
-        """The value with ordinary dicts and lists inside, as ``json.loads`` would give it."""
+        """The value with plain dicts and lists, as ``json.loads`` returns it."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -104,7 +104,7 @@ def read_json(data: str | bytes, source: str) -> JsonDocument:
         source: The name of the file, for positions.
 
     Raises:
-        ParseError: The text is not JSON, or not UTF-8; the position is that of the first wrong character.
+        ParseError: The text is not JSON or not UTF-8; the position is that of the first invalid character.
     """
     text = decode_utf8(data, source) if isinstance(data, bytes) else data.removeprefix("\ufeff")
     return _Reader(text, source).document()
@@ -124,7 +124,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 
 
 class _Reader:
-    """A recursive descent over the text; ``at`` is the offset of the next character."""
+    """A recursive descent parser; ``at`` is the offset of the next character."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text = text
@@ -255,7 +255,7 @@ class _Reader:
                 self.fail("the string that begins here is never closed", start)
 
     def escape(self) -> str:
-        """One escape; two escapes that form a surrogate pair become one character."""
+        """Read one escape; two escapes that form a surrogate pair become one character."""
         letter = self.text[self.at + 1 : self.at + 2]
         if letter in _ESCAPES:
             self.at += 2

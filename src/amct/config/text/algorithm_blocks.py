@@ -1,4 +1,4 @@
-"""The algorithm in a block of a simple config, with the values that are set and their positions."""
+"""The algorithm in a block of a simple config, with the given values and their positions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AlgorithmBlock:
     """One algorithm with the values that a file sets.
 
     Attributes:
-        algorithm: The algorithm chosen; the first one of its kind when the block names none.
-        given: The JSON keys the file sets, with their values as JSON has them.
+        algorithm: The chosen algorithm; the first one of its kind if the block names none.
+        given: The JSON keys that the file sets, with their JSON values.
         positions: The position of each of these values.
         origin: The origin of the whole block.
-        position: The position of the algorithm's name; None when the block names none.
+        position: The position of the algorithm's name; None if the block names none.
     """
 
     algorithm: Algorithm
@@ -38,7 +38,7 @@ class AlgorithmBlock:
     position: Position | None = None
 
     def value(self, key: str) -> Any:  # noqa: ANN401  a JSON value
-        """The value of a JSON key: as given, else the built-in default."""
+        """The value of a JSON key, or its built-in default."""
         return self.given[key] if key in self.given else self.algorithm.default_of(key)
 
     def origin_of(self, key: str) -> Origin:
@@ -60,14 +60,14 @@ class AlgorithmBlock:
         changed: Mapping[str, Any],
         **values: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
-        """The JSON block in its written order; ``origins`` takes the origin of each value.
+        """The JSON block in written order; ``origins`` collects the origin of each value.
 
         Args:
             prefix: The key of the block in the layer's JSON.
             name_key: The key that holds the algorithm's name.
             origins: By dotted key.
-            changed: By dotted key, values that a rule of the layer type replaces; keys of other blocks are ignored.
-            values: Values that replace what is given, or the default.
+            changed: By dotted key, values replaced by a rule of the layer type; keys of other blocks are ignored.
+            values: Values that replace given values or defaults.
         """
         own = {key.partition(".")[2]: value for key, value in changed.items() if key.startswith(f"{prefix}.")}
         origins |= self.origins(prefix, name_key)
@@ -75,11 +75,11 @@ class AlgorithmBlock:
         return self.to_json(name_key, **{**values, **own})
 
     def to_json(self, name_key: str | None, **changed: Any) -> dict[str, Any]:  # noqa: ANN401  JSON values
-        """The JSON block in its written order.
+        """The JSON block in written order.
 
         Args:
-            name_key: The key that holds the algorithm's name, or None when the dialect has none.
-            changed: Values that replace what is given, or the default.
+            name_key: The key that holds the algorithm's name, or None if the dialect has none.
+            changed: Values that replace given values or defaults.
         """
         block: dict[str, Any] = {}
         for key in self.algorithm.keys:
@@ -95,11 +95,11 @@ class AlgorithmBlock:
 _PARTS = {"acts_quant_algo": "activations", "wts_quant_algo": "weights"}
 """The fields of a ``LayerConfig`` that correspond to the oneofs of a ``.cfg``."""
 _TRUE_WHERE_POSSIBLE = frozenset({"channel_wise", "asymmetric"})
-"""Settings that are true by default where a layer can have them: only false counts as given."""
+"""Settings that are true by default if the layer supports them: only false counts as given."""
 
 
 def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
-    """The algorithm that a block chooses in one of its oneofs (the last one in the file), or that an entry has."""
+    """The algorithm that a block chooses in a oneof (the last one in the file), or that a ``QuantConfig`` entry has."""
     if choice.entry is not None:
         part = _PARTS[oneof]
         return _typed_block(getattr(choice.entry, part), part, choice.origin, algorithms)
@@ -123,7 +123,7 @@ def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]
 
 
 def _typed_block(settings: object, part: str, origin: Origin, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
-    """The block of a settings object; its class was checked before."""
+    """Convert a settings object, whose class is already checked, to a block."""
     algorithm = next((each for each in algorithms if type(settings) is each.settings), algorithms[0])
     if settings is None:
         return AlgorithmBlock(algorithm=algorithm, given={}, positions={}, origin=origin)
@@ -144,9 +144,9 @@ def _typed_block(settings: object, part: str, origin: Origin, algorithms: tuple[
 
 
 def _find(message: TextMessage, field: str) -> tuple[TextMessage, str] | None:
-    """The message that holds a field and the field's name there; None when the file does not set it.
+    """The message that contains a field and the field's name there; None if the file does not set it.
 
-    A dot separates an inner message from its field. JSON keys without a field in the ``.cfg`` are never set.
+    A dot separates an inner message from its field. JSON keys without a ``.cfg`` field are never set.
     """
     *outer, name = field.split(".")
     for step in outer:
@@ -172,7 +172,7 @@ def _value(algorithm: Algorithm, key: str, found: list[tuple[TextMessage, str] |
 
 
 def _as_float32(value: float) -> float:
-    """The value of a number as float32: 6.1 becomes 6.099999904632568."""
+    """Round a number to float32: 6.1 becomes 6.099999904632568."""
     held: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return held
 

@@ -1,4 +1,4 @@
-"""Lists of layer names and layer types in a config: repeated, unknown and unsuitable names are reported."""
+"""Lists of layer names and layer types in a config; reports repeated, unknown and unsuitable names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Named:
-    """A name in a list, and its position (None: it is a function argument)."""
+    """A name in a list, and its position (None for a function argument)."""
 
     name: str
     position: Position | None = None
@@ -37,7 +37,7 @@ class SkipList:
                 self._origins.setdefault((kind, named.name), Origin(level, named.position))
 
     def find(self, layer: LayerInfo) -> Origin | None:
-        """The origin of the switch-off of a layer or of its type; None when it is on."""
+        """The entry that switches off a layer or its type; None if it is on."""
         return self._origins.get(("layer", layer.name)) or self._origins.get(("type", layer.type))
 
 
@@ -96,5 +96,5 @@ def check_type_names(
 
 
 def _listing(types: Collection[str]) -> str:
-    """The types a user can choose from, when they are few enough to read."""
+    """The types that a user can choose from, if they are few enough to list."""
     return f" Types that can: {', '.join(types)}." if len(types) <= 12 else ""

@@ -1,4 +1,4 @@
-"""The parts of a simple config (``.cfg``) of post-training quantization that PyTorch and Caffe have in common."""
+"""The parts of a simple config (``.cfg``) of post-training quantization that PyTorch and Caffe share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class SimpleConfig:
     """Global fields, lists of names and blocks of a simple config, or the equivalent function arguments.
 
-    ``extra`` has the global fields that only one dialect has, as the JSON writes them.
+    ``extra`` has the global fields of a single dialect, as written in the JSON.
     """
 
     source: str
@@ -48,7 +48,7 @@ class SimpleConfig:
         return SkipList(self.skip_layers, self.skip_layer_types)
 
     def skipped(self, layer: LayerInfo) -> Origin | None:
-        """The origin of the switch-off of a layer or of its type; None when it is on."""
+        """The entry that switches off a layer or its type; None if it is on."""
         return self._skips.find(layer)
 
     def fields(self, keys: Collection[str]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""ONNX graphs as exporters see them: who makes and reads a tensor, which node computes a layer."""
+"""ONNX graphs for exporters: producers and consumers of tensors, and the nodes of layers."""

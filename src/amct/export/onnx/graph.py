@@ -1,7 +1,7 @@
-"""An ONNX graph that can be edited: find nodes and constants, insert before and after, write a sorted model.
+"""An editable ONNX graph: finds nodes and constants, inserts nodes, and builds a sorted model.
 
-The model given is never changed. Initializers are kept apart from the rest, one message each, so that a model above the
-2 GB limit of protobuf can be edited: only parts of it are ever serialized.
+The original model is never changed. Initializers are kept as separate messages, so that a model above protobuf's 2 GB
+limit can be edited: only parts of it are serialized.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _DETERMINISTIC_FOLDS = frozenset(
         "Unsqueeze",
     }
 )
-"""Operators through which a weight may reach its layer; exporters leave them in the graph when the weight is large."""
+"""Operators allowed between a weight and its layer; exporters keep them in the graph if the weight is large."""
 
 _LONGEST_FOLD = 64
-"""Operators in a row between a stored value and what is still seen as a constant."""
+"""The longest chain of operators between a stored value and a tensor that still counts as constant."""
 _LARGEST_FOLD = 2**26
-"""Bytes that a constant computed from stored values may always have."""
+"""The size in bytes up to which a computed constant is always accepted."""
 _NEVER = 2**31
 
 
 class OnnxGraph(TensorIndex[NodeProto]):
-    """The main graph of a model, open for editing."""
+    """The main graph of a model, for editing."""
 
     def __init__(self, model: ModelProto) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class OnnxGraph(TensorIndex[NodeProto]):
 
     @property
     def opset(self) -> int:
-        """The version of the standard operators."""
+        """The opset version of the standard operators."""
         return model_opset(self._source)
 
     def node(self, name: str) -> NodeProto:
-        """The node of that name.
+        """The node with this name.
 
         Raises:
-            ExportError: there is none.
+            ExportError: there is no such node.
         """
         found = self._by_name.get(name)
         if found is None:
@@ -106,20 +106,20 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return tensor in self._captured
 
     def only_consumer(self, tensor: str) -> NodeProto | None:
-        """The one node that uses the tensor, if nothing else sees it."""
+        """The only node that reads the tensor; None with other readers, a subgraph reader or a graph output."""
         users = self.consumers(tensor)
         if len(users) != 1 or self.is_output(tensor) or self.is_captured(tensor):
             return None
         return users[0]
 
     def element_type(self, tensor: str) -> int:
-        """ONNX's element type of a tensor as the model declares it; FLOAT where it does not say."""
+        """The declared ONNX element type of a tensor; FLOAT if it is not declared."""
         if tensor in self._initializers:
             return self._initializers[tensor].data_type
         return next((each.elem_type for each in self._declared(tensor) if each.elem_type), TensorProto.FLOAT)
 
     def rank(self, tensor: str) -> int | None:
-        """How many dimensions a tensor has, where the model says it."""
+        """The declared number of dimensions of a tensor; None if it is not declared."""
         if tensor in self._initializers:
             return len(self._initializers[tensor].dims)
         return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
@@ -132,7 +132,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
                 yield value.type.tensor_type
 
     def constant(self, tensor: str) -> NDArray[Any] | None:
-        """The value of a tensor that never changes: an initializer, a Constant, or those reshaped; else None."""
+        """The value of a constant tensor: an initializer, a Constant, or one computed from those; else None."""
         if not tensor:
             return None
         if tensor in self._initializers:
@@ -145,14 +145,14 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return self._folded[tensor]
 
     def is_constant(self, tensor: str) -> bool:
-        """Whether ``constant`` would find a value; cheaper."""
+        """Whether ``constant`` would return a value; cheaper than computing it."""
         depth = self._constant_depths.get(tensor)
         return (self._find_constant_depth(tensor) if depth is None else depth) <= _LONGEST_FOLD
 
     def _find_constant_depth(self, tensor: str) -> int:
-        """Through how many operators a tensor comes from stored values; more than can be if it does not.
+        """The number of operators between stored values and a tensor; above the limit if it is not constant.
 
-        Without recursion and each tensor once: a file may have chains of any length.
+        Iterative, and visits each tensor once, because a file may have chains of any length.
         """
         depths = self._constant_depths
         waiting, entered = [tensor], set()
@@ -169,7 +169,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return depths[tensor]
 
     def _stored_depth(self, tensor: str) -> int | None:
-        """0 of a stored value, beyond all of what is computed; None of what depends on the inputs of its operator."""
+        """0 for a stored value, None if the depth follows from the operator's inputs, otherwise above the limit."""
         if tensor in self._initializers:
             return 0
         node = self.producer(tensor)
@@ -203,11 +203,11 @@ class OnnxGraph(TensorIndex[NodeProto]):
             results = ReferenceEvaluator(model).run([tensor], inputs)
         except Exception as error:
             raise ExportError(f'constant "{tensor}" cannot be computed by its {node.op_type}: {error}') from error
-        assert isinstance(results, list)  # a dictionary only when no feed is given
+        assert isinstance(results, list)  # a dictionary only if no feed is given
         return np.asarray(results[0])
 
     def _is_too_large(self, node: NodeProto, inputs: Mapping[str, NDArray[Any] | None]) -> bool:
-        """Whether a result is far larger than all that is stored: a file can double a value again and again."""
+        """Whether a result is far larger than all stored values: a malicious file can double a value repeatedly."""
         sizes = {name: value.nbytes for name, value in inputs.items() if value is not None}
         result = sum(sizes[name] for name in node.input if name)
         if node.op_type == "Gather":
@@ -222,24 +222,24 @@ class OnnxGraph(TensorIndex[NodeProto]):
     # -- editing ---------------------------------------------------------------------------------------------------
 
     def set_initializer(self, name: str, value: NDArray[Any]) -> str:
-        """Store an array under a name, replacing what was there; returns the name."""
+        """Store an array under a name, replacing any existing one; returns the name."""
         self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
         self._constant_depths.clear()
         self._value_info.pop(name, None)
         return name
 
     def add_initializer(self, name: str, value: NDArray[Any]) -> str:
-        """Store a new array under a name of its own: ``name``, with a number behind it when it is taken."""
+        """Store a new array under ``name``, with a number appended if it is taken; returns the name."""
         return self.set_initializer(self.fresh_name(name), value)
 
     def add_constant(self, name: str, value: NDArray[Any]) -> str:
-        """A Constant node; returns the name of its output, ``<name>.output0``."""
+        """Add a Constant node; returns the name of its output, ``<name>.output0``."""
         return self.add_node("Constant", name, [], value=numpy_helper.from_array(np.asarray(value, order="C"), name))
 
     def add_node(
         self, op_type: str, name: str, inputs: Sequence[str], outputs: Sequence[str] | None = None, **attributes: object
     ) -> str:
-        """Add a node; ``build`` sorts. Returns its first output, ``<name>.output0`` unless given.
+        """Add a node; ``build`` sorts the nodes. Returns its first output, by default ``<name>.output0``.
 
         Raises:
             ExportError: the name is taken.
@@ -271,7 +271,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         self._by_name[name] = node
 
     def fresh_name(self, name: str) -> str:
-        """``name``, or with a number behind it when a node or tensor is already called so."""
+        """``name``, with a number appended if a node or tensor already has this name."""
         candidate, number = name, 1
         while candidate in self._by_name or self._is_tensor(candidate):
             candidate, number = f"{name}_{number}", number + 1
@@ -285,7 +285,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return known or any(value.name == name for value in self.inputs)
 
     def set_input(self, node: NodeProto, index: int, tensor: str) -> None:
-        """Let one input of a node come from another tensor."""
+        """Connect one input of a node to another tensor."""
         self._constant_depths.clear()
         while len(node.input) <= index:
             node.input.append("")
@@ -310,17 +310,17 @@ class OnnxGraph(TensorIndex[NodeProto]):
         node.attribute.append(make_attribute(name, value))
 
     def drop_attribute(self, node: NodeProto, name: str) -> None:
-        """Remove one attribute of a node, if it has it."""
+        """Remove an attribute of a node, if present."""
         kept = [attribute for attribute in node.attribute if attribute.name != name]
         if len(kept) != len(node.attribute):
             del node.attribute[:]
             node.attribute.extend(kept)
 
     def tap(self, tensor: str, fallback: str) -> tuple[str, str]:
-        """Prepare to insert something behind a tensor; returns what to read and what to write.
+        """Prepare to insert nodes behind a tensor; returns the tensor to read and the tensor to write.
 
-        The users of ``tensor`` will read the second name. A tensor that is a graph output (or is used inside an If,
-        Loop or Scan) keeps its name at the far end: then its producer writes ``<node>_output0`` instead.
+        The readers of ``tensor`` will read the second one. A graph output (or a tensor used inside an If, Loop or Scan)
+        keeps its name as the second one: its producer then writes ``<node>_output0`` instead.
         """
         producer = self.producer(tensor)
         assert producer is not None  # layers are bound to nodes
@@ -338,11 +338,11 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return tensor, fallback
 
     def forget_type(self, tensor: str) -> None:
-        """Drop what the model declares about a tensor, because an edit changed it."""
+        """Remove the declared type of a tensor that an edit changed."""
         self._value_info.pop(tensor, None)
 
     def remove_node(self, node: NodeProto) -> None:
-        """Take a node out; its outputs no longer have a producer."""
+        """Remove a node; its outputs no longer have a producer."""
         self._constant_depths.clear()
         self.nodes = [other for other in self.nodes if other is not node]
         self._by_name.pop(node.name, None)
@@ -353,7 +353,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
                 del self.producers[name]
 
     def take_output(self, node: NodeProto, successor: NodeProto) -> None:
-        """Let a node make what its successor made, under that name; the successor goes."""
+        """Make a node write the output of its successor, under that name, and remove the successor."""
         old, new = node.output[0], successor.output[0]
         self._constant_depths.clear()
         self.remove_node(successor)
@@ -365,7 +365,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def build(self) -> ModelProto:
-        """A new model of the edited graph: nodes sorted, constants and unused declarations left out."""
+        """Build a model of the edited graph: nodes sorted, unused nodes, initializers and declarations removed."""
         model = ModelProto()
         graph = model.graph
         copy_fields(self._source, model, skip={"graph"})
@@ -380,7 +380,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         return model
 
     def live_nodes(self) -> list[NodeProto]:
-        """Nodes in an order that defines every tensor before its use, without those that no output depends on."""
+        """Nodes in topological order, without those that no output depends on."""
         alive: set[int] = set()
         pending = [self.producers[name] for name in self._outputs if name in self.producers]
         while pending:

@@ -1,4 +1,4 @@
-"""A layer with its node, weight and bias as arrays, and their integers."""
+"""A layer with its node, weight and bias as arrays, and the integers computed from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IMAGE_RANK = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One bound layer. Weights are in the layer's own layout (linear: ``[Cout, Cin]``), whatever ONNX stores."""
+    """One bound layer. Weights are in the layer's own layout (linear: ``[Cout, Cin]``), independent of ONNX's."""
 
     name: str
     kind: LayerKind
@@ -43,9 +43,9 @@ class Layer:
     bias: NDArray[Any] | None = None
     """``[Cout]``. LSTM, GRU: ``[2 · gates · hidden]``, of W, then of R."""
     bias_node: NodeProto | None = None
-    """The Add behind a MatMul that adds the bias."""
+    """The Add behind a MatMul with the bias."""
     pad: NodeProto | None = None
-    """The Pad in front of an average pooling, which reads integers too."""
+    """The Pad before an average pooling, which reads integers too."""
     groups: int = 1
     element_type: int = TensorProto.FLOAT
     rescaled: bool = False
@@ -63,7 +63,7 @@ class Layer:
 
     @property
     def channels_out(self) -> int:
-        """How many output channels (LSTM, GRU: rows of W) there are."""
+        """The number of output channels (LSTM, GRU: rows of W)."""
         assert self.weight is not None
         if self.kind is LayerKind.CONV_TRANSPOSE:
             return int(self.weight.shape[1]) * self.groups
@@ -71,7 +71,7 @@ class Layer:
 
     @property
     def channels_in(self) -> int:
-        """How many input channels there are."""
+        """The number of input channels."""
         assert self.weight is not None
         if self.kind is LayerKind.CONV_TRANSPOSE:
             return int(self.weight.shape[0])
@@ -79,7 +79,7 @@ class Layer:
 
     @property
     def bias_place(self) -> tuple[NodeProto, int]:
-        """The node and input that read the bias."""
+        """The node that reads the bias, and the index of that input."""
         if self.bias_node is None:
             return self.node, 2
         return self.bias_node, 0 if self.node.output[0] == self.bias_node.input[1] else 1
@@ -88,13 +88,13 @@ class Layer:
     def adds_integers(self) -> bool:
         """Whether the bias is added to the integer accumulator.
 
-        An Add that has the bias in front (``bias + x @ w``) is not: there AMCT dequantizes first and adds in float.
+        For an Add with the bias first (``bias + x @ w``) it is not: AMCT dequantizes first and adds in float.
         """
         return self.bias is not None and (self.bias_node is None or self.bias_place[1] == 1)
 
     @property
     def output(self) -> str:
-        """The tensor that is dequantized: the layer's result, with the bias where integers are added."""
+        """The tensor to dequantize: the layer's output, including the bias if it is added to integers."""
         if self.bias_node is None or not self.adds_integers:
             return self.node.output[0]
         return self.bias_node.output[0]
@@ -105,20 +105,20 @@ class Layer:
         return self.node.op_type == "Gemm" and bool(attribute_value(self.node, "transB", 0))
 
     def integer_weight(self) -> NDArray[np.int8]:
-        """The weight in integers of the record's scales."""
+        """The weight as integers, with the record's scales."""
         assert self.weight is not None
         if self.factors.integer_weight is not None:
             return np.asarray(self.factors.integer_weight, dtype=np.int8)
         return self._rounded(self.weight, self.factors.scale_w, self.factors.wts_bits)
 
     def integer_recurrent_weight(self) -> NDArray[np.int8]:
-        """R in integers of the record's scales."""
+        """R as integers, with the record's scales."""
         assert self.recurrent_weight is not None
         assert self.factors.scale_r is not None
         return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
 
     def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        """The float weight of a convolution or linear layer rounded again, with a scale per output channel.
+        """Quantize the float weight of a convolution or linear layer again, with a scale per output channel.
 
         Returns the integers of ``bits`` bits and the scales. Rounding errors cancel (``round_cancelling_errors``).
         """
@@ -134,7 +134,7 @@ class Layer:
     def bias_correction(
         self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        """What rounding the weights subtracts from the mean of each output; ``mean`` is the mean of each input."""
+        """Bias correction: the mean error of each output from weight rounding; ``mean`` is the mean of each input."""
         assert self.weight is not None
         error = self.weight - integers * scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
         by_channel = error.reshape(*error.shape[:2], -1).sum(2)
@@ -151,7 +151,7 @@ class Layer:
         return self._per_row(self.factors.scale_r)
 
     def dequant_scale(self) -> NDArray[np.float32]:
-        """scale_w · scale_d in float32: what one step of the accumulator is worth; one or one per output channel.
+        """scale_w · scale_d in float32, the accumulator scale; one or one per output channel.
 
         LSTM, GRU: of all rows of W, then scale_r · scale_h of all rows of R.
         """
@@ -165,7 +165,7 @@ class Layer:
     def integer_bias(
         self, scale_w: NDArray[np.float32] | None = None, scale_d: float | None = None
     ) -> NDArray[np.int32]:
-        """The bias in steps of the accumulator; ``scale_w`` and ``scale_d`` replace the record's scales.
+        """The bias as accumulator integers; ``scale_w`` and ``scale_d`` replace the record's scales.
 
         Raises:
             ExportError: it does not fit int32.
@@ -208,7 +208,7 @@ class Layer:
 
 
 def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:
-    """What was done to a layer; ``output`` is the tensor of its result in the float model, if it was renamed since."""
+    """The report of a layer; ``output`` is its output tensor in the float model, if it was renamed since."""
     return LayerReport(
         layer=layer.name,
         type=layer.kind.torch_type(layer.weight.ndim if layer.weight is not None else _IMAGE_RANK) or layer.kind.value,

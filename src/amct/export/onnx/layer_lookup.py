@@ -1,7 +1,7 @@
-"""Find the bound layers in a graph.
+"""Finds the bound layers in a graph.
 
-Only this module knows the ONNX form of each layer kind. A node that does not match its binding is an ``ExportError``
-that names layer, node and what was expected.
+Only this module knows the ONNX form of each layer kind. A node that does not fit its binding raises an ``ExportError``
+that names the layer, the node and the expected form.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_layers(
     _check_names(bindings, factors)
     graph = OnnxGraph(model)
     for node in graph.nodes:
-        graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; no runtime knows it
+        graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; runtimes do not support it
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     bound = [binding for binding in bindings if binding.layer in factors]
     layers = [find_layer(graph, binding, factors[binding.layer]) for binding in bound]
@@ -76,10 +76,10 @@ def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFa
 
 
 def find_layer(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors) -> Layer:
-    """Find what belongs to a bound layer and check that it matches its binding.
+    """Find the weight, bias and settings of a bound layer and check that they match its binding.
 
     Raises:
-        ExportError: node, weight, bias or number of factors are not what the kind of layer needs.
+        ExportError: node, weight, bias or number of factors do not match the layer kind.
     """
     node = graph.node(binding.node)
     if node.op_type not in binding.kind.operators:
@@ -109,7 +109,7 @@ def _find_pool(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, n
 
 
 def _zero_pad(graph: OnnxGraph, tensor: str) -> NodeProto | None:
-    """The Pad with zeros that makes a tensor, if only one node uses it."""
+    """The zero Pad that computes a tensor, if the tensor has only one reader."""
     pad = graph.producer(tensor)
     if pad is None or pad.op_type != "Pad" or graph.only_consumer(tensor) is None:
         return None
@@ -188,7 +188,7 @@ def _gemm_bias(graph: OnnxGraph, binding: LayerBinding, node: NodeProto, channel
 
 
 def _added_bias(graph: OnnxGraph, node: NodeProto, channels: int) -> tuple[NDArray[Any] | None, NodeProto | None]:
-    """The constant that an Add behind a MatMul adds, one value per output channel, and the Add."""
+    """The constant that an Add behind a MatMul adds, one value per output channel, and the Add node."""
     add = graph.only_consumer(node.output[0])
     if add is None or add.op_type != "Add":
         return None, None
@@ -224,7 +224,7 @@ def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFacto
 
 
 def recurrent_problem(node: NodeProto) -> str | None:
-    """The setting of an LSTM or GRU that has no quantized form; None when there is none."""
+    """The setting of an LSTM or GRU that has no quantized form; None if there is none."""
     kind = KIND_OF_OPERATOR[node.op_type]
     activations = [name.decode() for name in attribute_value(node, "activations", [])]
     problems = {
@@ -238,7 +238,7 @@ def recurrent_problem(node: NodeProto) -> str | None:
 
 
 def _balanced(weight: NDArray[Any], factors: LayerFactors, kind: LayerKind, groups: int) -> NDArray[Any]:
-    """The weight times its DMQ factors, which run along the input channels."""
+    """The weight multiplied by its DMQ factors along the input channels."""
     if factors.balance is None or factors.weight_is_balanced:
         return weight
     wide = torch.from_numpy(np.array(weight, dtype=np.promote_types(weight.dtype, np.float32)))

@@ -1,4 +1,4 @@
-"""Helpers to read ONNX messages: attributes, arrays, the tensors that a node reads."""
+"""Helpers for ONNX messages: attributes, arrays, the tensors that a node reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401  attributes have any type
-    """The value of an attribute, decoded; ``default`` when the node has none."""
+    """The decoded value of an attribute; ``default`` if the node does not have it."""
     for attribute in node.attribute:
         if attribute.name == name:
             value = helper.get_attribute_value(attribute)
@@ -27,12 +27,12 @@ def attribute_value(node: NodeProto, name: str, default: Any = None) -> Any:  # 
 
 
 def model_opset(model: ModelProto) -> int:
-    """The version of the standard operators that a model uses."""
+    """The opset version of the standard operators in a model."""
     return next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
 
 
 def make_attribute(name: str, value: object) -> AttributeProto:
-    """An attribute of the type that its value suggests."""
+    """Create an attribute whose type follows from its value."""
     if isinstance(value, list) and not value:
         # helper cannot guess the type of an empty list; recurrent operators have empty "activations".
         empty = AttributeProto()
@@ -43,14 +43,14 @@ def make_attribute(name: str, value: object) -> AttributeProto:
 
 
 def copied_node(node: NodeProto) -> NodeProto:
-    """A node of its own, free of the model it came from."""
+    """A copy of a node, independent of its model."""
     copy = NodeProto()
     copy.CopyFrom(node)
     return copy
 
 
 def any_value(name: str) -> ValueInfoProto:
-    """A declaration that says nothing but the name."""
+    """A declaration with only a name."""
     value = ValueInfoProto()
     value.name = name
     return value
@@ -95,7 +95,7 @@ def subgraphs(node: NodeProto) -> Iterable[GraphProto]:
 
 
 def captures(node: NodeProto) -> set[str]:
-    """Tensors of the outer graph that the bodies of a node use."""
+    """Tensors of the outer graph that the bodies of a node read."""
     found: set[str] = set()
     for graph in subgraphs(node):
         inner = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -106,16 +106,16 @@ def captures(node: NodeProto) -> set[str]:
 
 
 def reads(node: NodeProto) -> list[str]:
-    """All tensors a node needs: its inputs, and what its bodies use of the outer graph."""
+    """All tensors that a node reads: its inputs, and tensors of the outer graph read by its bodies."""
     return [name for name in node.input if name] + sorted(captures(node))
 
 
 def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None:
-    """Copy one message into another field by field, so that large fields can be left out."""
+    """Copy one message into another field by field, without the skipped (large) fields."""
     for field, value in source.ListFields():
         if field.name in skip:
             continue
-        if hasattr(value, "extend"):  # a repeated field; descriptors say so differently in each protobuf release
+        if hasattr(value, "extend"):  # a repeated field; descriptors differ between protobuf releases
             getattr(target, field.name).extend(value)
         elif field.message_type is not None:
             getattr(target, field.name).CopyFrom(value)

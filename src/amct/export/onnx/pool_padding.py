@@ -1,8 +1,8 @@
 """Rewrites average poolings with ceil_mode and counted padding so that every kernel divides by the same number.
 
-ONNX counts the zeros that ``pads`` adds, but not what lies beyond them when ``ceil_mode`` adds a last window;
-onnxruntime's integer kernel counts both, and so do its float kernels of some releases. With the zeros added by a Pad
-before the pooling and none counted by the pooling itself, the count is the same everywhere.
+ONNX counts the zeros that ``pads`` adds, but not the positions beyond them that ``ceil_mode`` adds for a last window;
+onnxruntime's integer kernel counts both, as do its float kernels in some releases. If a Pad before the pooling adds the
+zeros and the pooling itself counts none, the count is the same everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def with_explicit_pool_padding(model: ModelProto) -> ModelProto:
-    """The model with such poolings rewritten; the model itself when there is none."""
+    """The model with such poolings rewritten; the model itself if there are none."""
     if not any(_has_ambiguous_count(node) for node in model.graph.node):
         return model
     graph = OnnxGraph(model)

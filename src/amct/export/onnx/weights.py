@@ -1,4 +1,4 @@
-"""Put new weights and biases into the graph, in the layout that the layer's operator reads."""
+"""Stores new weights and biases in the graph, in the layout of the layer's operator."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def straighten_gemm(graph: OnnxGraph, layer: Layer) -> None:
-    """Let a Gemm read its weight as ``[Cin, Cout]``; ``replace_weight`` then stores it so."""
+    """Make a Gemm read its weight as ``[Cin, Cout]``; ``replace_weight`` then stores it in this layout."""
     if layer.node.op_type == "Gemm":
         graph.set_attribute(layer.node, "transB", 0)
 
 
 def stored_weight(layer: Layer, weight: NDArray[Any]) -> NDArray[Any]:
-    """A weight of the layer's own layout in the layout of its operator: MatMul and Gemm read ``[Cin, Cout]``."""
+    """Convert a weight from the layer's own layout to that of its operator: ``[Cin, Cout]`` for MatMul and Gemm."""
     if layer.kind is LayerKind.LINEAR and not layer.transposed_gemm:
         return np.ascontiguousarray(weight.T)
     return weight
@@ -50,7 +50,7 @@ _SUFFIX = {1: "weight", 2: "recurrent_weight", 3: "bias"}
 
 
 def owned_name(graph: OnnxGraph, node: NodeProto, index: int, fallback: str) -> str:
-    """The name of an initializer that only this node reads, or a new name when it is shared or computed."""
+    """The name of an initializer that only this node reads, or a new name if it is shared or computed."""
     current = node.input[index]
     if graph.is_initializer(current) and graph.only_consumer(current) is node:
         return current

@@ -1,8 +1,8 @@
 """Balance factors in exported files: a layer's input is divided by them, channel by channel, before it is quantized.
 
-Either by a Mul in front of the quantizer, or, where a layer alone feeds another, inside the weights of the first one:
-dividing its weight scales and bias gives the same integers and no node at all. They come from DMQ, by the
-record, or, for placement ``fast`` alone, from what calibration found for the inputs of linear layers.
+Either by a Mul before the quantizer or, where a layer is the only source of the input, in the weights of that layer:
+dividing its weight scales and bias gives the same integers without a node. The factors come from the record (DMQ)
+or, for placement ``fast`` only, from the calibration of the inputs of linear layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.floating] = np.float32) -> str:
-    """Insert ``<layer>.mul`` behind ``tensor`` when the layer has DMQ factors; returns the tensor to quantize."""
+    """Insert ``<layer>.mul`` behind ``tensor`` if the layer has DMQ factors; returns the tensor to quantize."""
     if layer.factors.balance is None:
         return tensor
     inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer))
@@ -37,7 +37,7 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
 
 
 def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
-    """Move balance factors into the layer that makes the balanced tensor, where only a Relu is between them."""
+    """Fold balance factors into the layer that computes the balanced tensor, where at most a Relu is between them."""
     current = {id(layer.node): layer for layer in layers}
     for layer in layers:
         balance = current[id(layer.node)].factors.balance
@@ -51,9 +51,9 @@ def fold_balance(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Layer]:
 
 
 def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapping[str, TensorFactors]) -> list[Layer]:
-    """Balance the linear layers for whose input calibration found factors; they bring their own quantizer then.
+    """Balance the linear layers whose input has factors from calibration; each then gets its own quantizer.
 
-    Only where the input is computed in float: what is integer already has lost what balancing would keep.
+    Only inputs computed in float are balanced: an input that is already integer has lost the precision to be gained.
     """
     balanced = []
     for layer in layers:
@@ -66,7 +66,7 @@ def balance_inputs(layers: Sequence[Layer], placed: FastPlacement, tensors: Mapp
         assert layer.weight is not None
         divisor = np.asarray(found.balance, dtype=np.float32)
         weight = layer.weight * divisor
-        one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # the record's fit other weights
+        one_scale = np.abs(weight).max(keepdims=True).reshape(1) / np.float32(127)  # record scales do not fit here
         factors = replace(
             layer.factors, scale_d=found.scale, offset_d=found.zero_point, balance=divisor, scale_w=one_scale
         )
@@ -83,7 +83,7 @@ def _can_be_balanced(layer: Layer, found: TensorFactors) -> bool:
 
 
 def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> Layer | None:
-    """The layer whose result, perhaps through a Relu, is read by ``layer`` only."""
+    """The layer whose output, possibly through a Relu, is read only by ``layer``; else None."""
     tensor = layer.node.input[0]
     if graph.only_consumer(tensor) is None:
         return None
@@ -100,7 +100,7 @@ _SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 
 
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
-    """A layer whose output channels are divided: the same integers, smaller steps."""
+    """A layer with divided output channels: the same integers with smaller scales."""
     assert layer.weight is not None
     kind = layer.kind.weight_kind
     rows = channels_first(torch.tensor(layer.weight), kind, layer.groups) / torch.from_numpy(divisor)[:, None]
@@ -111,7 +111,7 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
 
 
 def _shape(layer: Layer) -> list[int]:
-    """Where the channels of the layer's input are: axis 1, or the last axis of linear and recurrent layers."""
+    """The shape of factors along the input channels: axis 1, or the last axis of linear and recurrent layers."""
     assert layer.weight is not None
     if layer.kind is LayerKind.LINEAR:
         return [1, -1]
@@ -121,7 +121,7 @@ def _shape(layer: Layer) -> list[int]:
 
 
 def along_channels(layer: Layer, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values per output channel, shaped to multiply the layer's result: ``[1, -1, 1, 1]`` or ``[1, -1]``."""
+    """Reshape values per output channel to multiply the layer's output: ``[1, -1, 1, 1]`` or ``[1, -1]``."""
     if layer.weight is None or layer.kind is LayerKind.LINEAR:
         return values.reshape(1, -1)
     return values.reshape(1, -1, *[1] * (layer.weight.ndim - 2))

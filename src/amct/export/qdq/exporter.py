@@ -1,8 +1,7 @@
-"""The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) turn into integer kernels.
+"""The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) replace by integer kernels.
 
-Placement ``exact`` quantizes what the record says: the layers' inputs and weights. ``fast`` (default) also quantizes
-the tensors between (``placement.py``); it needs factors of those tensors. The target decides the integer types
-(``nodes.py``).
+Placement ``exact`` quantizes the layer inputs and weights of the record. ``fast`` (default) also quantizes the tensors
+between layers (``placement.py``) and needs their factors. The target selects the integer types (``nodes.py``).
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ def qdq_model(
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
 ) -> ExportedModel:
-    """Turn a float ONNX model into its QDQ form.
+    """Convert a float ONNX model to its QDQ form.
 
     Args:
         model: float model, BatchNorm folded, opset 13 or later; it is not changed.
-        bindings: which node is which layer.
+        bindings: the node of each layer.
         factors: by layer name; a bound layer without factors stays float.
-        tensors: factors of the tensors between, by ONNX name; None (nothing was observed) means placement ``exact``.
-        placement: which tensors are quantized.
-        target: which integer types.
+        tensors: factors of the tensors between layers, by ONNX name; None (nothing was observed) means ``exact``.
+        placement: the tensors to quantize.
+        target: the integer types.
 
     Raises:
         ExportError: a node does not match its binding, or its opset is too old.
-        ArgumentError: there is no such placement or target.
+        ArgumentError: the placement or target is unknown.
     """
     graph, layers, skipped = find_layers(model, bindings, factors)
     if graph.opset < OLDEST_OPSET:
@@ -80,7 +79,7 @@ def qdq_model(
             nodes.fast = True
             layers = fold_balance(graph, layers)
             placed = FastPlanner(graph, layers, tensors.get).run()
-            if nodes.target is not Target.EXACT8:  # which has the record's own integers
+            if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
                 layers = balance_inputs(layers, placed, tensors)
                 nodes.means = _means(layers, tensors)
                 layers = fold_balance(graph, layers)
@@ -119,9 +118,9 @@ def observed_tensors(
 
     Args:
         model: the float model that will be exported.
-        bindings: which node is which layer.
-        balanced: layers with DMQ factors: the record holds the factors of their balanced input only.
-        other_bits: layers whose activation does not have 8 bits.
+        bindings: the node of each layer.
+        balanced: layers with DMQ factors, for which the record only has the factors of the balanced input.
+        other_bits: layers whose activations are not 8-bit.
 
     Raises:
         ExportError: a node does not match its binding.
@@ -146,13 +145,13 @@ def observed_tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class _RequestedFactors(TensorFactors):
-    """Factors that carry the name of the tensor they were requested for, wherever the placement uses them."""
+    """Factors with the name of the tensor they were requested for, kept wherever the placement uses them."""
 
     tensor: str
 
 
 def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dict[str, NDArray[np.float32]]:
-    """The mean of every channel of each layer's input, as the layer reads it."""
+    """The per-channel mean of each layer's input, after balancing."""
     means = {}
     for layer in layers:
         found = tensors.get(layer.reader.input[0]) if layer.weight is not None else None
@@ -166,10 +165,10 @@ _Choice = TypeVar("_Choice", Placement, Target)
 
 
 def choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
-    """The placement or target of a name.
+    """Convert a name to a placement or target.
 
     Raises:
-        ArgumentError: there is none of this name; lists those that exist.
+        ArgumentError: the name is unknown; the message lists the known ones.
     """
     try:
         return kind(value)
@@ -188,9 +187,9 @@ def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
 def _with_shared_quantizers(
     nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
 ) -> list[tuple[Layer, list[str], float]]:
-    """Write the quantizers of placement ``fast``; returns each layer, the quantizers it is first to need, its scale_d.
+    """Write the quantizers of placement ``fast``; returns each layer with its new quantizers and its scale_d.
 
-    A layer needs the quantizers of its input and of its result (behind its activation).
+    A layer needs the quantizers of its input and of its output (behind its activation); shared ones are listed once.
     """
     needed = {}
     for layer in layers:
@@ -241,7 +240,7 @@ def _redirect(graph: OnnxGraph, readers: Sequence[NodeProto], tensor: str, resul
 
 
 def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Skip]:
-    """Quantize what a layer reads beside its weights, unless the placement did; returns what could not be."""
+    """Quantize a layer's inputs except its weights, unless the placement did; returns those that were skipped."""
     factors = layer.factors
     if factors.act_bits == 16 and nodes.graph.opset < SIXTEEN_BIT_OPSET:
         return [
@@ -264,7 +263,7 @@ def _quantize_inputs(nodes: QdqNodes, layer: Layer, *, covered: bool) -> list[Sk
 
 
 def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFactors, name: str) -> str:
-    """A tensor quantized for one layer: balanced before, and in float32 whatever the model computes in."""
+    """Quantize a tensor for one layer: balanced first, and in float32 for any data type of the model."""
     graph = nodes.graph
     is_input = name == layer.name
     if not layer.is_wide_float:
@@ -278,7 +277,7 @@ def _quantized_for(nodes: QdqNodes, layer: Layer, tensor: str, factors: TensorFa
 
 
 def _narrow_output(graph: OnnxGraph, layer: Layer) -> None:
-    """Cast the result of a layer that reads float32 back to what the model computes in."""
+    """Cast the output of a layer that reads float32 back to the data type of the model."""
     name = f"{layer.name}.narrow"
     read, write = graph.tap((layer.bias_node or layer.node).output[0], f"{name}.output0")
     for tensor in (layer.node.output[0], read):

@@ -1,4 +1,4 @@
-"""QuantizeLinear and DequantizeLinear nodes: the integer types of a target, and how they are written.
+"""Writes QuantizeLinear and DequantizeLinear nodes with the integer types of a target.
 
 ==========  ===============  ===========================================================================================
 target      weights          for
@@ -10,7 +10,7 @@ vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
 ==========  ===============  ===========================================================================================
 
-Activations are uint8: the record's integer + 128, the zero point shifted likewise, which loses nothing.
+Activations are uint8: the record's integer + 128, with the zero point shifted by 128, which is lossless.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIXTEEN_BIT_OPSET = 21
 
 
 class Target(str, Enum):
-    """For which machines the integer types are chosen."""
+    """The integer types, by target machine."""
 
     PORTABLE = "portable"
     VNNI = "vnni"
@@ -58,9 +58,9 @@ class QdqNodes:
         self.graph = graph
         self.target = target
         self.fast = False
-        """Placement fast: the file may depart from the record where that brings it nearer to the float model."""
+        """Placement fast: the file may deviate from the record where that is closer to the float model."""
         self.means: dict[str, NDArray[np.float32]] = {}
-        """By layer: the mean of each channel of its input, where it is known."""
+        """By layer: the per-channel mean of its input, if known."""
         self.notes: list[str] = []
         self._pairs: dict[tuple[str, TensorFactors], tuple[str, str]] = {}
         self._balanced: dict[tuple[str, bytes], str] = {}
@@ -68,7 +68,7 @@ class QdqNodes:
     def activation(self, tensor: str, factors: TensorFactors, name: str | None = None) -> tuple[str, str]:
         """Quantize and dequantize a tensor; returns the integer and the float tensor.
 
-        Nodes are called ``<name>.quantize`` and ``<name>.dequantize``; ``name`` is the tensor's own unless given.
+        Nodes are named ``<name>.quantize`` and ``<name>.dequantize``; ``name`` is by default the tensor's name.
         """
         key = (tensor, factors)
         if key not in self._pairs:
@@ -81,7 +81,7 @@ class QdqNodes:
         return self._pairs[key]
 
     def behind(self, tensor: str, factors: TensorFactors) -> str:
-        """As ``activation``, but every user of the tensor reads the result, the graph's output too.
+        """As ``activation``, but every reader of the tensor, and the graph output, reads the result.
 
         Returns the integer tensor.
         """
@@ -95,7 +95,7 @@ class QdqNodes:
         return integers
 
     def balanced(self, layer: Layer, tensor: str) -> str:
-        """A layer's input divided by its balance factors; layers with the same factors share it."""
+        """Divide a layer's input by its balance factors; layers with the same factors share the result."""
         assert layer.factors.balance is not None
         key = (tensor, layer.factors.balance.tobytes())
         if key not in self._balanced:
@@ -108,7 +108,7 @@ class QdqNodes:
         return np.asarray(factors.zero_point + shift, dtype=dtype)
 
     def constant(self, node: NodeProto, index: int) -> None:
-        """Let a node read a constant operand from uint8."""
+        """Quantize a constant operand of a node to uint8."""
         name = node.input[index]
         value = self.graph.constant(name)
         assert value is not None  # checked by the placement
@@ -121,7 +121,7 @@ class QdqNodes:
         self.graph.set_input(node, index, result)
 
     def padded(self, pad: NodeProto, source: str, factors: TensorFactors) -> str:
-        """Let a Pad work on the integers ``source`` of its input; its users read the result dequantized."""
+        """Make a Pad work on ``source``, the integers of its input; its readers read the dequantized result."""
         graph = self.graph
         base = graph.fresh_name(pad.output[0])
         read, write = graph.tap(pad.output[0], f"{base}.dequantize.output0")
@@ -133,13 +133,13 @@ class QdqNodes:
         return read
 
     def weight_bits(self, layer: Layer) -> int:
-        """How many bits the weights of a layer have in the file."""
+        """The bit width of a layer's weights in the file."""
         return self._new_bits(layer) or layer.factors.wts_bits
 
     def weights(self, layer: Layer, scale_d: float) -> None:
-        """Let a layer read its weights and bias from integers.
+        """Make a layer read its weights and bias from integers.
 
-        ``scale_d`` is the step of its input in this file.
+        ``scale_d`` is the scale of its input in this file.
         """
         if layer.weight is None:
             return
@@ -159,7 +159,7 @@ class QdqNodes:
             self._bias(self._with_bias_correction(layer, integers, scales), scales, scale_d)
 
     def _new_bits(self, layer: Layer) -> int | None:
-        """To how many bits the float weights are rounded anew; None: the record's own integers."""
+        """The bit width to which the float weights are rounded again; None: use the record's own integers."""
         factors = layer.factors
         if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or factors.act_bits > 8:
             return None
@@ -213,7 +213,7 @@ class QdqNodes:
         zero: NDArray[np.integer] | None = None,
         axis: int = 0,
     ) -> str:
-        """Store integers with their factors (one, or one per index of an axis) and dequantize them."""
+        """Store integers with their factors (one, or one per index of an axis) and a node that dequantizes them."""
         graph, per_tensor = self.graph, scales.size == 1
         arrays = {"quantized": integers, "scale": scales.reshape(()) if per_tensor else scales}
         if zero is not None:
@@ -223,9 +223,9 @@ class QdqNodes:
         return graph.add_node("DequantizeLinear", graph.fresh_name(f"{base}.dequantize"), inputs, **attributes)
 
     def _grouped_transposed(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> None:
-        """Scales per output channel of a grouped ConvTranspose run along two axes of its weight ``[Cin, Cout/g, …]``.
+        """Store the weight ``[Cin, Cout/g, …]`` of a grouped ConvTranspose, whose scales run along two of its axes.
 
-        So the weight is stored as ``[Cout, Cin/g, …]`` and brought into its own layout after it was dequantized.
+        It is stored as ``[Cout, Cin/g, …]`` and rearranged to its own layout after dequantization.
         """
         graph, groups, name = self.graph, layer.groups, f"{layer.name}.weight"
         inputs, outputs, *kernel = integers.shape
@@ -241,7 +241,7 @@ class QdqNodes:
         graph.set_input(layer.node, 1, graph.add_node("Reshape", f"{name}.join", [tensor, own]))
 
     def _bias(self, layer: Layer, scales: NDArray[np.float32], scale_d: float) -> None:
-        """An int32 bias in steps of scale_d · scale_w: with it, onnxruntime takes its integer kernel."""
+        """Store the bias as int32 with scale scale_d · scale_w, which onnxruntime's integer kernel requires."""
         try:
             integers = layer.integer_bias(scales, scale_d)
         except ExportError as error:
@@ -259,7 +259,7 @@ class QdqNodes:
         return [scale, self.graph.add_initializer(f"{base}.zero_point", self.zero(factors))]
 
     def _clipped(self, tensor: str, factors: TensorFactors, base: str) -> str:
-        """4-bit activations are stored in uint8, which saturates too late: clip to their own range first."""
+        """Clip 4-bit activations to their own range, because uint8, which stores them, saturates later."""
         low = np.float32((-8 - factors.zero_point) * factors.scale)
         high = np.float32((7 - factors.zero_point) * factors.scale)
         limits = [

@@ -1,14 +1,14 @@
-"""Placement ``fast``: which tensors between the layers are quantized too, so that onnxruntime takes integer kernels.
+"""Placement ``fast``: which tensors between layers are also quantized, so that onnxruntime uses integer kernels.
 
-onnxruntime computes a convolution in integers only when its input, weight, bias *and output* are quantized, an Add or a
-Concat only when all their inputs and the output are. So a tensor gets factors, in this order, from
+onnxruntime computes a convolution in integers only if its input, weight, bias *and output* are quantized, an Add or a
+Concat only if all inputs and the output are. So a tensor gets factors, in this order, from
 
 1. the layers that read it (the record), also through operators that only move values;
 2. the factors observed for it during calibration;
-3. the tensor it is a moved part of (Slice, Gather, pooling, …).
+3. the tensor whose values it holds (Slice, Gather, pooling, …).
 
 An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
-Elementwise operators are quantized only where their data already is integer. The rest stays float, with a reason.
+Elementwise operators are quantized only if their inputs are already integer. The rest stays float, with a reason.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
 
 VALUE_KEEPING = frozenset({"Flatten", "Identity", "MaxPool", "Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose result holds the largest values of their input, only moved: factors pass in both directions."""
+"""Operators whose output keeps the largest input values, only moved: factors propagate in both directions."""
 VALUE_PICKING = VALUE_KEEPING | frozenset(
     {"DepthToSpace", "Expand", "Gather", "Resize", "Slice", "SpaceToDepth", "Split", "Tile"}
 )
-"""Operators whose result holds values of their input: factors pass forward."""
+"""Operators whose output holds values of their input: factors propagate forward."""
 AVERAGING = frozenset({"AveragePool", "GlobalAveragePool"})
 ELEMENTWISE = AVERAGING | frozenset({"Add", "Mul", "Concat", "Sigmoid", "LeakyRelu"})
-"""Operators that onnxruntime computes in integers when every input and the output is quantized."""
+"""Operators that onnxruntime computes in integers if every input and the output is quantized."""
 ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
 ACTIVATIONS = frozenset({"Relu", "Clip"})
 
@@ -50,27 +50,27 @@ _LOWEST = -128
 
 @dataclass(frozen=True)
 class FastPlacement:
-    """What ``fast`` quantizes."""
+    """The tensors that placement ``fast`` quantizes."""
 
     integer_tensors: dict[str, TensorFactors] = field(default_factory=dict)
-    """Tensors that exist as integers only: every user reads them dequantized."""
+    """Tensors that exist only as integers: every reader reads them dequantized."""
     float_tensors: dict[str, TensorFactors] = field(default_factory=dict)
     """Tensors computed in float; those in ``readers`` read them quantized."""
     readers: dict[str, list[NodeProto]] = field(default_factory=dict)
     constants: list[tuple[NodeProto, int]] = field(default_factory=list)
-    """Constant operands to be quantized: node and input."""
+    """Constant operands to quantize: node and input index."""
     pads: dict[str, NodeProto] = field(default_factory=dict)
-    """Pads with zeros that can work on the integers, by the tensor they make."""
+    """Zero Pads that can work on integers, by output tensor."""
     covered_layers: set[str] = field(default_factory=set)
-    """Layers whose input is quantized by this placement; the others get a quantizer of their own."""
+    """Layers whose input this placement quantizes; the others get their own quantizer."""
     skipped: list[Skip] = field(default_factory=list)
 
     def factors(self, tensor: str) -> TensorFactors | None:
-        """Factors of a tensor that is quantized."""
+        """The factors of a quantized tensor; None if it is not quantized."""
         return self.integer_tensors.get(tensor) or self.float_tensors.get(tensor)
 
     def uncover(self, tensor: str, layer: Layer) -> None:
-        """Let a layer have a quantizer of its own instead of the shared one of a float ``tensor``."""
+        """Give a layer its own quantizer instead of the shared one of a float ``tensor``."""
         self.covered_layers.discard(layer.name)
         self.readers[tensor] = [node for node in self.readers[tensor] if node is not layer.reader]
         if not self.readers[tensor]:
@@ -99,14 +99,14 @@ class FastPlanner:
                 self._required.setdefault(tensor, layer_input_factors(layer.factors))
 
     def _exclude(self, tensor: str) -> None:
-        """Keep a tensor that a layer of more bits reads, and the tensors its values come from, out of the plan."""
+        """Exclude a tensor that a layer without 8-bit activations reads, and the tensors its values come from."""
         self._excluded.add(tensor)
         producer = self.graph.producer(tensor)
         if producer is not None and (self._picks(producer) or producer.op_type in ACTIVATIONS):
             self._exclude(producer.input[0])
 
     def run(self) -> FastPlacement:
-        """The placement."""
+        """Compute the placement."""
         for node in self.graph.nodes:
             layer = self._layer_of.get(id(node))
             if layer is not None:
@@ -164,7 +164,7 @@ class FastPlanner:
         self._require_output(node, "")
 
     def _place_product(self, node: NodeProto) -> None:
-        """A product of two computed matrices, as in attention; its result may stay float."""
+        """Place a product of two computed matrices, as in attention; its output may stay float."""
         if any(self.graph.is_constant(name) for name in node.input):
             return
         if all(self._factors(name) is not None for name in node.input):
@@ -172,7 +172,7 @@ class FastPlanner:
                 self._quantize_for(name, node)
 
     def _place_value_move(self, node: NodeProto) -> None:
-        """Values that are only moved stay integer when a node behind them reads integers."""
+        """Keep moved values integer if a following node reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
@@ -225,7 +225,7 @@ class FastPlanner:
         return tensor in self.plan.integer_tensors
 
     def _behind_activation(self, node: NodeProto) -> str:
-        """The tensor to quantize for a node: its output, or that of the activation which alone reads it."""
+        """The tensor to quantize for a node: its output, or that of an activation that is its only reader."""
         output = node.output[0]
         user = self.graph.only_consumer(output)
         if user is None or user.op_type not in ACTIVATIONS:
@@ -238,7 +238,7 @@ class FastPlanner:
         return output
 
     def _absorbs(self, activation: NodeProto, factors: TensorFactors) -> bool:
-        """Whether the limits of a quantizer do all that an activation does."""
+        """Whether the limits of a quantizer have the same effect as an activation."""
         low, high = self._limits(activation)
         slack = float(np.finfo(np.float32).eps)
         bottom = (_LOWEST - factors.zero_point) * factors.scale
@@ -253,7 +253,7 @@ class FastPlanner:
             name = activation.input[index] if len(activation.input) > index else ""
             value = self.graph.constant(name) if name else None
             if name and value is None:
-                return np.inf, -np.inf  # computed limits: nothing absorbs them
+                return np.inf, -np.inf  # computed limits are never absorbed
             limits.append(default if value is None else float(value))
         return limits[0], limits[1]
 
@@ -263,7 +263,7 @@ class FastPlanner:
         if tensor in self._excluded or not tensor:
             return None
         if tensor not in self._known:
-            self._known[tensor] = None  # a tensor that depends on itself has none
+            self._known[tensor] = None  # ends cycles: a tensor that depends on itself has no factors
             self._known[tensor] = self._fitted(tensor, self._found(tensor))
         return self._known[tensor]
 
@@ -283,7 +283,7 @@ class FastPlanner:
         return self._factors(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
     def _of_readers(self, tensor: str) -> TensorFactors | None:
-        """The record's factors of the layers behind a tensor, also behind operators that only move values."""
+        """The record's factors of the layers that read a tensor, also through operators that only move values."""
         if tensor in self._required:
             return self._required[tensor]
         for user in self.graph.consumers(tensor):
@@ -301,7 +301,7 @@ class FastPlanner:
         return node.op_type in VALUE_PICKING
 
     def _fitted(self, tensor: str, factors: TensorFactors | None) -> TensorFactors | None:
-        """Factors whose limits agree with the activation that makes the tensor, so that it is absorbed."""
+        """Adjust factors to the limits of the activation that computes the tensor, so that it is absorbed."""
         producer = self.graph.producer(tensor)
         while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
             producer = self.graph.producer(producer.input[0])
@@ -310,13 +310,13 @@ class FastPlanner:
         low, high = self._limits(producer)
         if low != 0:
             return factors
-        # Nothing lies below zero: all integers are used for the values from there to the upper limit, which
-        # stays (or becomes that of a ReLU6).
+        # No value is below zero: all integers cover the range from zero to the upper limit, which is kept (or
+        # replaced by that of a ReLU6).
         scale = min((127 - factors.zero_point) * factors.scale, high) / 255
         return replace(factors, scale=scale, zero_point=_LOWEST)
 
     def _leads_to_integers(self, tensor: str) -> bool:
-        """Whether a node behind a tensor, perhaps behind further moves, will read integers."""
+        """Whether a node behind a tensor, possibly behind further moves, reads integers."""
         for user in self.graph.consumers(tensor):
             if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
                 return True
@@ -334,5 +334,5 @@ class FastPlanner:
 
 
 def _moved(node: NodeProto) -> list[str]:
-    """The outputs that hold values of the input; the second one of MaxPool holds places."""
+    """The outputs that hold values of the input; the second output of MaxPool holds indices."""
     return [name for name in node.output if name] if node.op_type == "Split" else [node.output[0]]

@@ -1,12 +1,12 @@
-"""``<record>.qdq.json``: factors of the tensors between layers, which the record itself has no place for.
+"""``<record>.qdq.json``: factors of the tensors between layers, which the record cannot hold.
 
 ::
 
     {"version": 1, "tensors": {"relu_3": {"scale": 0.0187, "zero_point": -128, "bits": 8}}}
 
 Names are those of the tensors in the float ONNX model; zero points are signed, as ``offset_d`` in the record. An entry
-with ``mean`` (of each channel) is the input of a layer: its factors are the record's, unless there is ``balance`` (a
-factor per channel), by which linear layers divide it first.
+with ``mean`` (per channel) is the input of a layer: its factors are in the record, unless it has ``balance`` (a factor
+per channel), by which linear layers first divide it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Document(BaseModel):
 
 
 def tensor_factors_path(record: str | os.PathLike[str]) -> Path:
-    """Where the factors of the tensors between layers are kept: ``<record>.qdq.json``."""
+    """The path of the factors of the tensors between layers: ``<record>.qdq.json``."""
     return Path(f"{os.fspath(record)}.qdq.json")
 
 
 def observed_factors(found: Mapping[str, ActivationFactors]) -> dict[str, TensorFactors]:
-    """The results of observers of tensors between layers in the form that exporters take."""
+    """Convert the results of observers of tensors between layers to the form for exporters."""
     return {
         name: TensorFactors(
             scale=float(factors.scale),
@@ -70,7 +70,7 @@ def _as_tuple(values: Tensor | None) -> tuple[float, ...] | None:
 
 
 def tensor_factors_text(tensors: Mapping[str, TensorFactors]) -> str:
-    """The content of the file; scales are written so that the same float32 is read back."""
+    """The content of the file; scales keep the exact float32 value."""
     lines = []
     for name, factors in sorted(tensors.items()):
         entry = {key: value for key, value in asdict(factors).items() if value is not None}
@@ -83,7 +83,7 @@ def read_tensor_factors(path: str | os.PathLike[str]) -> dict[str, TensorFactors
 
     Raises:
         FileError: it does not exist or cannot be read.
-        ParseError: it is not what this module writes; names the entry.
+        ParseError: it has another format; the message names the entry.
     """
     content = read_bytes(path)
     try:

@@ -75,7 +75,7 @@ def _apply_prelu(slope: Tensor, x: Tensor) -> Tensor:
 
 
 def _settings(node: Node, traced: Traced) -> dict[str, Any] | None:
-    """Every argument of an operation by its name, or its default; None inside an autocast region."""
+    """Every argument of an operation by name, with defaults; None inside an autocast region."""
     assert traced.program is not None
     operation: fx.Node | None = next((found for found in traced.program.graph.nodes if found.name == node.name), None)
     if operation is None:

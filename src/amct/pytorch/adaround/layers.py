@@ -2,7 +2,7 @@
 
 The inputs of a layer come from the model whose earlier layers are quantized, its target outputs from the float model.
 Inputs and outputs of one layer are held at a time, and the outputs of the next few layers as long as they are small. A
-forward stops at the layer that is learned; outputs of finished modules are cached (``output_cache``).
+forward stops at the layer that is being learned; outputs of finished modules are cached (``output_cache``).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _padded(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _merged(module: nn.Module, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[CachedData, list[str]]:
-    """All batches in one; if shapes differ, a linear layer gets rows, others the batches of the first shape."""
+    """Concatenate all batches; if shapes differ, linear layers get rows, others only batches of the first shape."""
     inputs = [_padded(module, x) for x in inputs]
     if len({x.shape[1:] for x in inputs}) > 1 or any(x.ndim < 2 for x in inputs):
         if isinstance(module, nn.Linear):
@@ -236,6 +236,6 @@ class _FloatOutputs:
             place = self.names.index(name)
             self.ready = _collect(self.model, self.names[place : place + self.ahead], self.batches, inputs=False)
             fetched = sum(tensor.nbytes for tensors in self.ready.values() for tensor in tensors)
-            # Later layers are seldom larger: next time as many as would have fit this time.
+            # Later layers are seldom larger: next time fetch as many as would have fit this time.
             self.ahead = max(1, self.ahead * _LOOKAHEAD_BYTES // max(fetched, 1))
         return self.ready.pop(name)

@@ -37,16 +37,16 @@ class OutputCache:
         self._all_finished = True
         for name, module in model.named_modules():
             if module is not model and next(module.parameters(), None) is not None:
-                module.forward = _CachedForward(self, name, module.forward)  # of this instance only
+                module.forward = _CachedForward(self, name, module.forward)  # only on this instance
 
     def begin(self, batch: int) -> None:
-        """Call it before the forward of batch number ``batch``."""
+        """Start batch number ``batch``; call before its forward."""
         self._batch = batch
         self._all_finished = True
         self._calls.clear()
 
     def finish(self, layer: str) -> None:
-        """Call it when a layer has its final weight."""
+        """Mark a layer as finished; call when its weight is final."""
         self._unfinished.discard(layer)
 
     def lookup(self, name: str) -> Tensor | None:

@@ -1,1 +1,1 @@
-"""What a torch model is made of: its captured program, its layers, and what feeds what."""
+"""The structure of a torch model: its captured program, its layers and their connections."""

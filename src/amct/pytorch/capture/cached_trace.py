@@ -1,7 +1,7 @@
-"""Traces a model once, although several functions of a flow need its trace.
+"""Caches the trace of a model for the functions of a flow that need it.
 
-A trace is cached as long as the model object lives, and used again while the model has the same fingerprint and the
-example input has the same form. The cache holds the model only weakly.
+A trace is cached while the model object lives, and reused while the model has the same fingerprint and the example
+input has the same form. The cache holds only a weak reference to the model.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def cached_trace(
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
 ) -> Traced:
-    """``trace`` with the same arguments and errors, or its cached result."""
+    """As ``trace``, with the same arguments and errors, but cached."""
     names = {"input_names": input_names, "output_names": output_names, "dynamic_axes": dynamic_axes}
     if not isinstance(model, nn.Module):
-        return trace(model, input_data)  # refuses it
+        return trace(model, input_data)  # raises the error
     model = unwrap(model)
     refuse_operators(model)
     inputs = example_inputs(model, input_data)
@@ -67,9 +67,9 @@ def cached_trace(
 
 
 def _key(model: nn.Module, inputs: ExampleInputs, names: IoNames, *, with_values: bool) -> object | None:
-    """What the trace depends on; None when that cannot be compared.
+    """The cache key of a trace; None if the model cannot be compared.
 
-    ``with_values``: also the values of tensors, for a model whose control flow depends on them.
+    ``with_values``: include tensor values, for a model whose control flow depends on them.
     """
     leaves, structure = pytree.tree_flatten((inputs.args, inputs.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""The example input of a model, in every form scripts pass it: a tensor, a tuple, a dict, a tuple ending in a dict."""
+"""Converts the example input of a model (a tensor, a tuple, a dict, a tuple ending in a dict) to call arguments."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class ExampleInputs:
     """Positional and keyword arguments of one forward call; keywords in the order of the forward's signature.
 
-    ``names`` has a name for each tensor among the arguments: its parameter's, with the keys that lead to it in a dict
-    or list appended (``batch_image``).
+    ``names`` has a name for each tensor among the arguments: its parameter's name, with the keys of nested dicts or
+    lists appended (``batch_image``).
     """
 
     args: tuple[Any, ...]
@@ -45,7 +45,7 @@ def example_inputs(model: nn.Module, input_data: object) -> ExampleInputs:
     dict at the end of a tuple holds keyword arguments (an empty one ends a tuple whose last argument is a dict).
 
     Raises:
-        ModelError: it holds no tensor, or the forward does not take these arguments.
+        ModelError: it holds no tensor, or the forward does not accept these arguments.
     """
     args, kwargs = _split(model, input_data)
     if not _tensors((args, kwargs)):
@@ -94,7 +94,7 @@ def _split(model: nn.Module, data: object) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def _binding_problem(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[Any, Any]) -> str | None:
-    """Why the forward would not take these arguments; None when it would."""
+    """Why the forward does not accept these arguments; None if it does."""
     if not all(isinstance(key, str) for key in kwargs):
         return "keyword arguments need names that are strings"
     try:

@@ -1,8 +1,8 @@
-"""The fingerprint of a model: two equal fingerprints mean that its trace would be the same.
+"""The fingerprint of a model: equal fingerprints mean equal traces.
 
-A trace is made of a deep copy of the model, so a fingerprint takes objects apart as ``copy.deepcopy`` does (by
-``__reduce_ex__``) and compares the parts by value. Tensors are compared by identity and form: a trace shares them. An
-object that cannot be taken apart has no fingerprint.
+A model is deep-copied before tracing, so a fingerprint decomposes objects as ``copy.deepcopy`` does (by
+``__reduce_ex__``) and compares the parts by value. Tensors are compared by identity and form because a trace shares
+them. An object that cannot be decomposed has no fingerprint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), tor
 _MOST_PARTS = 1_000_000
 _MOST_BYTES = 64 << 20
 _IRRELEVANT = frozenset({"training", "_compiled_call_impl"})
-"""Attributes of every module that its trace does not depend on: it is traced in eval mode and not compiled."""
+"""Module attributes that do not affect the trace: a model is traced in eval mode and not compiled."""
 _LIBRARIES = frozenset({"torch", "numpy", "builtins"} | sys.stdlib_module_names)
 
 
@@ -38,7 +38,7 @@ class NotComparableError(Exception):
 
 
 def fingerprint(*values: object, tensor_values: bool = False) -> Fingerprint:
-    """The fingerprint of some objects; with ``tensor_values`` the content of tensors is part of it.
+    """The fingerprint of objects; ``tensor_values`` includes the content of tensors.
 
     Raises:
         NotComparableError: an object in them cannot be compared by value, or they are too large to compare.
@@ -53,12 +53,12 @@ def fingerprint(*values: object, tensor_values: bool = False) -> Fingerprint:
 
 
 def tensor_fingerprint(tensor: torch.Tensor) -> TensorFingerprint:
-    """Shape, type and a checksum of the values."""
+    """Shape, dtype and a checksum of the values."""
     return tuple(tensor.shape), tensor.dtype, zlib.crc32(as_array(tensor).tobytes())
 
 
 class _Identity:
-    """Equal to another one of the same object as long as that object lives; does not keep it alive."""
+    """Equal for the same object while it lives; holds only a weak reference to it."""
 
     def __init__(self, value: object) -> None:
         self._reference = weakref.ref(value)
@@ -75,11 +75,11 @@ class _Identity:
 class _Reader:
     def __init__(self, tensor_values: bool) -> None:
         self._tensor_values = tensor_values
-        self._seen: dict[int, tuple[int, object]] = {}  # holds the objects, so that no identity is used twice
+        self._seen: dict[int, tuple[int, object]] = {}  # keeps the objects alive, so that no id is reused
         self._bytes_left = _MOST_BYTES
 
     def of(self, value: object) -> Hashable:
-        """The fingerprint of any object; one that was met before is represented by its number, which ends cycles."""
+        """The fingerprint of any object; an object seen before is represented by its number, which ends cycles."""
         if type(value) in _PLAIN:
             return type(value), value
         if id(value) in self._seen:
@@ -100,7 +100,7 @@ class _Reader:
         return _Identity(tensor), tuple(tensor.shape), tensor.dtype, tensor.device, content
 
     def _reference(self, value: Any) -> Hashable:  # noqa: ANN401  any of the types below
-        """What a deep copy shares with the model: classes, functions, methods, weak references."""
+        """The fingerprint of objects that a deep copy shares: classes, functions, methods, weak references."""
         if isinstance(value, type):
             return self._class(value)
         if isinstance(value, types.FunctionType):
@@ -115,7 +115,7 @@ class _Reader:
         return "weak", self.of(value())
 
     def _class(self, owner: type) -> Hashable:
-        """A class, and the attributes that a class of the user's has itself: a method can be exchanged, a value set."""
+        """A class; of a user-defined class also its own attributes, because methods and values can be replaced."""
         own = [
             (name, self._class_attribute(value))
             for base in owner.__mro__
@@ -131,7 +131,7 @@ class _Reader:
         if isinstance(value, property):
             return self._items((value.fget, value.fset))
         if hasattr(value, "__get__") and not isinstance(value, types.FunctionType):
-            return id(value)  # a slot or another descriptor: the class that has it keeps it alive
+            return id(value)  # a slot or another descriptor, kept alive by its class
         return self.of(value)
 
     def _container(self, value: object) -> Hashable:
@@ -161,9 +161,9 @@ class _Reader:
         return hashlib.sha256(np.ascontiguousarray(array).data).digest()
 
     def _parts(self, value: object) -> Hashable:
-        """Any other object: how it would be rebuilt, as ``copy.deepcopy`` asks for it."""
+        """Any other object: the parts from which ``copy.deepcopy`` would rebuild it."""
         parts = value.__reduce_ex__(4)
-        if isinstance(parts, str):  # a global object, by its name
+        if isinstance(parts, str):  # the name of a global object
             return self.of(type(value)), parts
         listed = [list(part) if hasattr(part, "__next__") else part for part in parts]
         return self.of(type(value)), self._items(listed)

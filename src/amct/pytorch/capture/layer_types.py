@@ -1,4 +1,4 @@
-"""The quantizable layer types of torch.nn: their AMCT names, their facts, and which of their settings rule them out."""
+"""The quantizable layer types of torch.nn: AMCT names, properties, and settings that prevent quantization."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerType:
-    """One quantizable type: its class, the operation that does its work, and the settings worth keeping."""
+    """One quantizable type: its class, the operation that computes it, and the settings to record."""
 
     layer_class: type[nn.Module]
     operation: str  # name of the aten (or amct) operation in a traced program
-    input_rank: int | None = None  # with the batch dimension; None where any rank will do
-    parameters: tuple[int, ...] = (1, 2)  # which arguments of the operation are weight and bias
+    input_rank: int | None = None  # with the batch dimension; None for any rank
+    parameters: tuple[int, ...] = (1, 2)  # positions of weight and bias among the arguments of the operation
     settings: tuple[str, ...] = ()
 
 
@@ -73,12 +73,12 @@ _ALL: Mapping[str, LayerType] = MappingProxyType({**LAYER_TYPES, **EXTRA_HEADS})
 
 
 def quantizable_type(module: nn.Module) -> str | None:
-    """AMCT's name of the module's type, for subclasses that of their base; None when it is not quantizable."""
+    """AMCT's name of the module's type, or of its base type for subclasses; None if it is not quantizable."""
     return next((name for name, kind in LAYER_TYPES.items() if isinstance(module, kind.layer_class)), None)
 
 
 def type_name(module: nn.Module) -> str:
-    """The name reports and configs use: the quantizable or batch norm type, else the module's class."""
+    """The type name in reports and configs: the quantizable or batch norm type, else the module's class."""
     for name, kind in _ALL.items():
         if isinstance(module, kind.layer_class):
             return name
@@ -89,18 +89,18 @@ def type_name(module: nn.Module) -> str:
 
 
 def layer_type(name: str) -> LayerType | None:
-    """The entry of a type name, also of types that only take part in folding."""
+    """The entry of a type name, including types that only take part in folding."""
     return _ALL.get(name)
 
 
 def own_weight(module: nn.Module) -> torch.Tensor | None:
-    """The weight of a layer (input weights of a recurrent one); None for a layer without."""
+    """The weight of a layer (the input weight of a recurrent layer); None for a layer without weights."""
     weight = getattr(module, "weight_ih_l0" if isinstance(module, nn.RNNBase) else "weight", None)
     return weight if isinstance(weight, torch.Tensor) else None
 
 
 def layer_facts(name: str, module: nn.Module, input_shapes: tuple[tuple[int | None, ...], ...]) -> LayerFacts:
-    """What is known of a layer of a quantizable type."""
+    """The properties of a layer of a quantizable type."""
     kind = type_name(module)
     weight = own_weight(module)
     inputs, outputs = _channels(module)
@@ -132,7 +132,7 @@ def _channels(module: nn.Module) -> tuple[int | None, int | None]:
 
 
 def setting_problem(module: nn.Module) -> str | None:
-    """The setting that keeps a layer of a quantizable type from being quantized, as a reason; None when all is well."""
+    """The setting that prevents quantization of a layer of a quantizable type, as a reason; None if there is none."""
     padding_mode = getattr(module, "padding_mode", "zeros")
     if padding_mode != "zeros":
         return f'padding_mode is "{padding_mode}"; only "zeros" can be quantized'

@@ -1,4 +1,4 @@
-"""Recognizes a model that is already compressed."""
+"""Detects models that are already compressed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ AMCT_OPERATORS = frozenset(
 """Class names of AMCT's own operators."""
 
 MARK = "amct_operator"
-"""A module that must not be compressed again has an attribute of this name, of its class or its own, set to True."""
+"""A module or class with this attribute set to True must not be compressed again."""
 
 
 def is_operator(module: nn.Module) -> bool:
-    """Whether the module was put into the model by a compression step."""
+    """Whether a compression step inserted the module into the model."""
     return type(module).__name__ in AMCT_OPERATORS or getattr(module, MARK, False) is True
 
 
 def refuse_operators(model: nn.Module) -> None:
-    """Refuse a compiled model, and one that is already compressed.
+    """Reject a compiled model and a model that is already compressed.
 
     Raises:
-        ModelError: It is a ScriptModule, or it contains operators of compression, which are listed with their types.
+        ModelError: It is a ScriptModule, or it contains compression operators; the message lists them with their types.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""A model captured as a program by torch.export, or the reason why it cannot be, with the line of the user's code."""
+"""Captures a model as a program with torch.export; on failure gives the reason and the line of the user's code."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _EXPORTER_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
     r"The tensor attributes? .*_flat_weights",  # nn.RNNBase keeps its weights in a second list
 )
-"""Warnings that torch's exporters cause by themselves."""
+"""Warnings that torch's exporters cause themselves."""
 
 _DATA_DEPENDENT = "GuardOnDataDependentSymNode"  # by name: importing its module takes a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureFailure:
-    """Why a model has no program: ``where`` is ``file:line`` of the user's code, empty when it is not known."""
+    """Why a model has no program: ``where`` is ``file:line`` of the user's code, empty if unknown."""
 
     reason: str
     where: str = ""
     code: str = ""
-    detail: str = ""  # torch's message in full
+    detail: str = ""  # torch's full message
 
     def __str__(self) -> str:
         place = f"{self.where}: {self.code!r}: " if self.where else ""
@@ -60,10 +60,10 @@ class CaptureFailure:
 def capture(
     model: nn.Module, inputs: ExampleInputs, open_axes: Sequence[Mapping[int, str]] | None = None
 ) -> ExportedProgram | CaptureFailure:
-    """Capture ``model`` as it runs in eval mode on inputs like these.
+    """Capture ``model`` in eval mode for inputs like these.
 
-    A copy is captured that shares the model's tensors: they are read, never written. ``open_axes`` has, for each
-    tensor of the inputs, the axes whose size may vary and a label for each; None fixes every size.
+    The captured copy shares the model's tensors, which are read but never written. ``open_axes`` lists, for each input
+    tensor, the axes with dynamic size and their labels; None fixes every size.
     """
     duplicate = copy_model(model, share_tensors=True)
     make_opaque(duplicate)
@@ -73,7 +73,7 @@ def capture(
         shapes = _dynamic_shapes(inputs.bound(model), open_axes)
     said = io.StringIO()
     try:
-        # On failure torch prints its half-made graph to stderr; what a success prints is the user's and goes on.
+        # On failure torch prints its partial graph to stderr; output of a success is passed through.
         with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
@@ -83,9 +83,9 @@ def capture(
 
 
 def _grown(arguments: tuple[Any, Any], open_axes: Sequence[Mapping[int, str]]) -> tuple[Any, Any]:
-    """Repeat the example along open axes of size 1: torch.export takes a size of 1 for one that never varies.
+    """Repeat the example along dynamic axes of size 1, because torch.export treats size 1 as fixed.
 
-    Axes of one label grow to one size, those of different labels to different ones, so that none seem related.
+    Axes with the same label get the same size, axes with different labels different sizes, so that none seem related.
     """
     labels = list(dict.fromkeys(label for axes in open_axes for label in axes.values()))
     sizes = {label: number for number, label in enumerate(labels, start=2)}
@@ -94,7 +94,7 @@ def _grown(arguments: tuple[Any, Any], open_axes: Sequence[Mapping[int, str]]) -
     def of_leaf(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        leaf = leaf.detach()  # torch.export writes marks on the tensors it is given: these are not the user's
+        leaf = leaf.detach()  # torch.export marks its input tensors: do not mark the user's
         for axis, label in next(remaining).items():
             if leaf.shape[axis] == 1:
                 leaf = leaf.repeat_interleave(sizes[label], dim=axis)
@@ -132,7 +132,7 @@ def quiet_exporters() -> Iterator[None]:
 
 
 def failure_of(error: BaseException) -> CaptureFailure:
-    """What went wrong and where in the user's code, of an exception that passed through it."""
+    """The failure for an exception: its reason and its line in the user's code."""
     if _DATA_DEPENDENT in {base.__name__ for base in type(error).__mro__}:
         reason = "what is executed depends on values of tensors, which a captured program cannot follow"
     else:
@@ -146,7 +146,7 @@ def failure_of(error: BaseException) -> CaptureFailure:
 
 
 def _users_frame(error: BaseException) -> tuple[str, int] | None:
-    """The innermost line of the traceback that is neither torch's, Python's nor ours."""
+    """The innermost traceback line outside torch, Python's library and this package."""
     found: tuple[str, int] | None = None
     for link in _chain(error):
         traceback: TracebackType | None = link.__traceback__

@@ -1,8 +1,8 @@
-"""From a program's operations to the topology: one node per layer call or operation, and what each layer call does.
+"""Builds the topology from a program's operations: one node per layer call or other operation.
 
 All operations of one call of a quantizable layer or batch norm become one node, named by the module's path (``conv``,
-and ``conv@1`` for a second call); every other operation is a node of its own. Parameters, and what is computed from
-them alone, are not activations.
+and ``conv@1`` for a second call); every other operation is its own node. Parameters, and values computed only from
+them, are not activations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHTED_OPERATIONS = frozenset(
         "conv_transpose3d", "convolution", "einsum", "gru", "linear", "lstm", "matmul", "mm", "rnn_relu", "rnn_tanh",
     }
 )  # fmt: skip
-"""Operations worth quantizing when one side is a weight."""
+"""Operations that are reported as not quantized if one operand is a weight."""
 
 _ZERO_PADS = frozenset({"pad", "constant_pad_nd"})
 _REARRANGES = frozenset({"contiguous", "permute", "transpose"})
@@ -36,8 +36,8 @@ _REARRANGES = frozenset({"contiguous", "permute", "transpose"})
 class LayerCall:
     """One call of a quantizable layer or batch norm.
 
-    ``problem`` says why the call does other things than the plain layer would (a subclass with a forward of its own);
-    ``exact`` means that it returns just what its one operation makes, so that something behind it can be folded in.
+    ``problem`` says why the call differs from the plain layer (a subclass with its own forward); ``exact`` means that
+    it returns the result of its one operation unchanged, so that a following layer can be folded in.
     """
 
     name: str
@@ -51,15 +51,15 @@ class LayerCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramGraph:
-    """The topology of a program and what was learned on the way."""
+    """The topology of a program, its layer calls and its other weighted operations."""
 
     graph: Graph
     calls: Mapping[str, Sequence[LayerCall]]  # by module path
-    functional: Sequence[Operation]  # weighted operations that no layer of ours contains
+    functional: Sequence[Operation]  # weighted operations outside of quantizable layers
 
 
 def program_graph(program: Program, model: nn.Module) -> ProgramGraph:
-    """Group the operations by layer; ``model`` is the one the program was captured from."""
+    """Group the operations by layer; ``model`` is the model that was captured."""
     builder = _Builder(program, model)
     return builder.build()
 
@@ -93,7 +93,7 @@ class _Builder:
         return ProgramGraph(graph=self._graph(by_path), calls=by_path, functional=functional)
 
     def _layer_owner(self, operation: Operation) -> ModuleCall | None:
-        """The outermost quantizable layer or batch norm in whose call the operation was done."""
+        """The outermost quantizable layer or batch norm whose call contains the operation."""
         for caller in operation.callers:
             module = self.modules.get(caller.path) if caller.path else None
             if module is not None and (layer_type(type_name(module)) or _is_batch_norm(module)):
@@ -110,7 +110,7 @@ class _Builder:
     # -- edges -----------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Find what each layer call reads from outside and hands to the outside."""
+        """Find the inputs and outputs of each layer call."""
         readers: dict[int, set[str]] = {id(value): {""} for value in self.program.outputs}
         for name, operations in self.groups.items():
             for operation in operations:
@@ -148,7 +148,7 @@ class _Builder:
             },
         )
 
-    # -- what a layer call does ------------------------------------------------------------------------------------
+    # -- checks of layer calls -------------------------------------------------------------------------------------
 
     def _examine(self, call: LayerCall) -> None:
         module = self.modules[call.path]
@@ -175,7 +175,7 @@ class _Builder:
             call.problem = "its forward does more than normalize"
 
     def _reads_input(self, call: LayerCall, main: Operation) -> bool:
-        """Whether the work is done on what the module was given, padded with zeros or rearranged at most."""
+        """Whether the operation reads the module's input, at most zero-padded or rearranged."""
         makers = {id(result): operation for operation in call.operations for result in operation.results}
         value = main.operand(0)
         while value is not None and id(value) in makers:
@@ -186,7 +186,7 @@ class _Builder:
         return value is not None and not value.constant
 
     def _uses_own_parameters(self, module: nn.Module, main: Operation, positions: tuple[int, ...]) -> bool:
-        """Whether weight and bias are the module's own tensors, used as they are."""
+        """Whether weight and bias are the module's own tensors, unmodified."""
         own = {id(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
         used = (main.operand(position) for position in positions)
         names = [value.parameter for value in used if value is not None]

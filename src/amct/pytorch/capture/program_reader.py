@@ -22,17 +22,17 @@ _USERS_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the program. ``parameter`` is the qualified name of a parameter or buffer that is used as it is."""
+    """A tensor of the program; ``parameter`` is the qualified name of a parameter or buffer used unmodified."""
 
     name: str
     constant: bool = False  # computed from parameters only
     parameter: str | None = None
-    shape: Shape | None = None  # None for what is no tensor; a size that may vary is None
+    shape: Shape | None = None  # None for non-tensors; a dynamic size is None
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module that was being called: its path, and ``key``, which differs from call to call of the same module."""
+    """An active module call: the module's path, and ``key``, which differs between calls of the same module."""
 
     path: str
     key: str
@@ -40,9 +40,9 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Operation:
-    """One aten operation; ``arguments`` are its positional ones with tensors as ``Value``."""
+    """One aten operation; ``arguments`` are the positional ones, with tensors as ``Value``."""
 
-    kind: str  # the operation's name without namespace, overload and in-place mark: "conv2d", "relu"
+    kind: str  # the operation's name without namespace, overload and in-place suffix: "conv2d", "relu"
     name: str
     arguments: tuple[Any, ...]
     operands: tuple[Value, ...]
@@ -52,13 +52,13 @@ class Operation:
     where: str  # file:line of the innermost code outside torch
 
     def operand(self, position: int) -> Value | None:
-        """The tensor passed as n-th positional argument, if it is one."""
+        """The tensor at a positional argument; None if it is not a tensor."""
         argument = self.arguments[position] if position < len(self.arguments) else None
         return argument if isinstance(argument, Value) else None
 
     @property
     def settings(self) -> tuple[Any, ...]:
-        """The positional arguments that are no tensors."""
+        """The positional arguments that are not tensors."""
         return tuple(argument for argument in self.arguments if not isinstance(argument, Value))
 
 
@@ -72,7 +72,7 @@ class Program:
 
 
 def read_program(program: ExportedProgram) -> Program:
-    """Read every operation that makes a tensor; arithmetic on sizes and assertions are left out."""
+    """Read every operation that returns a tensor; size arithmetic and assertions are omitted."""
     reader = _Reader(program)
     outputs = reader.read(program.graph, prefix="")
     returned = set(program.graph_signature.user_outputs)
@@ -85,7 +85,7 @@ def read_program(program: ExportedProgram) -> Program:
 
 @dataclass(eq=False)
 class _Several:
-    """The results of an operation with several, before single ones are selected."""
+    """The results of an operation with several results, before they are unpacked."""
 
     operation: Operation | None = None
     items: Sequence[Value] = ()
@@ -170,7 +170,7 @@ class _Reader:
         self.known[node] = value
 
     def _region(self, node: fx.Node, prefix: str) -> None:
-        """Read the graph of a region under autocast as part of this one."""
+        """Read the graph of an autocast region as part of this one."""
         body = next((source for source in node.all_input_nodes if source.op == "get_attr"), None)
         owner = node.graph.owning_module
         if body is None or owner is None:
@@ -219,14 +219,14 @@ def _where(node: fx.Node) -> str:
     return f"{users[-1]['file']}:{users[-1]['line']}" if users else ""
 
 
-# -- modules without effect --------------------------------------------------------------------------------------------
+# -- unused modules ----------------------------------------------------------------------------------------------------
 
 
 def unused_modules(program: ExportedProgram) -> frozenset[str]:
     """The modules that are called although no output of the model depends on them.
 
     An exported file does not contain them, so they are not quantized; an example is the pooler of a BERT of which only
-    the hidden state is used. In-place operations and operations with a program of their own count as used.
+    the hidden state is used. In-place operations and operations with subgraphs count as used.
     """
     live: set[fx.Node] = set()
     used: set[str] = set()

@@ -1,7 +1,7 @@
 """LSTM and GRU as one opaque operation each, so that a traced program keeps them whole.
 
-torch's own tracing unrolls the time steps to learn the shapes and so fixes the sequence length; these operations know
-their shapes, keep the sequence length open, and become one ONNX node.
+torch's own tracing unrolls the time steps and so fixes the sequence length; these operations infer their shapes, keep
+the sequence length dynamic, and become one ONNX node.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _weights(*parameters: Tensor | None) -> list[Tensor]:
 
 
 def make_opaque(model: nn.Module) -> None:
-    """Let every LSTM and GRU of a (copied) model that can be quantized call the operations above."""
+    """Make every quantizable LSTM and GRU of a (copied) model call the operations above."""
     for module in model.modules():
         if not isinstance(module, (nn.LSTM, nn.GRU)) or setting_problem(module):
             continue
@@ -93,7 +93,7 @@ def _opaque_forward(
     input: Tensor,  # noqa: A002  the name that callers of nn.LSTM may use
     hx: _State | None = None,
 ) -> _Result:
-    """What nn.LSTM.forward and nn.GRU.forward do; inputs that are packed or without a batch take torch's own way."""
+    """Replaces nn.LSTM.forward and nn.GRU.forward; packed or unbatched inputs use torch's own forward."""
     if not isinstance(input, Tensor) or input.dim() != 3:
         return original(input, hx)
     x = input.transpose(0, 1) if module.batch_first else input

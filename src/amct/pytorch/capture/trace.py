@@ -1,7 +1,7 @@
 """Traces a model: its quantizable layers, the layers that stay float with reasons, and its graph.
 
-``trace`` captures the model with torch.export. A model that cannot be captured (its control flow depends on data) is
-observed by forward hooks instead: its layers are still found and can be calibrated, but not exported to ONNX.
+``trace`` captures the model with torch.export. A model that cannot be captured (data-dependent control flow) is
+observed by forward hooks instead: its layers are found and can be calibrated, but not exported to ONNX.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Traced:
     Attributes:
         model: The user's own model, unwrapped; never changed.
         inputs: The example input as arguments of a call.
-        names: Names of inputs and outputs and the open axes, as asked for.
+        names: Requested names of inputs and outputs, and the dynamic axes.
         layers: The quantizable layers by name, in execution order.
         skips: Layers of quantizable types, functional calls and other weighted modules that stay float, with reasons.
         module_types: The type name of every module, in the order of ``named_modules``.
@@ -79,7 +79,7 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a layer: shapes of the tensors it was given, and anything that makes it unlike the plain layer."""
+    """One call of a layer: the shapes of its input tensors, and any difference from the plain layer."""
 
     input_shapes: tuple[tuple[int | None, ...], ...] = ()
     packed: bool = False
@@ -94,19 +94,19 @@ def trace(
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
 ) -> Traced:
-    """Find the layers and the topology of a model from one example input; the model stays as it is.
+    """Find the layers and the topology of a model from one example input; the model is not changed.
 
     Args:
         model: any nn.Module, in train or eval mode; DistributedDataParallel is unwrapped.
         input_data: a tensor, a tuple of arguments, a dict of keyword arguments, or a tuple that ends in such a dict.
-        input_names: names of the input tensors in an exported file, in order; the rest keep the forward's names.
-        output_names: likewise of the outputs.
-        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
+        input_names: names of the input tensors in an exported file, in order; further inputs keep the forward's names.
+        output_names: names of the outputs, in order.
+        dynamic_axes: axes with dynamic size, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
 
     Raises:
-        ArgumentTypeError: ``model`` is no nn.Module.
+        ArgumentTypeError: ``model`` is not an nn.Module.
         ModelError: the model contains AMCT operators, cannot be copied, or fails on the example input.
-        ExportError: names or axes are malformed, or an axis that should vary is fixed by the model.
+        ExportError: names or axes are malformed, or the model fixes the size of a dynamic axis.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -170,7 +170,7 @@ def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure
 
 
 def _watch_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
-    """Run a copy of the model once in eval mode and note the calls of its quantizable layers, in execution order.
+    """Run a copy of the model once in eval mode and record the calls of its quantizable layers, in execution order.
 
     Raises:
         ModelError: the model fails on the example input.
@@ -206,13 +206,13 @@ def _as_call(call: LayerCall, unused: bool) -> Call:
     return Call(input_shapes=tuple(value.shape or () for value in call.inputs), problem=problem)
 
 
-# -- which layers can be quantized -------------------------------------------------------------------------------------
+# -- quantizable layers ------------------------------------------------------------------------------------------------
 
 
 def _quantizable_layers(
     model: nn.Module, calls: Mapping[str, Sequence[Call]]
 ) -> tuple[dict[str, LayerFacts], tuple[Skip, ...]]:
-    """Quantizable layers in the order of ``calls``, then the refusals in the order of the model."""
+    """The quantizable layers in the order of ``calls``, and the skipped ones in model order."""
     layers: dict[str, LayerFacts] = {}
     skips: list[Skip] = []
     sharing = _sharing(model)
@@ -264,7 +264,7 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
-    """Weighted operations in the user's own forward; those inside a torch.nn module are reported as that module."""
+    """Weighted operations in the user's own forward; those in a torch.nn module are reported as that module."""
     for operation in found.functional:
         owner = operation.callers[-1].path if operation.callers else ""
         if _is_torch_module(model.get_submodule(owner)):
@@ -279,7 +279,7 @@ def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
 
 
 def _other_skips(model: nn.Module) -> Iterator[Skip]:
-    """Modules of torch.nn with parameters that have no quantized form; folding reports batch norms."""
+    """Modules of torch.nn with parameters but without a quantized form; folding reports batch norms."""
     for name, module in model.named_modules():
         has_parameters = next(module.parameters(recurse=False), None) is not None
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)

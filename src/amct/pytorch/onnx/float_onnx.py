@@ -1,8 +1,8 @@
 """The folded float model as ONNX, with each quantizable layer bound to the node that computes it.
 
-torch.onnx turns the captured program into a graph once, unoptimized: every node then still knows its module and every
-initializer its parameter. The rest is done here: weights come from the folded model, folded batch norms go, layer nodes
-get their layer's name, inputs and outputs the names that the user chose.
+torch.onnx converts the captured program to a graph once, unoptimized, so that every node still refers to its module and
+every initializer to its parameter. This module then takes the weights from the folded model, removes folded batch
+norms, and gives nodes the names of their layers and inputs and outputs the names that the user chose.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from amct.pytorch.folding import Fused
 
 DEFAULT_OPSET = 18
-_LOWEST_OF_TORCH = 18  # torch.onnx silently writes this one for lower requests
+_LOWEST_OF_TORCH = 18  # torch.onnx silently uses this opset for lower requests
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
-_LARGEST_CONSTANT = 4096  # values; what is larger is a weight, not a shape or an index
+_LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class FloatOnnx:
 
 
 def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> FloatOnnx:
-    """Write the folded model as ONNX, in memory.
+    """Convert the folded model to ONNX, in memory.
 
     Args:
         traced: the model; it must have a program.
@@ -69,8 +69,8 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
 
     Raises:
         ArgumentError: the opset is outside 16..21.
-        ExportError: the model cannot be captured (with the user's line), or uses an operation that ONNX or the opset
-            lacks.
+        ExportError: the model cannot be captured (the message has the user's line), or uses an operation that ONNX or
+            the opset lacks.
     """
     check_opset(opset)
     if traced.program is None:
@@ -109,7 +109,7 @@ def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  to
 
 
 def _root_cause(error: BaseException) -> str:
-    """What the innermost exception says; torch.onnx wraps it in general advice."""
+    """The message of the innermost exception, which torch.onnx wraps in general advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     return failure_of(error).reason
@@ -120,10 +120,10 @@ def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
-    """Let the initializers hold the parameters and buffers of the folded model; they are named alike.
+    """Set the initializers to the parameters and buffers of the folded model, which have the same names.
 
-    Small ones, for they may take part in constants. Of large ones only type and shape, until the graph is done: copying
-    a model again and again takes longer than all the rest.
+    Small ones get their values, as constants may be computed from them. Large ones get only type and shape until the
+    graph is finished, because copying them repeatedly is slow.
     """
     from onnxscript import ir
 
@@ -152,7 +152,7 @@ def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships 
 
 
 def _finish(model: ModelProto, opset: int) -> None:
-    """Drop the exporter's notes (they name the user's files), stamp the versions, check the result."""
+    """Remove the exporter's notes (they name the user's files), set the versions, check the result."""
     for node in model.graph.node:
         del node.metadata_props[:]
         node.doc_string = ""
@@ -169,7 +169,7 @@ def _finish(model: ModelProto, opset: int) -> None:
 
 
 def _without_values(model: ModelProto) -> ModelProto:
-    """The same graph with parameters that are not filled in yet as inputs."""
+    """The same graph, with parameters that have no values yet as inputs."""
     light = onnx.ModelProto()
     light.CopyFrom(model)
     del light.graph.initializer[:]
@@ -182,7 +182,7 @@ def _without_values(model: ModelProto) -> ModelProto:
 
 
 def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor]) -> None:
-    """Put the values of the parameters into the finished model."""
+    """Store the values of the parameters in the finished model."""
     for tensor in model.graph.initializer:
         if tensor.name in stored:
             array = as_array(stored[tensor.name])

@@ -1,4 +1,4 @@
-"""Names of a model's inputs and outputs and the axes whose size may vary, as AMCT scripts pass them to an export."""
+"""Names of a model's inputs and outputs and their dynamic axes, as AMCT scripts pass them to an export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class IoNames:
-    """Every input has a name; outputs only as far as the user named them. ``axes`` labels the open axes by tensor."""
+    """Names of all inputs and of the outputs that the user named; ``axes`` has the labels of dynamic axes by tensor."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -29,10 +29,10 @@ class IoNames:
         *,
         inputs: tuple[str, ...],
     ) -> IoNames:
-        """Check what the user passed; ``inputs`` are the names that the forward itself gives.
+        """Check the user's arguments; ``inputs`` are the parameter names of the forward.
 
         Raises:
-            ExportError: wrong types, a name given twice, more names than inputs, an axis of an unknown tensor.
+            ExportError: wrong types, a repeated name, more names than inputs, or an axis of an unknown tensor.
         """
         given_inputs = _checked_names("input_names", input_names)
         given_outputs = _checked_names("output_names", output_names)
@@ -50,7 +50,7 @@ class IoNames:
         return cls(inputs=names, outputs=given_outputs, axes=_checked_axes(dynamic_axes, names, given_outputs))
 
     def open_axes(self, tensors: Sequence[Tensor]) -> list[Mapping[int, str]] | None:
-        """For each input tensor the axes that may vary, with their labels; None when none may.
+        """For each input tensor its dynamic axes with their labels; None if there are none.
 
         Raises:
             ExportError: a tensor has no such axis.
@@ -67,7 +67,7 @@ class IoNames:
         return found if any(found) else None
 
     def described_axes(self) -> str:
-        """The open axes for a message."""
+        """The dynamic axes as text for a message."""
         return ", ".join(f'"{name}" {sorted(axes)}' for name, axes in self.axes.items() if name in self.inputs)
 
 

@@ -1,7 +1,7 @@
-"""Finds the layers in an exported graph and brings each into the form that exporters take.
+"""Finds the layers in an exported graph and converts each to the form that exporters expect.
 
-A layer's main node gets the layer's name and reads its weight and bias straight from initializers; a folded batch norm
-disappears.
+A layer's main node gets the layer's name and reads its weight and bias directly from initializers; folded batch norms
+are removed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placed:
-    """The graph with its layers in place.
+    """The graph with its layers named and completed.
 
     Attributes:
-        model: The model; the values of ``parameters`` are still to be put in.
-        parameters: Initializers made here, by name.
-        replaced: For every tensor that is gone the one that has its values now.
-        changed: Tensors that have other values than in the program: outputs of layers that took a batch norm in.
+        model: The model; the values of ``parameters`` are not stored yet.
+        parameters: Initializers created here, by name.
+        replaced: For every removed tensor, the tensor that now has its values.
+        changed: Tensors whose values differ from the program: outputs of layers with a folded batch norm.
     """
 
     model: ModelProto
@@ -48,7 +48,7 @@ class Placed:
 
 
 def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind]) -> Placed:
-    """Name and complete the nodes of the layers, take the folded batch norms out.
+    """Name and complete the nodes of the layers, and remove the folded batch norms.
 
     Raises:
         ExportError: a layer has no node of its kind, or several.
@@ -96,7 +96,7 @@ class _Placing:
     # -- layers ----------------------------------------------------------------------------------------------------
 
     def complete(self, node: NodeProto, layer: str, module: nn.Module) -> None:
-        """Give a layer's main node the layer's name and straight inputs."""
+        """Give a layer's main node the layer's name, and its weight and bias as initializers."""
         self.graph.rename_node(node, layer)
         if isinstance(module, nn.RNNBase):
             for index, (name, tensor) in enumerate(zip("WRB", onnx_parameters(module), strict=True), start=1):
@@ -109,16 +109,16 @@ class _Placing:
                 self._put(node, index, f"{layer}.{name}", getattr(module, name))
 
     def _complete_product(self, node: NodeProto, layer: str, module: nn.Module) -> None:
-        """A linear layer on more than two dimensions is a MatMul: it reads the weight transposed."""
+        """Complete a MatMul (a linear layer on more than two dimensions), which reads the weight transposed."""
         transpose = self.graph.producer(node.input[1])
         if transpose is not None and self.graph.only_consumer(transpose.input[0]) is None:
-            return  # an embedding uses the same table: transposing at run time keeps one copy in the file
+            return  # shared with an embedding: transposing at run time keeps one copy in the file
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         self._put(node, 1, f"{layer}.weight_transposed", weight.detach().t())
 
     def _put(self, node: NodeProto, index: int, name: str, tensor: torch.Tensor | None) -> None:
-        """Let an input of a node be this parameter, stored under this name; without a tensor there is no such input."""
+        """Store a parameter under a name and make it an input of a node; without a tensor the input is removed."""
         if tensor is None:
             if len(node.input) > index:
                 self.graph.set_input(node, index, "")
@@ -129,10 +129,10 @@ class _Placing:
             self.graph.set_initializer(name, as_array(tensor.flatten()[:0]))
             self.graph.set_input(node, index, name)
 
-    # -- what goes -------------------------------------------------------------------------------------------------
+    # -- removed nodes ---------------------------------------------------------------------------------------------
 
     def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
-        """Let all readers of a batch norm read its input instead."""
+        """Connect all readers of a batch norm to its input."""
         graph = self.graph
         made = {output for node in nodes for output in node.output}
         reads = {name for node in nodes for name in node.input if name and name not in made}
@@ -148,7 +148,7 @@ class _Placing:
         self.bypass(sources[0], written[0], nodes)
 
     def bypass(self, source: str, target: str, nodes: Sequence[NodeProto]) -> None:
-        """Take nodes out that make ``target`` of ``source`` without changing it; an output keeps its name."""
+        """Remove nodes that copy ``source`` to ``target`` unchanged; a graph output keeps its name."""
         graph = self.graph
         stays = graph.is_output(target) or graph.is_captured(target)
         if stays and nodes[0].op_type == "Identity":

@@ -1,9 +1,9 @@
-"""The ``modified`` ONNX file of AMCT's flow: the folded float model, with what saving needs to know of it.
+"""The ``modified`` ONNX file of AMCT's flow: the folded float model, with the metadata that saving needs.
 
-It carries the float weights and not the rounded ones: the integers follow exactly from them and the record, and some
-exports (7-bit weights) must be rounded from the float values. Only weights whose rounding was learned are stored
-rounded. What the layers are, what was folded and what was left out is stored in the file's metadata, so that it can be
-saved by another process. A model that cannot be exported leaves a file that holds the reason.
+It holds float weights: the integers follow exactly from them and the record, and some exports (7-bit weights) must be
+rounded from the float values. Only weights with learned rounding are stored rounded. Layers, folded layers and skipped
+layers are stored in the file's metadata, so that another process can save the model. If a model cannot be exported, the
+file holds the reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FileLayer(BaseModel):
 
 
 class FileNotes(BaseModel):
-    """What a modified ONNX file says about itself; later versions may say more."""
+    """The metadata of a modified ONNX file; later versions may add fields."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     version: Literal[1] = 1
@@ -61,7 +61,7 @@ class FileNotes(BaseModel):
     failure: str = ""
 
     def record_layers(self) -> list[RecordLayer]:
-        """The layers as the record is checked against."""
+        """The layers in the form that the record is checked against."""
         return [
             RecordLayer(
                 name=name,
@@ -76,7 +76,7 @@ class FileNotes(BaseModel):
 
 
 def file_notes(preparation: TorchPreparation, failure: str = "") -> FileNotes:
-    """What the file of a prepared model says."""
+    """The metadata for the file of a prepared model."""
     modules = preparation.fused.model
     return FileNotes(
         producer=f"amct {__version__}",
@@ -115,12 +115,12 @@ def write_modified(path: Path, model: ModelProto | None, notes: FileNotes) -> No
 
 
 def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
-    """Read such a file; of one that AMCT wrote, the notes are found in its nodes.
+    """Read such a file; for a file written by AMCT the notes are derived from its nodes.
 
     Raises:
         ArgumentError: it does not exist.
         ParseError: it is not ONNX.
-        ExportError: the model could not be exported; with the reason.
+        ExportError: the model could not be exported; the message has the reason.
     """
     file = Path(path)
     if not file.exists():
@@ -154,7 +154,7 @@ def _load_external(model: ModelProto, file: Path) -> None:
 
 
 def _notes_of_nodes(model: ModelProto) -> FileNotes:
-    """What can be said of a file without notes: which of its nodes could be layers."""
+    """Notes for a file without metadata, from the nodes that can be layers."""
     shapes = {item.name: tuple(tensor_array(item).shape) for item in model.graph.initializer if item.dims}
     layers = {}
     for node in model.graph.node:

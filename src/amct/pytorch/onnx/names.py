@@ -1,4 +1,4 @@
-"""Names in an exported graph: inputs, outputs and open dimensions as the user chose, and those of activations.
+"""Sets the names in an exported graph: inputs, outputs and dynamic axes as the user chose, and activations.
 
 Works on onnx_ir's graph, where renaming a value renames it for all its consumers.
 """
@@ -32,10 +32,10 @@ def _values(graph: Graph) -> Iterator[GraphValue]:
 
 
 def name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
-    """Give inputs and outputs the requested names; another value of such a name is renamed.
+    """Give inputs and outputs the requested names; other values with such a name are renamed.
 
     Raises:
-        ExportError: more names than tensors, or a name that a parameter has.
+        ExportError: more names than tensors, or a name that is already a parameter's.
     """
     graph = model.graph
     if len(names.outputs) > len(graph.outputs):
@@ -59,7 +59,7 @@ def name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401
 
 
 def _separate_outputs(graph: Graph) -> None:
-    """Give every output a value of its own: not that of an input, a parameter or another output."""
+    """Give every output its own value, distinct from inputs, parameters and other outputs."""
     from onnxscript import ir
 
     seen: set[int] = {id(value) for value in (*graph.inputs, *graph.initializers.values())}
@@ -82,7 +82,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def name_dimensions(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
-    """Call the open dimensions by the labels of ``dynamic_axes``, everywhere in the graph."""
+    """Rename the dynamic dimensions to the labels of ``dynamic_axes``, everywhere in the graph."""
     from onnxscript import ir
 
     by_name = {value.name: value for value in (*model.graph.inputs, *model.graph.outputs)}
@@ -123,7 +123,7 @@ def _relabelled(size: object, labels: Mapping[str, str]) -> int | str:
 
 
 class ProgramTensors:
-    """Which value of the graph holds which activation of the topology; remembers the values, asks their names late."""
+    """Maps activations of the topology to values of the graph; their names are read after all renaming."""
 
     def __init__(self, program: ExportedProgram, converted: Any) -> None:  # noqa: ANN401  torch.onnx.ONNXProgram
         originals = {node.name: node for node in program.graph.nodes}
@@ -140,12 +140,12 @@ class ProgramTensors:
             if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
                 origin = originals.get(items.get((origin.name, node.args[1]), ""))
             if origin is not None and _same_shape(node, origin):
-                self._values[origin.name] = by_name[node.name]  # of several, the last is the result
+                self._values[origin.name] = by_name[node.name]  # with several nodes, the last one computes the result
 
     def names_in(self, model: ModelProto, replaced: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
-        """The names of those that exist in the finished model with the same values.
+        """The names of activations that exist in the finished model with the same values.
 
-        ``replaced`` leads from tensors that are gone to those in their place; ``changed`` are no longer what they were.
+        ``replaced`` maps removed tensors to their replacements; ``changed`` lists tensors whose values differ.
         """
         existing = {output for node in model.graph.node for output in node.output}
         existing.update(value.name for value in model.graph.input)
@@ -167,7 +167,7 @@ def _same_shape(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> str:
-    """The name that a node of the decomposed program has in the program it was made of."""
+    """The name that a node of the decomposed program has in the original program."""
     sources = node.meta.get("from_node") or ()
     name = node.name
     while sources:

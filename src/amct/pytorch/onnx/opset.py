@@ -1,7 +1,7 @@
-"""Lowers an exported model from opset 18 to 17 or 16, for consumers that know no more.
+"""Lowers an exported model from opset 18 to 17 or 16, for consumers that support no newer one.
 
-onnx's own converter refuses many of these operators on the way down; each rule below is an exact rewriting, and what
-has none is an error that names the node.
+onnx's own converter rejects many of these operators when converting down; each rule below is an exact rewrite, and an
+operator without one gives an error that names the node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def lower_opset(model: ModelProto, opset: int) -> ModelProto:
-    """The model at ``opset``; a model that is there already is returned as it is.
+    """Lower the model to ``opset``; a model at this opset is returned unchanged.
 
     Raises:
         ExportError: an operator does not exist in that opset and cannot be expressed by others.
@@ -45,7 +45,7 @@ def lower_opset(model: ModelProto, opset: int) -> ModelProto:
 
 
 class _Graph(OnnxGraph):
-    """A graph that also knows the sizes that the model declares."""
+    """A graph that also knows the declared tensor sizes."""
 
     def __init__(self, model: ModelProto) -> None:
         super().__init__(model)
@@ -53,7 +53,7 @@ class _Graph(OnnxGraph):
         self._shapes = {value.name: value.type.tensor_type.shape for value in declared}
 
     def static_size(self, tensor: str, axis: int) -> int | None:
-        """The size along an axis; None where it is open or not declared."""
+        """The size along an axis; None if it is dynamic or not declared."""
         shape = self._shapes.get(tensor)
         if shape is None or not -len(shape.dim) <= axis < len(shape.dim):
             return None
@@ -81,7 +81,7 @@ def _refuse(node: NodeProto, reason: str) -> NoReturn:
 
 
 def _axes_to_attribute(graph: _Graph, node: NodeProto) -> None:
-    """Reductions: the axes were an attribute before 18."""
+    """Reductions: make the axes an attribute, as before opset 18."""
     keeps_all = bool(attribute_value(node, "noop_with_empty_axes", 0))
     graph.drop_attribute(node, "noop_with_empty_axes")
     if len(node.input) < 2 or not node.input[1]:
@@ -97,7 +97,7 @@ def _axes_to_attribute(graph: _Graph, node: NodeProto) -> None:
 
 
 def _equal_split(graph: _Graph, node: NodeProto) -> None:
-    """Split: without sizes it makes equal parts, as many as there are outputs; 18 says how many."""
+    """Split: remove ``num_outputs`` (opset 18); without sizes, Split makes equal parts, one per output."""
     graph.drop_attribute(node, "num_outputs")
     if len(node.input) > 1 and node.input[1]:
         return
@@ -108,7 +108,7 @@ def _equal_split(graph: _Graph, node: NodeProto) -> None:
 
 
 def _plain_resize(graph: _Graph, node: NodeProto) -> None:
-    """Resize: 18 added settings whose defaults are what was done before."""
+    """Resize: remove the settings of opset 18; values other than the defaults are rejected."""
     for name, default in (("antialias", 0), ("axes", None), ("keep_aspect_ratio_policy", "stretch")):
         value = attribute_value(node, name, default)
         if value != default:
@@ -117,14 +117,14 @@ def _plain_resize(graph: _Graph, node: NodeProto) -> None:
 
 
 def _known_reduction(_: _Graph, node: NodeProto) -> None:
-    """ScatterElements, ScatterND: max and min came with 18."""
+    """ScatterElements, ScatterND: reject max and min, which exist from opset 18."""
     reduction = attribute_value(node, "reduction", "none")
     if reduction in ("max", "min"):
         _refuse(node, f'it has reduction="{reduction}"')
 
 
 def _padded_axes(graph: _Graph, node: NodeProto) -> None:
-    """Pad: before 18 every axis is listed."""
+    """Pad: list every axis, as before opset 18."""
     if len(node.input) < 4 or not node.input[3]:
         return
     rank, axes, pads = graph.rank(node.input[0]), graph.constant(node.input[3]), graph.constant(node.input[1])
@@ -140,7 +140,7 @@ def _padded_axes(graph: _Graph, node: NodeProto) -> None:
 
 
 def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
-    """Pad with mode wrap (circular) came with 19: put the far ends beside the tensor, axis by axis."""
+    """Pad with mode wrap (opset 19): concatenate the opposite ends to the tensor, axis by axis."""
     if attribute_value(node, "mode", "constant") != "wrap":
         return
     pads = graph.constant(node.input[1])
@@ -171,7 +171,7 @@ def _slice(graph: _Graph, node: NodeProto, tensor: str, axis: int, ends: tuple[i
 
 
 def _spelled_out_mish(graph: _Graph, node: NodeProto) -> None:
-    """Mish = x · tanh(softplus(x)) came with 18."""
+    """Mish (opset 18): x · tanh(softplus(x))."""
     graph.remove_node(node)
     soft = graph.add_node("Softplus", graph.fresh_name(f"{node.name}_softplus"), [node.input[0]])
     gate = graph.add_node("Tanh", graph.fresh_name(f"{node.name}_tanh"), [soft])
@@ -179,7 +179,7 @@ def _spelled_out_mish(graph: _Graph, node: NodeProto) -> None:
 
 
 def _spelled_out_layer_norm(graph: _Graph, node: NodeProto) -> None:
-    """LayerNormalization came with 17: (x - mean) / sqrt(variance + epsilon) · scale + bias, in float32."""
+    """LayerNormalization (opset 17): (x - mean) / sqrt(variance + epsilon) · scale + bias, in float32."""
     if any(node.output[1:]):
         _refuse(node, "its mean or deviation is used")
     axis, rank = int(attribute_value(node, "axis", -1)), graph.rank(node.input[0])
@@ -220,5 +220,5 @@ _RULES: Mapping[str, tuple[tuple[int, Rule], ...]] = MappingProxyType(
         "Split": ((18, _equal_split),),
     }
 )
-"""By operator: the first opset that has it as it is, and what to do below."""
+"""By operator: the first opset that supports it unchanged, and the rule for lower opsets."""
 _HIGHEST_RULE = max(needed for rules in _RULES.values() for needed, _ in rules)

@@ -1,4 +1,4 @@
-"""LSTM and GRU in ONNX: how the opaque operations translate, and torch's weights in ONNX's order of gates."""
+"""LSTM and GRU in ONNX: translations of the opaque operations, and torch's weights in ONNX's gate order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def translations() -> Mapping[Any, Callable[..., Any]]:
-    """What torch.onnx needs for the operations of ``amct.pytorch.capture.recurrent``.
+    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.recurrent``.
 
-    The weights only hold their places: ``onnx_parameters`` are put in later.
+    The weights are placeholders: ``onnx_parameters`` replaces them later.
     """
     from onnxscript import opset18
 
-    operators: Any = opset18  # its types want tensors where it takes lists too
+    operators: Any = opset18  # its type hints require tensors where lists are accepted too
 
     def lstm(x: Any, h: Any, c: Any, weight_ih: Any, weight_hh: Any, *_: Any) -> Any:  # noqa: ANN401  graph values
         output, last_h, last_c = operators.LSTM(x, weight_ih, weight_hh, None, None, h, c)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[str, Tensor]], None]) -> nn.Module:
-    """A folded copy whose balanced layers are observed; after each forward ``on_factors`` gets the factors so far.
+    """A folded copy whose balanced layers are observed; ``on_factors`` gets the current factors after each forward.
 
     They are computed from the largest activation of each channel over all forwards.
     """
@@ -54,7 +54,7 @@ def _observing(session: BalanceSession, name: str, axis: int) -> Callable[..., N
 
 
 def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments]) -> dict[str, Tensor]:
-    """The factors of all layers that the plan balances, from the data; without such layers nothing is run."""
+    """Compute the factors of all layers that the plan balances; without such layers nothing is run."""
     found: dict[str, Tensor] = {}
     if plan.balanced:
         model = balancing_model(traced, plan, found.update)

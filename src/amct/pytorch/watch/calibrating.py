@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CalibrationModel:
-    """A model to be run on calibration data, and the session that observes it."""
+    """A model to run on calibration data, and the session that observes it."""
 
     model: nn.Module
     session: CalibrationSession
@@ -40,11 +40,11 @@ class CalibrationModel:
 def start_calibration(
     preparation: TorchPreparation, *, record_file: Path | None = None, intermediate: TensorWatch | None = None
 ) -> CalibrationModel:
-    """Make the calibration model.
+    """Create the calibration model.
 
     Args:
         preparation: the model with its plan and quantized weights.
-        record_file: where the record is written: the weights' factors now, the rest when calibration ends.
+        record_file: the record file: weight factors are written at once, the others when calibration ends.
         intermediate: the intermediate tensors to observe.
 
     Raises:
@@ -87,7 +87,7 @@ def _attach(
     for name, weights in preparation.weights.items():
         module = model.get_submodule(name)
         setattr(module, MARK, True)
-        if weights.balance is not None:  # not removed after calibration: the weights stay balanced
+        if weights.balance is not None:  # kept after calibration: the weights stay balanced
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         handles += observe_inputs(session, name, module)
     attached = intermediate.attach(model, session) if intermediate is not None else None

@@ -1,9 +1,9 @@
-"""Observes intermediate tensors (outputs of operations that are no quantized layers) for the fast QDQ placement.
+"""Observes intermediate tensors (outputs of operations that are not quantized layers) for the fast QDQ placement.
 
-The exporter names the tensors it wants by their ONNX names; the float ONNX model maps those to tensors of the captured
-program. To find them in the user's own forward (any batch size, no captured program), the program and the model are run
-once on the example input: the operation of the model whose result has the same bits as the program's tensor is its call
-site. Inputs and outputs of layers are observed by hooks on the layers.
+The exporter requests tensors by ONNX name; the float ONNX model maps those names to tensors of the captured program. To
+find them in the user's own forward (any batch size, no captured program), program and model are run once on the example
+input: the call site of a tensor is the operation of the model whose result has the same bits as the program's tensor.
+Inputs and outputs of layers are observed by hooks on the layers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorWatch:
-    """Where the wanted tensors are computed, each with its ONNX name.
+    """Where the requested tensors are computed, each with its ONNX name.
 
     Attributes:
         inputs: Inputs of the model, by position.
         layers: Outputs of layers, by layer.
         operations: Results of other operations, by call site.
         missing: Tensors whose call site was not found; they get no factors.
-        given: The layer inputs that are observed channel by channel.
+        given: The layer inputs that are observed per channel.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class TensorWatch:
     given: Sequence[LayerInput] = ()
 
     def observers(self) -> dict[str, TensorObserver]:
-        """A new observer for each tensor: the cheap min/max one, as there are many tensors."""
+        """A new min/max observer for each tensor, which is cheap because there are many tensors."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
         channels = {given.tensor: given.observer() for given in self.given}
         return {**channels, **{name: MinMaxObserver() for name in names}}
 
     def attach(self, model: nn.Module, session: CalibrationSession) -> AttachedTensorWatch:
-        """Hook the model so that a session observes these tensors in every forward."""
+        """Add hooks to the model so that a session observes these tensors in every forward."""
         return AttachedTensorWatch(self, model, session)
 
 
@@ -139,7 +139,7 @@ class AttachedTensorWatch:
         args, kwargs = arguments
         try:
             tensors = example_inputs(self._model, (*args, kwargs)).tensors()
-        except ModelError:  # the forward raises the error
+        except ModelError:  # the forward itself raises the error
             return
         for index, name in self._watch.inputs.items():
             if index < len(tensors):
@@ -152,11 +152,11 @@ class AttachedTensorWatch:
 def find_tensors(
     traced: Traced, fusions: Mapping[str, str], wanted: Collection[str], onnx_names: Mapping[str, str]
 ) -> TensorWatch:
-    """Find where the forward computes the tensors that have these ONNX names.
+    """Find where the forward computes the tensors with these ONNX names.
 
     Args:
         traced: the model, with a program.
-        fusions: the batch norm folded into each layer; the layer computes its output now.
+        fusions: the batch norm folded into each layer, whose output the layer now computes.
         wanted: ONNX names.
         onnx_names: the ONNX name of each activation of the topology (``FloatOnnx.tensors``).
     """
@@ -211,7 +211,7 @@ def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[Cal
         module = producer.attributes["module"] if producer is not None else None
         candidates = sites.get(fingerprints[tensor], []) if tensor in fingerprints else []
         free = [site for site in candidates if site not in found]
-        # Equal bits at several call sites (an identity, a view): the one in the right module, else the first.
+        # Equal bits at several call sites (an identity, a view): prefer the one in the same module, else the first.
         best = next((site for site in free if site.path == module), free[0] if free else None)
         if best is None:
             lost.append(name)
@@ -227,7 +227,7 @@ def _program_fingerprints(traced: Traced, wanted: Collection[str]) -> dict[str, 
 
     class _FingerprintInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401  any value of the program
-            if n.target == _GUARDS:  # they check strides too, and a clone of a slice has others
+            if n.target == _GUARDS:  # guards also check strides, which differ for a clone of a slice
                 return None
             value = super().run_node(n)
             if n.name in wanted and isinstance(value, torch.Tensor):

@@ -1,6 +1,6 @@
 """Hooks that observe or change the inputs of layers of a copied model while the user's loop runs it.
 
-With hooks the copy keeps its class and its module names, and ``.to()`` and ``state_dict`` work as in the original.
+Hooks keep the copy's class and module names, and ``.to()`` and ``state_dict`` work as in the original.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def hidden_from_modes() -> AbstractContextManager[None]:
-    """A context for computations of hooks: no ``TorchFunctionMode`` intercepts them."""
+    """A context for the computations of hooks, in which no ``TorchFunctionMode`` intercepts them."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return guard
 
 
 def given_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The input tensor of a layer's call; None if the input is no tensor (a PackedSequence)."""
+    """The input tensor of a layer's call; None if the input is not a tensor (a PackedSequence)."""
     value = args[0] if args else kwargs.get("input")
     return value if isinstance(value, Tensor) else None
 
@@ -50,14 +50,14 @@ def given_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: 
 
 
 class Balance:
-    """Divides a layer's input by DMQ's factors, because its weights are multiplied by them."""
+    """Divides a layer's input by the DMQ factors that its weights are multiplied by."""
 
     def __init__(self, factors: Tensor, axis: int) -> None:
         self.factors = factors
         self.axis = axis
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """A forward pre-hook with keyword arguments."""
+        """Divide the input; a forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is None:
             return args, kwargs
@@ -73,7 +73,7 @@ class FakeQuantize:
         self.state = state
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """A forward pre-hook with keyword arguments."""
+        """Fake-quantize the input; a forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is not None:
             args, kwargs = with_input(args, kwargs, fake_quantize(x, *self.factors, self.bits))
@@ -88,7 +88,7 @@ class FakeQuantize:
 
 
 def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) -> list[RemovableHandle]:
-    """Let a session observe a layer's input, and of a recurrent layer every hidden state that its weights multiply."""
+    """Add hooks through which a session observes a layer's input and, for a recurrent layer, its hidden states."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
@@ -125,7 +125,7 @@ def run_in_context(
         A function that removes the context; the model still runs without gradients afterwards.
     """
     forward = _ForwardInContext(model.forward, context)
-    model.forward = forward  # of this instance only
+    model.forward = forward  # only on this instance
 
     def undo() -> None:
         forward.context = None
@@ -134,7 +134,7 @@ def run_in_context(
 
 
 class _ForwardInContext:
-    """A forward inside a context. Not a closure: a deep copy of the model must call its own forward."""
+    """A forward inside a context; not a closure, because a deep copy of the model must call its own forward."""
 
     def __init__(
         self, forward: Callable[..., Any], context: Callable[[Arguments], AbstractContextManager[object]] | None

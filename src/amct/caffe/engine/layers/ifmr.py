@@ -1,9 +1,9 @@
-"""IFMR, the calibration layer: its top is its bottom, which the calibration session of its net observes.
+"""IFMR, the calibration layer: it passes its bottom through, and the calibration session of its net observes it.
 
-All IFMR layers of a net with the same record file share one session; when the last of them has seen its batches, the
-session searches all factors and they are written into the record file at once. Where several IFMR layers see the same
+All IFMR layers of a net with the same record file share one session. When the last of them has observed its batches,
+the session computes all factors and writes them to the record file at once. Where several IFMR layers see the same
 values (``factors_from``), one of them is observed for all. A net in memory has IFMR layers without a record file:
-``start_session`` gives them a session whose result stays in memory.
+``start_session`` gives them a session that keeps its result in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @register("IFMR")
 class IFMR(Layer):
-    """Passes its bottom on; the session of its net observes the first ``batch_num`` batches of it."""
+    """Passes its bottom through; the session of its net observes the first ``batch_num`` batches."""
 
     returns_views = True
     has_gradients = False
@@ -77,12 +77,12 @@ class IFMR(Layer):
         if options.record_file_path and not self._log_started:
             log.start("amct_caffe")
             self._log_started = True
-        for layer in reversed(options.object_layer):  # the first is the one whose stream has an observer
+        for layer in reversed(options.object_layer):  # only the stream of the first layer has an observer
             self.session.observe(layer, bottoms[0], caffe_stream(options.index), ends_batch=options.reports_progress)
         return [bottoms[0]]
 
     def streams(self, layers: Mapping[str, IFMR]) -> Iterator[Stream]:
-        """One stream for each layer that reads the bottom; all but one take over the factors of another one."""
+        """One stream per layer that reads the bottom; all but one reuse the factors of another stream."""
         options = self.options
         leader = layers[options.factors_from or self.name].options
         observed = (leader.object_layer[0], caffe_stream(leader.index))
@@ -133,21 +133,21 @@ class IFMR(Layer):
 
 @dataclass(kw_only=True, eq=False)
 class IfmrLayerObserver(IfmrObserver):
-    """IFMR as AMCT's layer does it: its memory does not depend on ``batch_num``, and its errors begin as in AMCT."""
+    """IFMR with AMCT's behavior: memory independent of ``batch_num``, and AMCT's prefix in error messages."""
 
     symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE
     counts_all: bool = False
     batch_num: int = OPEN_ENDED
 
     def observe(self, x: torch.Tensor) -> None:
-        """Observe one batch; the size of the first one gives the expected number of values."""
+        """Observe one batch; the size of the first batch gives the expected number of values."""
         if self.batches == 0 and self.batch_num < OPEN_ENDED:
             self.expect(x.numel() * self.batch_num)
         with self._errors_as_in_amct():
             super().observe(x)
 
     def result(self) -> ActivationFactors:
-        """Scale and offset for all data seen so far."""
+        """Scale and offset for all observed data."""
         with self._errors_as_in_amct():
             return super().result()
 
@@ -163,16 +163,16 @@ class IfmrLayerObserver(IfmrObserver):
 def start_session(
     layers: Sequence[IFMR], *, tensors: Mapping[str, TensorObserver] | None = None, record_file: str = ""
 ) -> CalibrationSession:
-    """Start the session that IFMR layers of a net share.
+    """Start the session shared by the IFMR layers of a net.
 
     Args:
         layers: the IFMR layers, in the order of the net.
         tensors: observers of blobs between layers.
-        record_file: where the factors are written; empty: only the session's result holds them.
+        record_file: the file for the factors; empty: the factors are only in the session's result.
 
     Raises:
         CalibrationError: there is no IFMR layer.
-        ModelError: the settings of one are wrong.
+        ModelError: the settings of a layer are invalid.
     """
     by_name = {layer.name: layer for layer in layers}
     streams = [stream for layer in layers for stream in layer.streams(by_name)]

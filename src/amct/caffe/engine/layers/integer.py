@@ -1,7 +1,7 @@
-"""Layers of deploy models that run on integers: Convolution, Deconvolution, InnerProduct, and all without weights.
+"""Integer layers of deploy models: Convolution, Deconvolution, InnerProduct, and all layers without weights.
 
-A weighted layer's top holds exact sums, which DeQuant dequantizes. A layer without weights computes on dequantized
-values; where it only moves or selects values and all inputs have the same factors, it runs on the integers themselves.
+The top of a weighted layer holds exact sums, which DeQuant dequantizes. A layer without weights computes on dequantized
+values; if it only moves or selects values and all inputs have the same factors, it runs on the integers directly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TABLE_BITS = 4
 
 
 class _IntegerWeights(Layer):
-    """What weighted layers share: integer blobs, and the table of a clustered weight."""
+    """Base of weighted integer layers: integer blobs, and the value table of a clustered weight."""
 
     keeps_integers = True
     fold_kind: WeightKind | None = None
@@ -42,7 +42,7 @@ class _IntegerWeights(Layer):
     weight_groups = 1
 
     def make_integer_blobs(self, outputs: int) -> None:
-        """Read the factors; every bottom gets a bias of its own, because its sums have another scale.
+        """Create the integer blobs; every bottom has its own bias because its accumulator scale differs.
 
         The weight of a clustered layer is replaced by packed indices and their table.
         """
@@ -65,11 +65,11 @@ class _IntegerWeights(Layer):
         self.blobs = [*blobs, Blob(outputs if options.channel_wise else 1, CLUSTERS)]
 
     def integer_weight(self) -> torch.Tensor:
-        """int8, in the layer's own layout."""
+        """The int8 weight in the layer's own layout."""
         return self.derived("integer weight", self.blobs, self._weight)
 
     def integer_bias(self, bottom: int) -> torch.Tensor | None:
-        """The int32 bias of that bottom's sums."""
+        """The int32 bias for the sums of one bottom."""
         if not self.has_bias:
             return None
         stored = self.blobs[1 + bottom].tensor
@@ -88,15 +88,15 @@ class _IntegerWeights(Layer):
         return self.from_kind(decode(indices, table, self.kind, self.weight_groups))
 
     def kind_shape(self) -> Shape:
-        """The weight's shape in the layout of its kind."""
+        """The weight shape in the layout of its kind."""
         return self.full_shape
 
     def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight in the layer's own layout."""
+        """Convert a weight from the layout of its kind to the layer's own layout."""
         return weight
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Compute; an error names the layer."""
+        """Run the layer; errors name the layer."""
         try:
             super().run(bottoms, tops)
         except AmctError as error:
@@ -107,13 +107,13 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
     transposed = False
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the float layer, then the blobs of integers."""
+        """Set up the float layer, then the integer blobs."""
         super().setup(bottoms)
         self.weight_groups = self.group
         self.make_integer_blobs(self.outputs)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Exact sums."""
+        """Compute the exact integer sums."""
         weight = self.integer_weight()
         sums = []
         for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True)):
@@ -122,7 +122,7 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
         return sums
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Padding is zero, which is the integer ``offset`` of this bottom."""
+        """Convolve one bottom; the padding value is its ``offset``, the integer for zero."""
         window = self.window
         plain = self.spatial_axes == 0
         geometry = ConvolutionGeometry(
@@ -160,20 +160,20 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
     kind = WeightKind.LINEAR
 
     def setup(self, bottoms: list[Shape]) -> None:
-        """Set up the float layer, then the blobs of integers."""
+        """Set up the float layer, then the integer blobs."""
         InnerProduct.setup(self, bottoms)
         self.make_integer_blobs(self.outputs)
 
     def kind_shape(self) -> Shape:
-        """Outputs first."""
+        """The weight shape with outputs first."""
         return (self.outputs, self.inputs)
 
     def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
-        """``[inputs, outputs]`` with ``transpose``."""
+        """Convert a weight to the layer's layout: ``[inputs, outputs]`` with ``transpose``."""
         return weight.t() if self.options.transpose else weight
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Exact sums."""
+        """Compute the exact integer sums."""
         weight, (factors,) = self.integer_weight(), self.factors
         rows = weight.t() if self.options.transpose else weight
         bottom = factors.integers(bottoms[0])

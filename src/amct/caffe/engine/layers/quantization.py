@@ -1,4 +1,4 @@
-"""The layers that quantization puts between others in its results: Quant, DeQuant and AntiQuant."""
+"""The layers that quantization inserts between others: Quant, DeQuant and AntiQuant."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class InputFactors:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What holds the integers."""
+        """The data type of the integers."""
         return torch.int8 if self.bits <= 8 else torch.int16
 
     def integers(self, x: torch.Tensor) -> torch.Tensor:
-        """The integers of a blob; a blob that was read as a NumPy array holds them as floats."""
+        """The integers of a blob, cast from float if the blob was read as a NumPy array."""
         return x.round().to(self.dtype) if x.is_floating_point() else x
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
-        """The dequantized values of a blob of integers."""
+        """Dequantize a blob of integers."""
         return dequantize(self.integers(x), self.scale, self.offset)
 
 
 @register("Quant")
 class Quant(Layer):
-    """Quantizes; its top holds dequantized values or, in a deploy model, the integers."""
+    """Quantizes its bottom; its top holds dequantized values or, in a deploy model, the integers."""
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the factors."""
@@ -55,7 +55,7 @@ class Quant(Layer):
         self.factors = InputFactors(self, self.options)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Fake-quantize with the straight-through gradient, or quantize."""
+        """Fake-quantize with the straight-through gradient, or quantize to integers."""
         factors = self.factors
         scale, offset = factors.scale.to(bottoms[0].device), factors.offset.to(bottoms[0].device)
         if not self.options.integers:
@@ -68,7 +68,7 @@ class Quant(Layer):
 
 @register("DeQuant")
 class DeQuant(Layer):
-    """Dequantizes sums of products: times scale_d · scale_w, one number or one for each channel."""
+    """Dequantizes accumulator sums: multiplies by scale_d · scale_w, one value or one per channel."""
 
     has_gradients = False
 
@@ -79,7 +79,7 @@ class DeQuant(Layer):
         self.add_parameter((shape[1] if self.per_channel else 1,), default=1.0)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Multiplied in float64 and rounded once."""
+        """Multiply in float64 and round once to float32."""
         sums, scale = bottoms[0], parameters[0].double()
         if self.per_channel:
             scale = scale.reshape(1, -1, *[1] * (sums.dim() - 2))
@@ -88,7 +88,7 @@ class DeQuant(Layer):
 
 @register("AntiQuant")
 class AntiQuant(Layer):
-    """Dequantizes the integers of a layer without weights; without a scale it passes float values on."""
+    """Dequantizes the integers of a layer without weights; without a scale it passes float values through."""
 
     returns_views = True
     has_gradients = False
@@ -99,5 +99,5 @@ class AntiQuant(Layer):
         self.factors = InputFactors(self, options) if options.HasField("scale") else None
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Dequantize, or pass on."""
+        """Dequantize the bottom, or pass it through."""
         return [bottoms[0] if self.factors is None else self.factors.real(bottoms[0])]
