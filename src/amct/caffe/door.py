@@ -1,4 +1,4 @@
-"""The Caffe front end: quantization of a Caffe model in one call."""
+"""The Caffe front door: quantization of a Caffe model in one call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The layers of a model in the form that configs need, and the capabilities of layer types.
 
-A front end (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in model order; this package needs
+A front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in model order; this package needs
 nothing else of the model.
 """
 

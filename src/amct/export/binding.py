@@ -1,6 +1,6 @@
 """The input of an exporter: the ONNX node of each layer, and its quantization factors.
 
-A front end creates them; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
+A front door creates them; everything else (weight, bias, groups, a bias added behind a MatMul) is found in the graph.
 """
 
 from __future__ import annotations

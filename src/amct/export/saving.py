@@ -55,7 +55,7 @@ def layer_factors(entry: LayerRecord) -> LayerFactors:
 
 
 class ModelNotes(Protocol):
-    """What a front end knows about a model in addition to its record."""
+    """What a front door knows about a model in addition to its record."""
 
     @property
     def fusions(self) -> Mapping[str, Sequence[str]]:
@@ -79,7 +79,7 @@ class SaveRequest:
         formats: The names of the exported models.
         options: Options of the QDQ file.
         with_record: Whether the factors are written too.
-        opset: The opset of the ONNX files; None: the default of the front end.
+        opset: The opset of the ONNX files; None: the default of the front door.
     """
 
     where: SavePath

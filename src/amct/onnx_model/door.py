@@ -1,4 +1,4 @@
-"""The ONNX front end: quantization of a float ONNX model in one call."""
+"""The ONNX front door: quantization of a float ONNX model in one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PyTorch front end: quantization of a torch model in one call."""
+"""The PyTorch front door: quantization of a torch model in one call."""
 
 from __future__ import annotations
 
