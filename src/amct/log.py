@@ -7,6 +7,7 @@ still reach handlers that the user's program has added to it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from amct.printable import printable
 from amct.verbosity import file_level, line_level
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class _ScreenHandler(logging.Handler):
         if stream is None:  # a program without a console
             return
         try:
-            stream.write(f"[AMCT][{record.levelname}]{self.format(record)}\n")
+            stream.write(f"[AMCT][{record.levelname}]{printable(self.format(record))}\n")
             stream.flush()
         except RecursionError:
             raise
@@ -55,8 +57,15 @@ class _FileHandler(logging.FileHandler):
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
         self.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - [AMCT]:[%(name)s]: %(message)s"))
 
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
     def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(exist_ok=True)
+        file = Path(self.baseFilename)
+        file.parent.mkdir(exist_ok=True)
+        for path in (file.parent, file):
+            if path.is_symlink():  # in a folder from elsewhere it could point to any file of the user
+                raise OSError(errno.ELOOP, f"{path.name} is a link")
         return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from amct.printable import escaped, shortened
 from amct.verbosity import screen_level
 
 if TYPE_CHECKING:
@@ -61,12 +62,13 @@ def bar(description: str, total: float | None = None) -> Iterator[Advance]:
     if outer is None:
         _display.set(display)
         display.start()
-    task = display.add_task(description, total=total)
+    task = display.add_task(escaped(shortened(description)), total=total)
     drawn = 0.0
 
     def advance(steps: float = 1, description: str | None = None) -> None:
         nonlocal drawn
-        display.update(task, advance=steps, description=description)
+        shown = None if description is None else escaped(shortened(description))
+        display.update(task, advance=steps, description=shown)
         if time.monotonic() - drawn >= _REDRAW_SECONDS:
             display.refresh()
             drawn = time.monotonic()

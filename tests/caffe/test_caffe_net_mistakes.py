@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from amct.caffe import pycaffe as caffe
-from amct.errors import ModelError, ParseError
+from amct.errors import ModelError, ParseError, UnsupportedLayerError
 
 V1 = """
 input: "data" input_dim: 1 input_dim: 3 input_dim: 8 input_dim: 8
@@ -182,3 +182,45 @@ def test_shared_parameters_must_agree(write):
         caffe.Net(write(SHARED.format(first="", second="share_mode: PERMISSIVE", size=4)), caffe.TEST)
     with pytest.raises(ModelError, match=r"Shared param 'w' has mismatched lr_mult: 1\.0 and 2\.0"):
         caffe.Net(write(SHARED.format(first="lr_mult: 1", second="lr_mult: 2", size=3)), caffe.TEST)
+
+
+# ------------------------------------------------------------------ messages of other forks
+
+
+FORK = """name: "fork"
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 } } }  # a } in a comment
+layer {
+  name: "warp { me"
+  bottom: "data"
+  top: "warp"
+  warp_param { height: 3 mode: FAST note: "}" }
+  type: "Warp"
+}
+layer { name: "pool" type: "Pooling" bottom: "warp" top: "pool" pooling_param { kernel_siez: 2 } }
+"""
+
+
+def test_an_unknown_parameter_names_its_layer_its_type_its_line_and_the_remedy(tmp_path):
+    path = tmp_path / "fork.prototxt"
+    path.write_text(FORK)
+    with pytest.raises(ParseError) as caught:
+        caffe.Net(str(path), caffe.TEST)
+    first, second = map(str, caught.value.problems)
+    assert first.startswith(f"{path}:7:3: LayerParameter has no field warp_param.")
+    assert 'It is in layer "warp { me" of type "Warp"' in first
+    assert "remove it" in first
+    assert "--custom-proto" in first
+    assert 'amct.extend.register_caffe_layer("Warp"' in first
+    assert second.startswith(f"{path}:10:81: PoolingParameter has no field kernel_siez.")
+    assert second.endswith('It is in layer "pool" of type "Pooling".')
+
+
+def test_lists_of_types_show_no_internal_names(tmp_path):
+    path = tmp_path / "net.prototxt"
+    path.write_text('layer { name: "a" type: "Convolution on integer" }')
+    with pytest.raises(UnsupportedLayerError) as caught:
+        caffe.Net(str(path), caffe.TEST)
+    shown = str(caught.value)
+    assert "on integers" not in shown
+    assert "refreshed" not in shown
+    assert ", Convolution, " in shown

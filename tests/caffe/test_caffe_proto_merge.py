@@ -274,3 +274,111 @@ def test_on_the_command_line(tmp_path):
     assert "message NormalizeParameter {" in out.read_text()
     done = CliRunner().invoke(app, ["merge-proto", "--custom", str(TEXTS / "scenario3.proto"), "-o", str(out)])
     assert "relu6_param = 206 has the number" in str(done.exception)
+
+
+# ------------------------------------------------------------------ quantization with messages of one's own
+
+
+NET_TO_QUANTIZE = """
+layer { name: "d" type: "Input" top: "d" input_param { shape { dim: 1 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "c" type: "Convolution" bottom: "d" top: "c" convolution_param { num_output: 4 kernel_size: 3
+  weight_filler { type: "xavier" } } }
+layer { name: "t" type: "TestTimes" bottom: "c" top: "t" times_param { factor: 5 } }
+layer { name: "fc" type: "InnerProduct" bottom: "t" top: "fc" inner_product_param { num_output: 5
+  weight_filler { type: "xavier" } } }
+"""
+
+
+@pytest.fixture
+def own_net(write, tmp_path, monkeypatch):
+    """Prototxt, caffemodel, custom.proto, data; the layer's class is registered meanwhile."""
+    from amct.caffe.engine import registry
+
+    class TestTimes(Elementwise):
+        """Times a factor."""
+
+        def function(self, bottom):
+            return bottom * self.parameter.times_param.factor
+
+        def to_onnx(self, place):
+            place.top("Mul", place.bottom, place.value("factor", float(self.parameter.times_param.factor)))
+
+    register("TestTimes")(TestTimes)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AMCT_LOG_LEVEL", "error")
+    model, custom = write(NET_TO_QUANTIZE), write(MINE, "custom.proto")
+    caffe.Net(model, caffe.TEST, custom_proto=custom).save("own.caffemodel")
+    yield model, "own.caffemodel", custom, np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)
+    registry.unregister("TestTimes")
+
+
+def test_quantize_compare_and_export_with_messages_of_ones_own(own_net):
+    import onnxruntime
+
+    import amct.caffe
+
+    model, weights, custom, x = own_net
+    wanted = caffe.Net(model, weights, caffe.TEST, custom_proto=custom).forward(d=x)["fc"].copy()
+    with pytest.raises(ParseError, match="times_param"):
+        amct.caffe.quantize(model, weights, [x])
+    quantized = amct.caffe.quantize(model, weights, [x], custom_proto=custom)
+    quantized.save("out/own")
+    assert np.abs(quantized(x)["fc"] - wanted).max() < 0.05 * np.abs(wanted).max()
+    pair = "out/own_deploy_model.prototxt", "out/own_deploy_weights.caffemodel"
+    assert min(each.sqnr for each in amct.caffe.compare((model, weights), pair, x, custom_proto=custom)) > 25
+    deploy = caffe.Net(*pair, caffe.TEST, custom_proto=custom)
+    np.testing.assert_array_equal(deploy.forward(d=x)["fc"], quantized(x, deploy=True)["fc"])
+    amct.caffe.export_onnx(model, weights, "own.onnx", custom_proto=custom)
+    for path, allowed in (("own.onnx", 1e-5), ("out/own_qdq_model.onnx", 0.05)):
+        (found,) = onnxruntime.InferenceSession(path).run(None, {"d": x})
+        assert np.abs(found - wanted).max() < allowed * np.abs(wanted).max()
+
+
+def test_the_guides_flow_with_messages_of_ones_own(own_net):
+    import amct_caffe
+
+    model, weights, custom, x = own_net
+    amct_caffe.create_quant_config("config.json", model, weights, custom_proto=custom)
+    graph = amct_caffe.init("config.json", model, weights, "record.txt", custom_proto=custom)
+    amct_caffe.weights_quantize_model(graph, "modified.prototxt", "modified.caffemodel")
+    amct_caffe.activation_quantize_model(graph, "modified.prototxt", "modified.caffemodel")
+    caffe.Net("modified.prototxt", "modified.caffemodel", caffe.TEST, custom_proto=custom).forward(d=x)
+    amct_caffe.save_model(graph, "Both", "out/own")
+    amct_caffe.convert_model(model, weights, "out/own_quant_param_record.txt", "again/own", custom_proto=custom)
+    amct_caffe.uninplace_model(model, "uninplaced.prototxt", custom_proto=custom)
+    for name in ("out/own", "again/own"):
+        net = caffe.Net(
+            f"{name}_fake_quant_model.prototxt",
+            f"{name}_fake_quant_weights.caffemodel",
+            caffe.TEST,
+            custom_proto=custom,
+        )
+        assert net.forward(d=x)["fc"].shape == (1, 5)
+
+
+def test_commands_with_messages_of_ones_own(own_net, capsys):
+    from amct.cli import main
+
+    model, weights, custom, x = own_net
+    np.save("x.npy", x)
+    assert main(["inspect", model]) == 2
+    assert 'layer "t" of type "TestTimes"' in capsys.readouterr().err
+    assert main(["inspect", model, "--custom-proto", custom]) == 0
+    assert "stays float: this type cannot be quantized" in capsys.readouterr().out
+    own = ["--custom-proto", custom]
+    assert main(["quantize", model, weights, "--data", "x.npy", "-o", "out/own", *own]) == 0
+    assert main(["compare", model, weights, "out/own", "--data", "x.npy", *own]) == 0
+    onnx = ["--model", model, "--weights", weights, "-o", "own.onnx"]
+    assert main(["caffe", "to-onnx", *onnx, *own]) == 0
+    assert main(["quantize", "own.onnx", "--data", "x.npy", "-o", "out/own", *own]) == 2
+    assert "--custom-proto is for Caffe models" in capsys.readouterr().err
+
+
+def test_inspect_does_not_call_a_layer_float_that_cannot_be_built(write, capsys):
+    from amct.cli import main
+
+    model = write('layer { name: "a" type: "NoSuchLayer" top: "a" } layer { name: "b" type: "Silence" bottom: "a" }')
+    assert main(["inspect", model]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "cannot be built: unknown layer type" in first
+    assert "stays float" in second

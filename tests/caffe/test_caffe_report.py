@@ -277,6 +277,28 @@ def test_recurrent_layers_are_reported(tmp_path):
     assert compared.sqnr == pytest.approx(layer.sqnr, abs=0.01)
 
 
+def test_layers_in_front_of_a_rectifier_are_compared_behind_it(tmp_path):
+    """The Concat shares the factors of the convolution behind the ReLU: negative values are cut off in front of it."""
+    text = """
+    layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 9 dim: 9 } } }
+    layer { name: "a" type: "Convolution" bottom: "data" top: "a" convolution_param { num_output: 4 kernel_size: 3 } }
+    layer { name: "b" type: "Convolution" bottom: "data" top: "b" convolution_param { num_output: 4 kernel_size: 3 } }
+    layer { name: "cat" type: "Concat" bottom: "a" bottom: "b" top: "cat" }
+    layer { name: "relu" type: "ReLU" bottom: "cat" top: "cat" }
+    layer { name: "c" type: "Convolution" bottom: "cat" top: "c" convolution_param { num_output: 4 kernel_size: 3 } }
+    """
+    flow = text_flow(text, tmp_path)
+    data = [np.random.default_rng(0).standard_normal((1, 3, 9, 9)).astype(np.float32)]
+    quantized = amct.quantize(flow.model, flow.weights, data)
+    quantized.save(tmp_path / "net")
+    for kind in ("fake_quant", "deploy"):
+        pair = tmp_path / f"net_{kind}_model.prototxt", tmp_path / f"net_{kind}_weights.caffemodel"
+        found = {each.layer: each for each in amct.compare((flow.model, flow.weights), pair, data)}
+        assert list(found) == ["a", "b", "cat", "c"]
+        assert min(each.sqnr for each in found.values()) > 30
+        assert found["cat"].sqnr > found["c"].sqnr - 6
+
+
 # ------------------------------------------------------------------ mistakes
 
 

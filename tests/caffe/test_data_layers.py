@@ -315,7 +315,6 @@ def test_threads_start_with_the_first_forward_and_end_with_the_net():
     del net
     gc.collect()
     assert threads() == before
-    lmdb.open("db").close()  # lmdb would refuse while a reader is left
 
 
 def test_a_solver_leaves_no_thread_behind():
@@ -631,8 +630,21 @@ def test_memory_data_needs_arrays_sizes_and_the_first_place():
         other.set_input_arrays(DATA, LABELS)
 
 
+def test_hdf5_output_replaces_no_file_of_another_kind():
+    Path("profile").write_text("the user's own file")
+    text = (
+        'layer { name: "in" type: "Input" top: "a" top: "b" input_param { shape { dim: 2 } shape { dim: 2 } } } '
+        'layer { name: "out" type: "HDF5Output" bottom: "a" bottom: "b" hdf5_output_param { file_name: "profile" } }'
+    )
+    with pytest.raises(FileError, match='layer "out": profile exists and is no HDF5 file, so it is not replaced'):
+        make_net(text)
+    assert Path("profile").read_text() == "the user's own file"
+    make_net(text.replace("profile", "out.h5")).forward()
+    make_net(text.replace("profile", "out.h5")).forward()
+
+
 def test_missing_packages_are_named(monkeypatch):
-    """lmdb and h5py come with amct[caffe]; without them the message says so."""
+    """lmdb and h5py come with amct[caffe]; without them the message says so. Reading an LMDB needs no library."""
     import sys
 
     write_lmdb("db", zip(pictures(), range(6), strict=True))
@@ -640,7 +652,8 @@ def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lmdb", None)
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(AmctError, match=r"needs the lmdb package, .* pip install amct\[caffe\]"):
-        make_net(data_layer())
+        write_lmdb("other", zip(pictures(), range(6), strict=True))
+    make_net(data_layer()).forward()
     with pytest.raises(AmctError, match=r"HDF5 files need the h5py package, .* pip install amct\[caffe\]"):
         make_net(hdf5_layer())
 

@@ -201,6 +201,7 @@ def test_one_call_is_the_flow_on_the_equalized_files(tmp_path, caplog):
     assert set(pair) <= set(written)
     check_same_results(flow, Flow(tmp_path, *pair), data[0])
     deploy = tmp_path / "out" / "net_deploy_model.prototxt", ours
+    caplog.clear()
     for found in compare(pair, deploy, data):
         assert found.cosine > 0.99, found.layer
     assert not caplog.records

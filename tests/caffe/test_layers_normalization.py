@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 
 import amct.caffe
+from amct.errors import ModelError
 from amct_caffe import caffe
 
 MVN = """
@@ -72,3 +73,15 @@ def test_dropout_has_its_factor_in_every_file(option, tmp_path):
     # Two layers of 8-bit data and 7-bit weights: a few percent of the largest value at most.
     assert np.abs(session.run(None, {"data": x})[0] - expected).max() < 0.05 * np.abs(expected).max()
     assert np.abs(quantized(x, deploy=True)["f2"] - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_a_batch_norm_without_channels_is_an_error_that_names_the_layer(tmp_path):
+    text = """
+    force_backward: true
+    layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 3 dim: 0 dim: 4 dim: 4 } } }
+    layer { name: "bn" type: "BatchNorm" bottom: "x" top: "y" batch_norm_param { use_global_stats: false } }
+    """
+    (tmp_path / "bn.prototxt").write_text(text)
+    net = caffe.Net(str(tmp_path / "bn.prototxt"), caffe.TEST)
+    with pytest.raises(ModelError, match=r'"bn".*cannot run on its bottoms \[\(3, 0, 4, 4\)\]'):
+        net.forward()

@@ -72,6 +72,10 @@ class Layer:
 
 
 LAYERS = [
+    Layer("BN", "bn_param { bn_mode: INFERENCE scale_filler { type: 'gaussian' std: 1 } shift_filler { value: 0.5 } }"),
+    Layer("BN", "bn_param { scale_filler { type: 'gaussian' std: 1 } shift_filler { value: 0.5 } }"),
+    Layer("BN", "bn_param { slope_filler { type: 'gaussian' std: 1 } bias_filler { value: 0.5 } eps: 0.1 }"),
+    Layer("Pooling", "pooling_param { pool: MAX kernel_size: 2 stride: 2 ceil_mode: false }"),
     Layer("ReLU6"),
     Layer("ReLU6", "relu6_param { negative_slope: 0.1 }"),
     Layer("Hswish"),
@@ -146,6 +150,7 @@ LAYERS = [
 WITHOUT_FORM = {
     "Data", "HDF5Data", "ImageData", "Input", "MemoryData",  # inputs of the file
     "Accuracy", "ContrastiveLoss", "DetectionOutput", "EuclideanLoss", "HDF5Output", "HingeLoss", "InfogainLoss",
+    "YoloDetectionOutput", "Yolov3DetectionOutput",
     "MultinomialLogisticLoss", "SigmoidCrossEntropyLoss", "Silence", "SmoothL1Loss", "SoftmaxWithLoss",  # it ends there
     "PSROIPooling", "Proposal", "Python",  # nothing in ONNX
 }  # fmt: skip

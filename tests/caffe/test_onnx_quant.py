@@ -133,8 +133,11 @@ def test_fast_nets_run_in_integers(case, target, tmp_path):
     assert kernels.total > 0
     assert kernels.share >= 0.95
     assert {report.layer for report in exported.layers} >= {
-        layer.name for layer in net.layers if layer.type in ("Convolution", "InnerProduct", "Deconvolution")
+        layer.name for layer in net.layers if layer.type in ("Convolution", "InnerProduct")
     }
+    # onnxruntime has no integer kernel for ConvTranspose
+    float_layers = {layer.name for layer in net.layers if layer.type == "Deconvolution"}
+    assert float_layers <= {skip.layer for skip in exported.skipped}
     running = session(exported.model)
     for value, result in zip(running.get_outputs(), running.run(None, feeds), strict=True):
         want = net.blob(value.name).data.ravel()

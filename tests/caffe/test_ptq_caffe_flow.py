@@ -147,6 +147,16 @@ def test_log_lines_of_the_guide(golden, tmp_path, caplog, monkeypatch):
     assert "Do layer conv1 activation calibration success!" in (tmp_path / "amct_log" / "amct_caffe.log").read_text()
 
 
+def test_a_weighted_layer_that_stays_float_is_logged_with_its_reason(golden, tmp_path, caplog):
+    flow = golden_flow("legacy_v0", golden, tmp_path).configure()
+    config = json.loads(flow.config.read_text())
+    config["conv1"]["quant_enable"] = False
+    flow.config.write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO, "amct"):
+        flow.prepare()
+    assert 'left as it is: "conv1": switched off' in caplog.text
+
+
 def test_same_calibration_twice_gives_identical_files(golden, tmp_path):
     flow = golden_flow("mini_resnet", golden, tmp_path).configure()
     contents = []

@@ -326,10 +326,6 @@ def activation(flow, graph):
     amct.activation_quantize_model(graph, *map(str, flow.modified))
 
 
-def twice(flow):
-    flow.model.write_text(flow.model.read_text().replace('name: "fc"', 'name: "pool"'))
-
-
 ACTIVATION, WEIGHT = "activation_quant_params", "weight_quant_params"
 GUIDE_RECORD = """record {
     key: "conv"
@@ -657,7 +653,6 @@ MISTAKES = [
         r'layer "bn" .*use_global_stats: false',
         without("use_global_stats: true", "use_global_stats: false"),
     ),
-    Mistake("two layers of one name", configure, ModelError, r'two layers are named "pool"', twice),
     Mistake(
         "a net without layers", configure, ModelError, "no layer", lambda flow: flow.model.write_text('name: "nothing"')
     ),

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 import amct.onnx_model
 
 DATA = np.random.default_rng(2).normal(size=(2, 3, 6, 6)).astype(np.float32)
-FACTOR = np.random.default_rng(3).normal(1.0, 0.3, (4, 1, 1)).astype(np.float32)
+FACTOR = np.random.default_rng(3).normal(1.0, 0.3, (4, 4, 4)).astype(np.float32)  # by place: it is not folded
 FORMATS = ("qdq", "fake_quant", "deploy")
 
 

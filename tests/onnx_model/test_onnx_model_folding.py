@@ -124,3 +124,73 @@ def test_a_shared_weight_is_folded_for_one_reader_only():
     x = normal(1, 4, 5, 5)
     expected = run(model, {"x": x})[0]
     assert np.abs(run(folded.model, {"x": x})[0] - expected).max() <= 100 * EPSILON * np.abs(expected).max()
+
+
+# -- sums and products with constants ----------------------------------------------------------------------------------
+
+PER_CHANNEL = {"none": (), "C": (4, 1, 1), "1C": (1, 4, 1, 1), "one": (1,)}
+
+
+@pytest.mark.parametrize("operator", ["Add", "Sub", "Mul", "Div"])
+@pytest.mark.parametrize("shape", PER_CHANNEL.values(), ids=PER_CHANNEL)
+@pytest.mark.parametrize("first", [True, False], ids=["layer first", "constant first"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_constants_per_channel_are_folded(operator, shape, first, bias):
+    constant = np.asarray(1.5 + np.abs(normal(*shape, seed=3)), np.float32)
+    weights = {"w": normal(4, 4, 3, 3), "c": constant, **({"b": normal(4, seed=2)} if bias else {})}
+    nodes = [
+        node("Conv", "x w b" if bias else "x w", "a", "conv"),
+        node(operator, "a c" if first else "c a", "y", "constant"),
+    ]
+    model = read_model(graph_model(nodes, weights, (2, 4, 5, 5))).model
+    folded = fold(model)
+    if operator == "Div" and not first:
+        assert folded.fusions == {}
+        return
+    assert folded.fusions == {"conv": "constant"}
+    assert [each.op_type for each in folded.model.graph.node] == ["Conv"]
+    x = normal(2, 4, 5, 5, seed=9)
+    apart, together = run(model, {"x": x})[0], run(folded.model, {"x": x})[0]
+    # A sum of 36 products and the constant; weight and bias are rounded once more.
+    assert np.abs(apart - together).max() <= 40 * EPSILON * max(np.abs(apart).max(), 1.0) * 4
+
+
+def test_a_chain_of_constants_and_a_batch_norm_is_folded():
+    weights = {"w": normal(4, 4, 1, 1), "c": normal(4, 1, 1), "d": normal(4, 1, 1), **statistics(4)}
+    nodes = [
+        CONV,
+        node("Mul", "a c", "m", "mul"),
+        node("Add", "d m", "s", "add"),
+        node("BatchNormalization", "s gamma beta mean var", "y", "norm"),
+    ]
+    model = read_model(graph_model(nodes, weights, (2, 4, 5, 5))).model
+    folded = fold(model)
+    assert [each.op_type for each in folded.model.graph.node] == ["Conv"]
+    x = normal(2, 4, 5, 5, seed=9)
+    np.testing.assert_allclose(run(folded.model, {"x": x})[0], run(model, {"x": x})[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constant", "outputs"),
+    [
+        ([CONV, node("Add", "a c", "y", "add")], normal(5), ("y",)),
+        ([CONV, node("Add", "a c", "y", "add")], normal(2, 4, 5, 5), ("y",)),
+        ([CONV, node("Add", "a c", "y", "add")], normal(1, 1, 4, 1, 1), ("y",)),
+        ([CONV, node("Add", "a c", "y", "add"), node("Relu", "a", "z", "relu")], normal(4, 1, 1), ("y", "z")),
+        ([CONV, node("Add", "a c", "y", "add")], normal(4, 1, 1), ("y", "a")),
+        ([CONV, node("Add", "a a", "y", "add")], normal(4, 1, 1), ("y",)),
+        ([CONV, node("Div", "a c", "y", "add")], np.zeros((4, 1, 1), np.float32), ("y",)),
+    ],
+    ids=["along a row", "by place", "another rank", "two readers", "an output", "no constant", "zero"],
+)
+def test_other_constants_are_not_folded(nodes, constant, outputs):
+    model = read_model(graph_model(nodes, {**W, "c": constant}, (2, 4, 5, 5), outputs=outputs)).model
+    folded = fold(model)
+    assert folded.fusions == {}
+    assert len(folded.model.graph.node) == len(nodes)
+
+
+def test_constants_of_skipped_layers_are_not_folded():
+    model = read_model(graph_model([CONV, node("Add", "a c", "y", "add")], {**W, "c": normal(4, 1, 1)}, (2, 4, 5, 5)))
+    assert fold(model.model, skip=("conv",)).fusions == {}
+    assert fold(model.model, do_fusion=False).fusions == {}

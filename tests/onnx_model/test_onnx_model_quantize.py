@@ -28,7 +28,7 @@ import amct.onnx_model as amct
 import amct.pytorch as torch_door
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
-from amct.onnx_model import runtime
+from amct.export.onnx import runtime
 from amct.record import read_record
 from integer_kernels import count_integer_kernels
 
@@ -444,3 +444,9 @@ def test_what_is_kept_does_not_grow_with_the_number_of_batches(residual):
 
     amct.quantize(residual, batches())
     assert len(alive) == 8
+
+
+def test_without_a_quantizable_layer_each_node_is_listed_with_its_reason():
+    model = graph_model([node("MatMul", "x x", "y", name="square")], {}, (3, 3))
+    with pytest.raises(ConfigError, match=r"no layer that can be quantized(.|\n)*square \(MatMul\): \w+"):
+        amct.quantize(model, [normal(3, 3)])

@@ -326,11 +326,11 @@ def test_types_are_those_of_the_configs():
 
 
 def test_chains_of_any_length_from_a_weight_are_no_trouble():
-    doubled = [node("Concat", f"c{index} c{index}", f"c{index + 1}", axis=0) for index in range(40)]
+    doubled = [node("Concat", f"c{index} c{index}", f"c{index + 1}", axis=0) for index in range(29)]
     moved = [node("Identity", f"i{index}", f"i{index + 1}") for index in range(1200)]
     short = [node("Identity", f"s{index}", f"s{index + 1}") for index in range(20)]
     products = [node("MatMul", f"x {weight}", out, name) for weight, out, name in
-                (("c40", "a", "doubled"), ("i1200", "b", "long"), ("s20", "c", "short"))]  # fmt: skip
+                (("c29", "a", "doubled"), ("i1200", "b", "long"), ("s20", "c", "short"))]  # fmt: skip
     weights = {"c0": normal(1, 1), "i0": normal(4, 4), "s0": normal(4, 4)}
     skips, found = reasons([*doubled, *moved, *short, *products], weights, (2, 4), outputs=("a", "b", "c"))
     assert "both operands are computed" in skips["long"]
@@ -342,3 +342,10 @@ def test_a_weight_that_cannot_be_computed_is_said():
     nodes = [node("Reshape", "w s", "v"), node("MatMul", "x v", "y", "n")]
     with pytest.raises(ExportError, match='constant "v" cannot be computed by its Reshape'):
         reasons(nodes, {"w": normal(4, 4), "s": np.array([5, 5])}, (2, 4))
+
+
+def test_a_negative_dimension_is_dynamic(tmp_path):
+    model = graph_model([node("MatMul", "x w", "y", "layer")], {"w": normal(4, 6)}, (-1, 4))
+    quantized = amct.quantize(model, [normal(3, 4, seed=2), normal(5, 4, seed=3)])
+    (file,) = [path for path in quantized.save(tmp_path / "net", ["qdq"]) if path.suffix == ".onnx"]
+    assert run(str(file), {"x": normal(7, 4, seed=4)})[0].shape == (7, 6)

@@ -276,9 +276,10 @@ def test_control_c_leaves_nothing_behind(command, made, tmp_path):
         text=True,
     )
     try:
-        wait_for_reader(tmp_path / "b.png", process)
+        pipe = wait_for_reader(tmp_path / "b.png", process)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
+        os.close(pipe)
     finally:
         process.kill()
         process.wait()
@@ -290,14 +291,13 @@ def test_control_c_leaves_nothing_behind(command, made, tmp_path):
 
 
 def wait_for_reader(pipe, process):
+    """Open the pipe once the process reads it; while it is open, the process waits for data."""
     for _ in range(600):
         try:
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
             if error.errno != errno.ENXIO:  # it means that nobody reads yet
                 raise
-        else:
-            return
         assert process.poll() is None
         time.sleep(0.1)
     raise AssertionError("the command never came to its data")

@@ -161,3 +161,17 @@ def test_bad_input_is_one_error_and_nothing_is_written(folder, capsys, arguments
     assert error[0].startswith("error: ")
     assert re.search(message, error[0])
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("model", [["net.prototxt", "net.caffemodel"], ["my_nets_of_quantize_test:build"]])
+def test_one_line_tells_the_numbers_of_each_file(folder, capsys, model):
+    arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--report"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    pattern = r"out/net_qdq_model\.onnx  (cosine [01]\.\d{4}  SQNR \d+\.\d dB  \d+\.\dx float)"
+    (found,) = [match for line in lines if (match := re.fullmatch(pattern, line))]
+    assert found[1] in (folder / "out/net_report.html").read_text(encoding="utf-8")
+    check = json.loads((folder / "out/net_quant.json").read_text())["files"]["net_qdq_model.onnx"]["check"]
+    assert f"SQNR {check['sqnr']:.1f} dB  {check['speed']:.1f}x float" in found[1]
+    assert main([*arguments, "--no-check"]) == 0
+    assert "cosine" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ import amct.pytorch
 import amct.record
 import amct_caffe.caffe
 import amct_pytorch
-from amct import atomic
+from amct import atomic, log
 from amct.atomic._names import _machine
 from amct.cli import main
 from amct.errors import FileError
@@ -361,6 +362,53 @@ def test_functions_that_write(place, plant, name):
             WRITING_FUNCTIONS[name]()
 
     guarded(place, PLANTS[plant], WRITING_FUNCTIONS[name] if plant == "journals" else refused)
+
+
+def outputs_of(folder: Path, action) -> list[Path]:
+    """The files below a folder that an action writes, found by running it."""
+    before = state(folder)
+    action()
+    after = state(folder)
+    changed = [folder / name for name in after if before.get(name) != after[name]]
+    return [path for path in changed if path.is_file()]
+
+
+WRITING = {
+    **{name: lambda words=words: main(words) for name, words in WRITING_COMMANDS.items()},
+    **WRITING_FUNCTIONS,
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_output_names_that_are_links_do_not_lead_outside(place, made, name):
+    model, home = place / "model", place / "home"
+    outputs = outputs_of(model, WRITING[name])
+    log.stop()
+    shutil.rmtree(model)
+    shutil.copytree(made, model)
+    os.chdir(model)
+    for number, path in enumerate(outputs):
+        outside = home / str(number)
+        if path.exists():  # also an input: it has to stay readable
+            path.rename(outside)
+        else:
+            outside.write_text("mine")
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(outside)
+    before = state(home)
+    assert outputs
+    WRITING[name]()
+    assert state(home) == before
+    log.stop()
+
+
+def test_a_log_folder_that_is_a_link_is_not_used(place, caplog):
+    (place / "home" / "logs").mkdir()
+    (place / "model" / "amct_log").symlink_to(place / "home" / "logs")
+    amct_caffe.create_quant_config("new.json", *CAFFE_PAIR)
+    logging.getLogger("amct").error("a line")
+    assert list((place / "home" / "logs").iterdir()) == []
+    assert "amct_log is a link" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------- nothing is forgotten

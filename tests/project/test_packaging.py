@@ -8,6 +8,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -26,3 +29,26 @@ def test_every_package_says_that_it_is_typed():
     assert {path.name for path in packages} == {"amct", "amct_caffe", "amct_pytorch", "hotwheels"}
     without = [path.name for path in packages if not list(path.glob("py.typed")) and not list(path.glob("*/py.typed"))]
     assert without == []
+
+
+@pytest.mark.parametrize(
+    ("package", "hole"),
+    [
+        ("jinja2", "3.1.5"),
+        ("onnx", "1.20.1"),
+        ("pillow", "10.2.0"),
+        ("pillow", "12.1.0"),
+        ("protobuf", "4.25.7"),
+        ("protobuf", "5.29.4"),
+        ("protobuf", "6.31.0"),
+        ("torch", "2.5.1"),
+        ("h5py", "3.11.0"),
+    ],
+)
+def test_versions_with_known_holes_are_excluded(package, hole):
+    text = (ROOT / "pyproject.toml").read_text()
+    (found,) = set(re.findall(rf'"{package}([<>=!~][^"]*)"', text))
+    assert hole not in SpecifierSet(found)
+    pinned = re.findall(rf"^{package}==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.IGNORECASE)
+    assert pinned
+    assert all(version in SpecifierSet(found) for version in pinned)

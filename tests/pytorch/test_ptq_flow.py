@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from ptq_helpers import Flow, images, small
@@ -19,6 +20,7 @@ from torch import nn
 import amct.pytorch as own
 import amct_pytorch as amct
 from amct.errors import ModelError, RecordError
+from amct.export.check.batch import batch_path, read_batch
 from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.pytorch.capture import cached_trace as caching
 from amct.record import read_record
@@ -208,8 +210,16 @@ def test_saving_needs_nothing_but_the_files(tmp_path):
     code = "import amct_pytorch as amct; amct.save_model('m.onnx', 'r.txt', 'other/q')"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
     flow.save()
-    for name in ("q_deploy_model.onnx", "q_fake_quant_model.onnx", "q_qdq_model.onnx", "q_quant.json"):
+    for name in ("q_deploy_model.onnx", "q_fake_quant_model.onnx", "q_qdq_model.onnx"):
         assert (tmp_path / "other" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert without_times(tmp_path / "other/q_quant.json") == without_times(tmp_path / "out/q_quant.json")
+
+
+def without_times(path):
+    document = json.loads(path.read_text())
+    for name in ("speed", "costliest"):
+        del document["files"]["q_qdq_model.onnx"]["check"][name]
+    return document
 
 
 def test_another_process_can_tell_what_is_missing(tmp_path):
@@ -344,12 +354,11 @@ def test_the_simulated_model_can_be_copied_and_pickled():
     assert torch.equal(pickle.loads(pickle.dumps(quantized.model))(images(4)), expected)
 
 
-def test_shared_and_functional_layers_are_told_with_their_reasons():
-    for name, word in (("shared", "called 2 times"), ("functional", "functional call of conv2d")):
-        net = case(name)
-        quantized = own.quantize(net.model(), [net.inputs()])
-        assert any(word in skip.reason for skip in quantized.skipped)
-        assert word in quantized.summary()
+def test_layers_with_a_shared_weight_are_told_with_their_reasons():
+    net = case("shared")
+    quantized = own.quantize(net.model(), [net.inputs()])
+    assert any("it shares its weight" in skip.reason for skip in quantized.skipped)
+    assert "it shares its weight" in quantized.summary()
 
 
 def test_an_unfinished_record_of_another_model_is_refused(tmp_path):
@@ -359,3 +368,28 @@ def test_an_unfinished_record_of_another_model_is_refused(tmp_path):
     other.quantize()(images())
     with pytest.raises(RecordError, match="the model has no such layer"):
         amct.save_model(flow.onnx, other.record, tmp_path / "q")
+
+
+def checks_of(folder):
+    files = json.loads((folder / "out/q_quant.json").read_text())["files"]
+    return {name: entry["check"] for name, entry in files.items() if "check" in entry}
+
+
+def test_saved_files_are_checked_on_the_batch_kept_beside_the_record(tmp_path):
+    flow = Flow(tmp_path).configure()
+    flow.quantize()(flow.example)
+    np.testing.assert_array_equal(read_batch(flow.record)["x"], flow.example.numpy())
+    flow.save()
+    checks = checks_of(tmp_path)
+    assert set(checks) == {"q_deploy_model.onnx", "q_fake_quant_model.onnx", "q_qdq_model.onnx"}
+    assert {check["batch"] for check in checks.values()} == {"a calibration batch"}
+
+
+def test_without_the_kept_batch_saved_files_are_checked_on_random_inputs(tmp_path, caplog):
+    caplog.set_level("INFO", logger="amct")
+    flow = Flow(tmp_path).configure()
+    flow.quantize()(flow.example)
+    batch_path(flow.record).unlink()
+    flow.save()
+    assert {check["batch"] for check in checks_of(tmp_path).values()} == {"random inputs"}
+    assert "checked on random inputs, not on calibration data: r.txt.check.npz does not exist" in caplog.text

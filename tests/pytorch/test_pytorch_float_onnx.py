@@ -261,6 +261,25 @@ def test_a_folded_batch_norm_at_the_end_keeps_the_name_of_the_output():
     assert_same(run(result.model, traced.inputs.tensors()), reference(model, traced))
 
 
+class SharedEpsilon(nn.Module):
+    """Adds the number that the batch norm also adds; torch stores equal constants of a program once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=1e-5)
+
+    def forward(self, x):
+        x = self.norm(self.layer(x))
+        return x / (x.abs().sum(1, keepdim=True) + 1e-5)
+
+
+def test_a_constant_of_a_folded_batch_norm_stays_for_its_other_readers():
+    model = SharedEpsilon().eval()
+    traced, result = exported(model, torch.randn(2, 3, 6, 6))
+    assert "BatchNormalization" not in operators(result.model)
+    assert_same(run(result.model, traced.inputs.tensors()), reference(model, traced))
+
+
 # -- oddities ---------------------------------------------------------------------------------------------------
 
 

@@ -125,6 +125,26 @@ class NormAndActivation(nn.BatchNorm2d):
         return torch.relu(super().forward(input))
 
 
+class NormAndShortcut(nn.BatchNorm2d):
+    def forward(self, input):  # noqa: A002
+        return input + super().forward(input)
+
+
+class NormOfDouble(nn.BatchNorm2d):
+    def forward(self, input):  # noqa: A002
+        return super().forward(2 * input)
+
+
+class NormTwice(nn.BatchNorm2d):
+    def forward(self, input):  # noqa: A002
+        return super().forward(super().forward(input))
+
+
+class ScaledWeight(nn.Conv2d):
+    def forward(self, input):  # noqa: A002
+        return self._conv_forward(input, 2 * self.weight, self.bias)
+
+
 class ScaledOutput(nn.Conv2d):
     def forward(self, input):  # noqa: A002
         return 2 * super().forward(input)
@@ -154,13 +174,11 @@ IMAGE = (2, 3, 6, 6)
         (Pair(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False)), IMAGE, "affine=False"),
         (Pair(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), IMAGE, "no running statistics"),
         (Pair(nn.Conv2d(3, 4, 3, padding_mode="reflect", padding=1), nn.BatchNorm2d(4)), IMAGE, "padding_mode"),
-        (Pair(nn.Conv2d(3, 4, 3), NormAndActivation(4)), IMAGE, "NormAndActivation does more than normalize"),
+        (Pair(nn.Conv2d(3, 4, 3), NormAndShortcut(4)), IMAGE, "NormAndShortcut changes its input .* or reads it"),
+        (Pair(nn.Conv2d(3, 4, 3), NormOfDouble(4)), IMAGE, "NormOfDouble changes its input"),
+        (Pair(nn.Conv2d(3, 4, 3), NormTwice(4)), IMAGE, "NormTwice changes its input .* or reads it"),
         (Pair(ScaledOutput(3, 4, 3), nn.BatchNorm2d(4)), IMAGE, "changes its output"),
-        (
-            Pair(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)),
-            IMAGE,
-            "computes its weight",
-        ),
+        (Pair(ScaledWeight(3, 4, 3), nn.BatchNorm2d(4)), IMAGE, "computes its weight"),
         (Pair(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), twice), IMAGE, '"layer" is called 2 times'),
         (Pair(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), norm_twice), IMAGE, '"norm" is called 2 times'),
         (shared_weight(), IMAGE, '"layer" shares its weight'),
@@ -191,6 +209,26 @@ def test_refusals_have_reasons_and_change_nothing(model: nn.Module, shape, reaso
     assert fused.fusions == {}
     assert any(re.search(reason, skip.reason) for skip in fused.skips), fused.skips
     assert_same(outputs(fused.model, data), outputs(model, data))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Pair(nn.Conv2d(3, 4, 3), NormAndActivation(4)),
+        Pair(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)),
+    ],
+    ids=["activation inside the norm", "computed weight"],
+)
+def test_a_norm_with_an_activation_and_a_computed_weight_are_folded(model: nn.Module):
+    torch.manual_seed(0)
+    lively(model).eval()
+    data = torch.randn(IMAGE)
+    expected = outputs(model, data)
+    fused = fuse(trace(model, data))
+    assert fused.fusions == {"layer": "norm"}
+    assert fused.skips == ()
+    assert_same(outputs(fused.model, data), expected)
+    assert_same(outputs(model, data), expected)
 
 
 def test_a_result_that_is_not_finite_is_not_folded(caplog):

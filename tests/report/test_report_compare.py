@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import ArgumentError
-from amct.report.similarity import Comparison
+from amct.numerics.similarity import Comparison
 
 
 def compare(*batches):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from amct.errors import FileError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 FILE_MODE = 0o640
 FOLDER_MODE = 0o750
@@ -36,6 +39,16 @@ def file_error(action: str, path: Path, error: OSError | ValueError) -> FileErro
     return FileError(f'cannot {action} "{path}": {reason}{advice}')
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an existing file; False for a path that cannot exist, such as one with a name too long."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for such paths
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an existing folder; False for a path that cannot exist."""
+    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such paths
+
+
 def real_path(path: Path) -> Path:
     """Return a path with all symbolic links resolved."""
     try:
@@ -45,27 +58,40 @@ def real_path(path: Path) -> Path:
 
 
 def replaceable(path: str | os.PathLike[str]) -> Path:
-    """Return the file of a path, symbolic links resolved, so that a link itself is never replaced.
+    """Return the path of a file to write, with the links of its folder resolved.
+
+    A link at the path itself is not followed: the file takes its place. Otherwise a link in a folder from elsewhere
+    could redirect a write to any file of the user.
 
     Raises:
         FileError: It cannot be written or replaced.
     """
-    target = real_path(Path(path))
+    wanted = Path(path)
+    target = real_path(wanted.parent) / wanted.name
     try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
+        is_link = stat.S_ISLNK(target.lstat().st_mode)
+        mode = target.stat().st_mode
+    except FileNotFoundError:  # a new file, or a link to nothing
         return target
     except OSError as error:
-        raise file_error("write", Path(path), error) from error
-    if stat.S_ISLNK(mode):
-        raise FileError(f'cannot write "{path}": its symbolic links lead back to themselves')
+        if error.errno == errno.ELOOP:
+            raise FileError(f'cannot write "{path}": its symbolic links lead back to themselves') from error
+        raise file_error("write", wanted, error) from error
+    except ValueError as error:
+        raise file_error("use", wanted, error) from error
     if stat.S_ISDIR(mode):
         raise FileError(f'cannot write "{path}": it is a folder; give the name of a file')
     if not stat.S_ISREG(mode):
         raise FileError(f'cannot write "{path}": it is a device or a pipe, not a file')
-    if not os.access(target, os.W_OK):  # the effective permission, which may differ from the mode
+    if not is_link and not os.access(target, os.W_OK):  # the effective permission, which may differ from the mode
         raise FileError(f'cannot write "{path}": it is read-only; remove it or allow writing')
     return target
+
+
+def warn_of_link(target: Path) -> None:
+    """Log that a link is about to be replaced by a file."""
+    if target.is_symlink():
+        logger.warning('"%s" is a link and is replaced by a file; what it points to is unchanged', target)
 
 
 def make_folders(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from amct.atomic._disk import (
     real_path,
     replaceable,
     seal,
+    warn_of_link,
 )
 from amct.atomic._group import put_in_place
 from amct.atomic._locks import locked
@@ -77,6 +78,7 @@ class FileGroup:
         target = replaceable(path)
         if target in self._temporaries:
             raise ArgumentError(f'"{target}" is already in this group of files; write each file once')
+        warn_of_link(target)
         if target.parent not in self._folders:
             self._created_folders += make_folders(target.parent)
             remove_leftovers(target.parent)
@@ -103,6 +105,14 @@ class FileGroup:
     def write_text(self, path: AnyPath, text: str) -> None:
         """Write a whole UTF-8 text file of the group; line ends are not converted."""
         self.write_bytes(path, text.encode())
+
+    def remove(self, path: AnyPath) -> None:
+        """Take a file out of the group again, so that it can be written anew."""
+        self._temporaries.pop(replaceable(path)).unlink(missing_ok=True)
+
+    def temporary(self, path: AnyPath) -> Path:
+        """Return the temporary file of a file that is already in the group."""
+        return self._temporaries[replaceable(path)]
 
     def written(self) -> dict[Path, Path]:
         """Return the files added so far, each with its temporary file."""
@@ -184,6 +194,7 @@ def modify(path: AnyPath, change: Callable[[bytes | None], bytes]) -> None:
         after = change(before)
         if after == before:
             return
+        warn_of_link(target)
         temporary = temporary_path(target)
         try:
             with create(temporary, target) as stream:

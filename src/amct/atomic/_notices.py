@@ -55,8 +55,10 @@ def check_whole(*paths: str | os.PathLike[str]) -> None:
     """
     folders: dict[Path, dict[str, Path]] = {}
     for path in paths:
-        file = real_path(Path(path))
-        folders.setdefault(file.parent, {})[file.name] = Path(path)
+        file = Path(path)
+        # A link may be listed itself, because saves replace it, or the file that it points to.
+        for listed in {real_path(file.parent) / file.name, real_path(file)}:
+            folders.setdefault(listed.parent, {})[listed.name] = file
     deadline = time.monotonic() + _PATIENCE_SECONDS
     for folder, files in folders.items():
         while (notice := next((each for each in notices_in(folder) if each.files & files.keys()), None)) is not None:
@@ -64,6 +66,37 @@ def check_whole(*paths: str | os.PathLike[str]) -> None:
             if writer is Writer.DEAD or time.monotonic() > deadline:
                 raise interrupted(files[min(notice.files & files.keys())], notice, writer)
             time.sleep(_POLL_SECONDS)
+
+
+class Snapshot:
+    """The state of files that are read one after the other, to detect that a save replaced them meanwhile.
+
+    Creating it waits for a running save of these files and rejects an interrupted one, as ``check_whole`` does.
+    """
+
+    def __init__(self, *paths: str | os.PathLike[str]) -> None:
+        check_whole(*paths)
+        self._states = {path: _state(path) for path in map(Path, paths)}
+
+    def check_unchanged(self) -> None:
+        """Check that the files are still those of the snapshot.
+
+        Raises:
+            FileError: A file was replaced or removed, or a save of it was interrupted.
+        """
+        check_whole(*self._states)
+        for path, state in self._states.items():
+            if _state(path) != state:
+                raise FileError(f'"{path}" was written by another process while it was read; run this again')
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file is replaced or rewritten; None without a file."""
+    try:
+        about = path.stat()
+    except (OSError, ValueError):  # the reader itself reports it
+        return None
+    return about.st_dev, about.st_ino, about.st_mtime_ns, about.st_size
 
 
 def interrupted(path: Path, notice: Notice, writer: Writer = Writer.DEAD) -> FileError:

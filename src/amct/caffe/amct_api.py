@@ -26,6 +26,8 @@ from amct.caffe.ptq.quantized_weights import quantize_weights
 from amct.caffe.uninplace import restore_in_place
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
+from amct.export.check.batch import batch_path
+from amct.model import Skip
 from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def create_quant_config(
     batch_num: int = 1,
     activation_offset: bool = True,
     config_defination: AnyPath | None = None,
+    custom_proto: AnyPath | None = None,
 ) -> None:
     """Write the JSON config of a model: every quantizable layer with its settings.
 
@@ -65,6 +68,7 @@ def create_quant_config(
         batch_num: Number of calibration batches; ignored with ``config_defination``.
         activation_offset: Whether activations are quantized with an offset; ignored with ``config_defination``.
         config_defination: A simple config (``.cfg``).
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
@@ -80,13 +84,14 @@ def create_quant_config(
             "batch_num": (batch_num, (int,)),
             "activation_offset": (activation_offset, (bool,)),
             "config_defination": (config_defination, (*PATH, type(None))),
+            "custom_proto": (custom_proto, (*PATH, type(None))),
         },
     )
     log.start("amct_caffe")
     target = output_file(config_file, "config_file")
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
-    layers = layer_infos(read_model(model_file, weights_file).net)
+    layers = layer_infos(read_model(model_file, weights_file, custom_proto).net)
     if config_defination is not None:
         source = input_file(config_defination, "config_defination")
         config = expand_config(read_bytes(source), str(config_defination), layers)
@@ -99,7 +104,11 @@ def create_quant_config(
 
 
 def init(
-    config_file: AnyPath, model_file: AnyPath, weights_file: AnyPath, scale_offset_record_file: AnyPath
+    config_file: AnyPath,
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    scale_offset_record_file: AnyPath,
+    custom_proto: AnyPath | None = None,
 ) -> QuantGraph:
     """Read config and model, and create an empty record file.
 
@@ -108,6 +117,7 @@ def init(
         model_file: The prototxt; its BatchNorm layers must use global statistics.
         weights_file: The caffemodel.
         scale_offset_record_file: The record file; emptied if it exists.
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
 
     Returns:
         The graph to pass to the other functions.
@@ -128,7 +138,7 @@ def init(
     for name, (value, _) in list(arguments.items())[:3]:
         input_file(value, name)
     record = output_file(scale_offset_record_file, "scale_offset_record_file")
-    original = read_model(model_file, weights_file)
+    original = read_model(model_file, weights_file, custom_proto)
     layers = layer_infos(original.net)
     config = read_config(read_bytes(config_file), str(config_file), layers)
     plan = make_plan(config, layers)
@@ -136,7 +146,7 @@ def init(
         logger.warning("%s", warning)
     if plan.update_bn is None:
         check_global_statistics(original.net)
-    record = record.resolve()
+    record = record.absolute()
     write_record(CaffeRecord(), record, form="text")
     progress_path(record).unlink(missing_ok=True)
     return QuantGraph(original=original, plan=plan, record_file=record, model=original.copy())
@@ -163,6 +173,9 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     log.start("amct_caffe")
     fold(graph)
     quantize_folded(graph)
+    for name, reason in graph.not_quantized.items():
+        if name in graph.model.weights or graph.plan.find(name) is not None:
+            logger.info("left as it is: %s", Skip(name, reason))
     modified = graph.with_quantized_weights()
     if graph.plan.update_bn is not None:
         ptq_update_bn.prepare(modified, graph.plan.update_bn)
@@ -228,6 +241,7 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
         record = record.with_name(f"{record.stem}_update{record.suffix}")
     write_record(graph.weights_record(), record, form="text")
     progress_path(record).unlink(missing_ok=True)
+    batch_path(record).unlink(missing_ok=True)
     graph.calibration_record = record
     model = graph.with_quantized_weights()
     plans = graph.plans()

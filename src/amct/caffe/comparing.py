@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from amct.arguments import input_file
+from amct.atomic import Snapshot
+from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model, read_test_net
 from amct.caffe.running import build_net, caffe_batches, run_net, sample_count
@@ -33,12 +36,13 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
+    from amct.caffe.proto_merge import CustomSchema
     from amct.caffe.running import Batch
+    from amct.numerics.similarity import LayerComparison
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
     from amct.report.activations import InputStatistics
     from amct.report.measuring import Measured, Metric
-    from amct.report.similarity import LayerComparison
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +75,19 @@ class ModelSide:
 class QuantizedFiles:
     """The fake-quant or deploy model that quantization wrote."""
 
-    def __init__(self, model_file: Path, weights_file: Path) -> None:
+    def __init__(
+        self, model_file: Path, weights_file: Path, custom_proto: AnyPath | CustomSchema | None = None
+    ) -> None:
         self.model_file = model_file
-        self.message = read_test_net(model_file)
+        self._files = Snapshot(model_file, weights_file)
+        self.message = read_test_net(model_file, custom_proto)
         self._weights_file = weights_file
 
     def build(self, keep_blobs: Iterable[str]) -> Net:
         """Build the net; only the named blobs, the inputs and the outputs stay readable."""
         net = Net(self.message, keep_blobs=keep_blobs, with_gradients=False)
         net.load_weights(self._weights_file)
+        self._files.check_unchanged()
         return net
 
     def real_weights(self) -> dict[str, list[torch.Tensor]]:
@@ -88,24 +96,29 @@ class QuantizedFiles:
         return {name: found for name, found in blobs.items() if found and found[0].is_floating_point()}
 
 
-def float_side(pair: object, argument: str = "float_model") -> ModelSide:
-    """The float model in a pair of files.
+def float_side(pair: object, argument: str = "float_model", custom_proto: AnyPath | None = None) -> ModelSide:
+    """The float model in a pair of files; ``custom_proto`` describes messages of the user's own layers.
 
     Raises:
         ArgumentTypeError: The argument is not a pair of paths.
         FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
-    return ModelSide(read_model(*_files(pair, argument)))
+    return ModelSide(read_model(*_files(pair, argument), custom_proto))
 
 
-def quantized_files(pair: object, argument: str = "quantized_model") -> QuantizedFiles:
+def quantized_files(
+    pair: object, argument: str = "quantized_model", custom_proto: AnyPath | None = None
+) -> QuantizedFiles:
     """The quantized model in a pair of files; errors as ``float_side``."""
-    return QuantizedFiles(*_files(pair, argument))
+    return QuantizedFiles(*_files(pair, argument), custom_proto)
 
 
-def both_sides(float_model: object, quantized_model: object) -> tuple[ModelSide, QuantizedFiles]:
+def both_sides(
+    float_model: object, quantized_model: object, custom_proto: AnyPath | None = None
+) -> tuple[ModelSide, QuantizedFiles]:
     """Read two pairs of files; warn if their blobs cannot match. Errors as ``float_side``."""
-    reference, quantized = float_side(float_model), quantized_files(quantized_model)
+    reference = float_side(float_model, custom_proto=custom_proto)
+    quantized = quantized_files(quantized_model, custom_proto=custom_proto)
     changed = notes_beside(quantized.model_file).equalized
     equalized = file_beside(quantized.model_file, "equalized_model.prototxt")
     given, _ = _files(float_model, "float_model")
@@ -175,12 +188,15 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
             outputs.setdefault(layer.dequant_param.object_layer, []).append(layer.top[0])
         elif layer.type == "AntiQuant":
             outputs.setdefault(layer.antiquant_param.object_layer, []).append(layer.top[0])
+    behind = _behind_rectifiers(net)
     found = [
         WatchedLayer(
             name=layer.name,
             type=layer.type.removesuffix("Quant"),  # LSTMQuant is the LSTM of a fake-quant model
             inputs=tuple(sorted(inputs[layer.name], key=lambda each: each.factors.index)),
-            outputs=tuple(outputs.get(layer.name, layer.top)),
+            outputs=tuple(
+                behind.get(blob, blob) if moves_values(layer) else blob for blob in outputs.get(layer.name, layer.top)
+            ),
         )
         for layer in net.layer
         if layer.name in inputs
@@ -191,6 +207,24 @@ def watched_layers(net: ProtoMessage) -> list[WatchedLayer]:
             "deploy model"
         )
     return found
+
+
+def _behind_rectifiers(net: ProtoMessage) -> dict[str, str]:
+    """By blob that only a rectifier reads: the rectifier's result.
+
+    A layer that only moves values (Concat) shares the factors of the layer behind the rectifier: values that the
+    rectifier removes are outside its range, and no error.
+    """
+    readers = Counter(blob for layer in net.layer for blob in layer.bottom)
+    return {
+        layer.bottom[0]: layer.top[0]
+        for layer in net.layer
+        if len(layer.bottom) == len(layer.top) == 1 and readers[layer.bottom[0]] == 1 and _is_rectifier(layer)
+    }
+
+
+def _is_rectifier(layer: ProtoMessage) -> bool:
+    return layer.type in ("ReLU6", "Clip") or (layer.type == "ReLU" and not layer.relu_param.negative_slope)
 
 
 # ------------------------------------------------------------------ the runs
@@ -289,17 +323,19 @@ def compare(
     data: object,
     *,
     inputs: BatchInputs | None = None,
+    custom_proto: AnyPath | None = None,
 ) -> list[LayerComparison]:
     """Run both models on data and compare the outputs of the quantized layers, in model order.
 
     A layer into which BatchNorm, Scale or Bias were folded is compared with the output of the last of them in the float
-    model.
+    model; a layer that only moves values, and whose only reader is a rectifier (ReLU, ReLU6, Clip), behind that one.
 
     Args:
         float_model: Prototxt and caffemodel of the original.
         quantized_model: What ``quantize`` returned, or prototxt and caffemodel of the fake-quant or deploy model.
         data: An array, or batches as for ``quantize``; one at a time is in memory.
         inputs: Turns a batch into the net's inputs; needed when the batch is not in one of the standard forms.
+        custom_proto: A ``custom.proto`` with messages of your own layers.
 
     Raises:
         ArgumentError, ArgumentTypeError: An argument is invalid, or the data does not fit the net.
@@ -313,7 +349,8 @@ def compare(
         prepared = quantized_model.prepared
         if not isinstance(prepared, _CaffeResult):
             raise ArgumentTypeError("quantized_model: expected what amct.caffe.quantize returned")
-        reference, quantized = float_side(float_model), ModelSide(prepared.caffe_model(quantized_model.record))
+        reference = float_side(float_model, custom_proto=custom_proto)
+        quantized = ModelSide(prepared.caffe_model(quantized_model.record))
     else:
-        reference, quantized = both_sides(float_model, quantized_model)
+        reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     return list(measure_nets(reference, quantized, data, inputs=inputs).layers.values())

@@ -18,7 +18,7 @@ from amct.caffe.ptq.graph import QuantGraph
 from amct.caffe.ptq.qdq import qdq_observers
 from amct.caffe.ptq.save import SaveNotes, results_with, save_results
 from amct.caffe.reporting import fused_notes, report_layers
-from amct.caffe.running import build_net, caffe_batches, feed, run_net, sample_count
+from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inputs_by_name, run_net, sample_count
 from amct.calibration.layer_records import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.ptq.quant_config import plan_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    import numpy.typing as npt
     from onnx import ModelProto
 
     from amct.caffe.engine.net import Net
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
-    from amct.export.saving import SaveRequest
+    from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel, SavedContent
+    from amct.ptq.door import ComparedModel
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
@@ -60,6 +61,7 @@ def quantize(
     *,
     inputs: BatchInputs | None = None,
     equalize: bool = False,
+    custom_proto: AnyPath | None = None,
 ) -> QuantizedModel:
     """Quantize a Caffe model: fold BatchNorm, Scale and Bias, quantize weights, find the ranges of activations.
 
@@ -76,6 +78,7 @@ def quantize(
         equalize: First scale the channels between layers to more equal ranges, in an extra pass over the data: 8-bit
             quantization then loses less, most of all in nets with depthwise convolutions. The record belongs to
             the equalized float model, which ``save`` writes too.
+        custom_proto: A ``custom.proto`` with messages of your own layers.
 
     Raises:
         FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
@@ -83,7 +86,8 @@ def quantize(
     """
     input_file(model, "model")
     input_file(weights, "weights")
-    return flow.quantize(CaffeDoor(read_model(model, weights), equalize=equalize), calibration_data, config, inputs)
+    door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
+    return flow.quantize(door, calibration_data, config, inputs)
 
 
 class CaffePreparation:
@@ -178,10 +182,16 @@ class CaffePreparation:
         del batch
         return sample_count(arguments)
 
+    any_batch_size = False  # a Reshape or a recurrent layer may need the sizes of the batch as they are
+
+    def onnx_inputs(self, arguments: Batch) -> dict[str, npt.NDArray[Any]]:
+        """The batch by the names of the input blobs."""
+        return inputs_by_name(input_blobs(self.graph.model), arguments)
+
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write Caffe pairs, ONNX formats, record and quant.json as one group."""
         results = self._finished(content.record)
-        return save_results(results, request, notes=SaveNotes.of(self.graph), tensors=content.tensors)
+        return save_results(results, request, notes=SaveNotes.of(self.graph), content=content)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""

@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.build.filter_rules import filter_net
 from amct.caffe.engine.build.upgrade import upgrade_net
-from amct.caffe.engine.messages import new_message, read_message
+from amct.caffe.engine.messages import read_message
+from amct.caffe.proto_merge import custom_schema
+from amct.caffe.uninplace import free_name
 from amct.config.layers import LayerInfo, LayerList
 
 if TYPE_CHECKING:
     import os
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.proto_merge import CustomSchema
+
+    AnyPath = str | os.PathLike[str]
+
+logger = logging.getLogger(__name__)
 
 TEST_PHASE = 1
 
 
-def layer_list(prototxt: str | os.PathLike[str]) -> LayerList:
-    """Every layer of the TEST phase, in file order.
+def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerList:
+    """Every layer of the TEST phase, in file order; ``custom_proto`` describes messages of the user's own layers.
 
     Raises:
         FileError: the file cannot be read.
         ParseError: it is not a prototxt.
         ModelError: it is not a valid net.
     """
-    return layer_infos(read_test_phase(prototxt))
+    return layer_infos(read_test_phase(prototxt, custom_proto))
 
 
-def read_test_phase(prototxt: str | os.PathLike[str]) -> ProtoMessage:
+def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
     """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
-    net = upgrade_net(read_message(prototxt, "NetParameter"), str(prototxt))
-    net.state.CopyFrom(new_message("NetState", phase=TEST_PHASE))
-    return filter_net(net)
+    net = upgrade_net(read_message(prototxt, "NetParameter", custom_schema(custom_proto)), str(prototxt))
+    net.state.phase = TEST_PHASE
+    return with_unique_names(filter_net(net))
+
+
+def with_unique_names(net: ProtoMessage) -> ProtoMessage:
+    """Give layers with the name of an earlier layer a name of their own (``loss_2``), in place; returns the net.
+
+    Caffe allows equal names; its weights go to the first layer of a name, so the others keep none of the file.
+    """
+    taken = {layer.name for layer in net.layer}
+    seen: set[str] = set()
+    for layer in net.layer:
+        if layer.name in seen:
+            name = free_name(layer.name or "layer", taken)
+            logger.warning(
+                'two layers are named "%s"; the one of type %s is called "%s" here', layer.name, layer.type, name
+            )
+            layer.name = name
+        seen.add(layer.name)
+    return net
 
 
 def layer_infos(net: ProtoMessage) -> LayerList:
@@ -47,8 +73,18 @@ def layer_info(layer: ProtoMessage) -> LayerInfo:
         type=layer.type,
         inputs=max(1, len(layer.bottom)),
         has_bias=_has_bias(layer),
+        refusal=_refusal(layer),
         average_pooling=layer.type == "Pooling" and _is_local_average(layer.pooling_param),
     )
+
+
+def _refusal(layer: ProtoMessage) -> str | None:
+    """Why a layer of a quantizable type cannot be quantized."""
+    if layer.type == "Upsample" and len(layer.bottom) > 1:
+        return "its second bottom holds positions of a pooling, which cannot be rounded"
+    if layer.type == "Pooling" and len(layer.top) > 1:
+        return "its second top holds positions of the largest values, which rounding would move"
+    return None
 
 
 def _has_bias(layer: ProtoMessage) -> bool:

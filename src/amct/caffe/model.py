@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.weights import is_hdf5, open_hdf5, read_file
+from amct.atomic import Snapshot
+from amct.caffe.engine.hdf5 import Hdf5File
+from amct.caffe.engine.layers.bn import bn_blobs
+from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.layer_list import TEST_PHASE, read_test_phase
 from amct.caffe.uninplace import remove_in_place
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.proto_merge import CustomSchema
 
     AnyPath = str | os.PathLike[str]
 
@@ -56,7 +60,8 @@ class CaffeModel:
     def set_layers(self, layers: Iterable[ProtoMessage]) -> None:
         """Replace the layers; the weights of removed layers are removed too."""
         kept = type(self.net)()
-        kept.layer.extend(layers)
+        for layer in layers:  # messages of a custom.proto have classes of their own, layers added here have not
+            kept.layer.add().ParseFromString(layer.SerializeToString())
         del self.net.layer[:]
         self.net.MergeFrom(kept)
         names = {layer.name for layer in self.net.layer}
@@ -86,48 +91,46 @@ class CaffeModel:
         return {blob for layer in self.net.layer for blob in (*layer.bottom, *layer.top)}
 
 
-def read_model(model_file: AnyPath, weights_file: AnyPath) -> CaffeModel:
+def read_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
     """Read prototxt and weights (a caffemodel of any version, or HDF5).
+
+    Args:
+        model_file: The prototxt.
+        weights_file: The weights.
+        custom_proto: A ``custom.proto`` with messages of the user's own layers.
 
     Raises:
         FileError: a file cannot be read.
         ParseError: it is malformed.
         ModelError: the net is empty, the weights belong to another net, or the model is already quantized.
     """
-    net = read_net(model_file)
+    files = Snapshot(model_file, weights_file)
+    net = read_net(model_file, custom_proto)
     model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
+    files.check_unchanged()
     for layer in net.layer:
         check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
         _unshare_weights(layer)
     return model
 
 
-def read_net(model_file: AnyPath) -> ProtoMessage:
+def read_net(model_file: AnyPath, custom_proto: AnyPath | None = None) -> ProtoMessage:
     """Read the TEST-phase layers in the current format, none of them in place; errors as ``read_model``."""
-    net = read_test_net(model_file)
+    net = read_test_net(model_file, custom_proto)
     check_is_float(net, str(model_file))
     return remove_in_place(net)
 
 
-def read_test_net(model_file: AnyPath) -> ProtoMessage:
+def read_test_net(model_file: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
     """Read the TEST-phase layers, in the current format, of a float or quantized model; errors as ``read_model``."""
-    net = read_test_phase(model_file)
+    net = read_test_phase(model_file, custom_proto)
     net.ClearField("state")
     for layer in net.layer:
         layer.ClearField("include")
         layer.ClearField("exclude")
-    _check_names(net, str(model_file))
-    return net
-
-
-def _check_names(net: ProtoMessage, source: str) -> None:
     if not net.layer:
-        raise ModelError(f"{source}: the net has no layer in the TEST phase")
-    seen: set[str] = set()
-    for layer in net.layer:
-        if layer.name in seen:
-            raise ModelError(f'{source}: two layers are named "{layer.name}"; layer names must be unique')
-        seen.add(layer.name)
+        raise ModelError(f"{model_file}: the net has no layer in the TEST phase")
+    return net
 
 
 def check_is_float(net: ProtoMessage, source: str) -> None:
@@ -165,17 +168,16 @@ def _stored_weights(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, lis
 
 def _read_hdf5(net: ProtoMessage, path: AnyPath) -> Iterator[tuple[str, list[StoredBlob]]]:
     owners: dict[str, tuple[str, int]] = {}
-    with open_hdf5(path) as data:
+    with Hdf5File(path) as file:
+        check_has_weights(file, path)
         for layer in net.layer:
             blobs = []
-            group = data.get(layer.name, {})
-            for index in range(max(len(group), len(layer.param))):
+            for index in range(max(len(file.names(WEIGHTS_GROUP, layer.name)), len(layer.param))):
                 shared = layer.param[index].name if index < len(layer.param) else ""
                 place = owners.setdefault(shared, (layer.name, index)) if shared else (layer.name, index)
-                key = f"{place[0]}/{place[1]}"
-                if key not in data:
+                values = file.array(WEIGHTS_GROUP, place[0], str(place[1]))
+                if values is None:
                     break
-                values = data[key][()]
                 blobs.append(StoredBlob(values.shape, values.reshape(-1)))
             yield layer.name, blobs
 
@@ -209,6 +211,8 @@ def check_weights(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) -
         ModelError: the weights are missing or belong to another net.
     """
     expected = {"BatchNorm": 3, "Bias": 1, "Scale": 2 if layer.scale_param.bias_term else 1}.get(layer.type)
+    if layer.type == "BN":
+        expected = bn_blobs(layer)
     if layer.type in ("Scale", "Bias") and len(layer.bottom) > 1:
         return
     if layer.type in FEEDFORWARD_TYPES:

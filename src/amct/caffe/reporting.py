@@ -93,6 +93,7 @@ def files_report(
     metric: Metric | None = None,
     inputs: BatchInputs | None = None,
     files: Iterable[AnyPath] = (),
+    custom_proto: AnyPath | None = None,
 ) -> MeasuredReport:
     """The report of a float pair of files and the fake-quant or deploy pair that was quantized from it.
 
@@ -105,12 +106,13 @@ def files_report(
         metric: ``metric(outputs, batch)``.
         inputs: Turns a batch into the net's inputs.
         files: Files whose sizes are shown, besides those of the two pairs.
+        custom_proto: A ``custom.proto`` with messages of the user's own layers.
 
     Raises:
         ArgumentError, ArgumentTypeError, CalibrationError: an argument, data or metric cannot be used.
         FileError, ParseError, ModelError: a file cannot be read or is invalid.
     """
-    reference, quantized = both_sides(float_model, quantized_model)
+    reference, quantized = both_sides(float_model, quantized_model, custom_proto)
     shown = (*float_model, *quantized_model, *files)  # type: ignore[misc]  # both were checked to be pairs
     notes = notes_beside(quantized.model_file)
     bits = {name: entry.weight_bits for name, entry in notes.layers.items() if entry.weight_bits}

@@ -24,12 +24,26 @@ further items of the tuple (labels) are ignored."""
 
 
 def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
-    """Build a net that runs a model in memory."""
+    """Build a net that runs a model in memory.
+
+    Raises:
+        ModelError: The net cannot be built, or the weights do not fit it.
+    """
     net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
     for layer in net.layers:
-        for blob, tensor in zip(layer.blobs, model.weights.get(layer.name, layer.blobs), strict=True):
-            if isinstance(tensor, torch.Tensor):
-                blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
+        stored = model.weights.get(layer.name)
+        if stored is None:
+            continue
+        needed = [blob.count for blob in layer.blobs]
+        if needed != [tensor.numel() for tensor in stored]:
+            raise layer.error(
+                f"the weights have shapes {[tuple(tensor.shape) for tensor in stored]}, this net needs "
+                f"{[blob.shape for blob in layer.blobs]} for inputs of shape "
+                f"{[blob.shape for blob in layer.bottom_blobs]}. Do prototxt and weights belong together? Compare the "
+                "input shape, and the kernels and strides of the layers before"
+            )
+        for blob, tensor in zip(layer.blobs, stored, strict=True):
+            blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
     return net
 
 
@@ -84,6 +98,23 @@ def feed(net: Net, batch: Batch) -> None:
             blob.data[...] = array
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
+
+
+def input_blobs(model: CaffeModel) -> list[str]:
+    """The names of a net's inputs, in order."""
+    return [name for layer in model.layers if layer.type == "Input" for name in layer.top]
+
+
+def inputs_by_name(names: list[str], batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    """A batch as arrays by input name.
+
+    Raises:
+        ArgumentError: the batch does not have these inputs.
+    """
+    return {
+        name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
+        for name, value in _by_name(names, batch).items()
+    }
 
 
 def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:

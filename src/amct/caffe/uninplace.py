@@ -18,15 +18,22 @@ from amct.schema import format_text
 if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
 
-_IN_PLACE = ("ReLU", "PReLU", "ELU", "Sigmoid", "TanH", "Clip", "ReLU6", "Dropout", "BatchNorm", "Scale", "Bias")
+_IN_PLACE = (
+    "ReLU", "PReLU", "ELU", "Sigmoid", "TanH", "Clip", "ReLU6", "Dropout", "BatchNorm", "BN", "Scale", "Bias"
+)  # fmt: skip
 
 
-def uninplace_model(model_file: str | os.PathLike[str], uninplaced_model_file: str | os.PathLike[str]) -> None:
+def uninplace_model(
+    model_file: str | os.PathLike[str],
+    uninplaced_model_file: str | os.PathLike[str],
+    custom_proto: str | os.PathLike[str] | None = None,
+) -> None:
     """Write a prototxt without in-place layers; layers of other phases than TEST are removed.
 
     Args:
         model_file: The prototxt.
         uninplaced_model_file: The file to write; an existing file is overwritten.
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
 
     Raises:
         ArgumentTypeError: an argument is not a path.
@@ -38,11 +45,15 @@ def uninplace_model(model_file: str | os.PathLike[str], uninplaced_model_file: s
     paths = (str, os.PathLike)
     check_types(
         "uninplace_model",
-        {"model_file": (model_file, paths), "uninplaced_model_file": (uninplaced_model_file, paths)},
+        {
+            "model_file": (model_file, paths),
+            "uninplaced_model_file": (uninplaced_model_file, paths),
+            "custom_proto": (custom_proto, (*paths, type(None))),
+        },
     )
     log.start("amct_caffe")
     target = output_file(uninplaced_model_file, "uninplaced_model_file")
-    write_text(target, format_text(read_net(model_file)))
+    write_text(target, format_text(read_net(model_file, custom_proto)))
 
 
 def remove_in_place(net: ProtoMessage) -> ProtoMessage:

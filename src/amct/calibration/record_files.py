@@ -24,7 +24,7 @@ from amct.record import encode_record
 from amct.record.files import form_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from amct.record import AnyRecord, Progress
 
@@ -77,12 +77,16 @@ class RecordFiles:
         text = _text(progress)
         atomic.modify(progress_path(self.record), lambda _: text.encode())
 
-    def complete(self, record: AnyRecord, beside: Mapping[Path, str] | None = None) -> None:
-        """Write the complete record and the texts ``beside`` it as one group, and delete the progress file."""
+    def complete(self, record: AnyRecord, beside: Mapping[Path, str | Callable[[bytes], bytes]] | None = None) -> None:
+        """Write the complete record and the files ``beside`` it as one group, and delete the progress file.
+
+        Each of those files is a text, or made from the content of the record file.
+        """
+        content = self._encoded(record)
         with atomic.FileGroup() as group:
-            group.write_bytes(self.record, self._encoded(record))
-            for path, text in (beside or {}).items():
-                group.write_text(path, text)
+            group.write_bytes(self.record, content)
+            for path, make in (beside or {}).items():
+                group.write_bytes(path, make.encode() if isinstance(make, str) else make(content))
         progress_path(self.record).unlink(missing_ok=True)
 
     def _encoded(self, record: AnyRecord) -> bytes:

@@ -111,6 +111,8 @@ class CalibrationSession:
         self._on_ready = on_ready
         self._on_end = on_end
         self._depth = 0
+        self._batches = 0
+        """The number of forward passes that were begun."""
         self._ready = 0
         """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
@@ -155,6 +157,8 @@ class CalibrationSession:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Enclose one forward pass; after the outermost one without an error, report progress or end the session."""
+        if self._depth == 0:
+            self._batches += 1
         self._depth += 1
         try:
             yield
@@ -164,7 +168,7 @@ class CalibrationSession:
             self._after_batch()
 
     def observe(self, layer: str, x: Tensor, name: str = INPUT, *, ends_batch: bool = True) -> None:
-        """Observe one batch of a stream.
+        """Observe one batch of a stream; several calls within one ``batch()`` are one batch (a layer called twice).
 
         Args:
             layer: The name of the layer.
@@ -182,10 +186,12 @@ class CalibrationSession:
         watched.shape = tuple(x.shape)
         if watched.leader is not None:
             return
-        if watched.has_enough:
+        again = self._depth > 0 and watched.last_batch == self._batches
+        if watched.has_enough and not again:
             self._tell_ready()
             return
-        watched.observe(x)
+        watched.observe(x, counts=not again)
+        watched.last_batch = self._batches
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
 
@@ -297,6 +303,8 @@ class _Watched:
     leader: _Watched | None = None
     observer: Observer | None = None
     shape: tuple[int, ...] = ()
+    last_batch: int = 0
+    """The number of the last forward pass in which it was observed."""
     _seen: int = 0
     _found: ActivationFactors | None = None
 
@@ -327,13 +335,13 @@ class _Watched:
     def last_shape(self) -> tuple[int, ...]:
         return self.shape or (self.leader.last_shape if self.leader is not None else ())
 
-    def observe(self, x: Tensor) -> None:
+    def observe(self, x: Tensor, *, counts: bool) -> None:
         assert self.observer is not None, "the factors of a leader are not searched twice"
         try:
             self.observer.observe(x)
         except AmctError as error:
             raise CalibrationError(f"{self.described}, batch {self.seen + 1}: {error}") from error
-        self._seen += 1
+        self._seen += counts
         logger.debug("%s: %d/%d batches", self.described, self.seen, self.stream.batch_num)
 
     def factors(self) -> ActivationFactors:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from amct.errors import AmctError
+from amct.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = app(args=None if arguments is None else list(arguments), prog_name="amct", standalone_mode=False)
     except AmctError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         return USAGE_OR_INPUT_ERROR
     except KeyboardInterrupt:
         return _interrupted()
@@ -52,5 +53,5 @@ def _is_usage_error(error: Exception) -> bool:
 def _show_usage_error(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     hint = f" (see {context.command_path} --help)" if context is not None else ""
-    sys.stderr.write(f"error: {error.format_message()}{hint}\n")  # type: ignore[attr-defined]  # checked by the caller
+    sys.stderr.write(f"error: {printable(error.format_message())}{hint}\n")  # type: ignore[attr-defined]  # checked by the caller
     return USAGE_OR_INPUT_ERROR

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from amct import log
+from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
+from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def evaluate_net(  # noqa: PLR0913 - a command's options are its arguments
     for path in weights.split(","):
         net.load_weights(path.strip())
     for line in evaluate(net, iterations).lines():
-        typer.echo(line)
+        show(line)
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
@@ -152,8 +154,8 @@ def merge_proto(
     from amct.caffe.proto_merge import merge_files
 
     for note in merge_files(custom, output, caffe).notes:
-        typer.echo(f"note: {note}")
-    typer.echo(f"written: {output}")
+        show(f"note: {note}")
+    show(f"written: {output}")
 
 
 @app.command(name="to-onnx")
@@ -163,13 +165,14 @@ def to_onnx(
     output: Annotated[Path, typer.Option("-o", "--output", help="The ONNX file to write.")],
     opset: Annotated[int, typer.Option("--opset", help="The version of ONNX's operators, 16 to 21.")] = 18,
     end: Annotated[list[str] | None, typer.Option("--end", help="A blob to end at; the net's outputs if none.")] = None,
+    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Write a Caffe model as a float ONNX file."""
     from amct.caffe.onnx.graph import export_onnx
 
-    for note in export_onnx(model, weights, output, opset=opset, outputs=end or None):
-        typer.echo(f"note: {note}")
-    typer.echo(f"written: {output}")
+    for note in export_onnx(model, weights, output, opset=opset, outputs=end or None, custom_proto=custom_proto):
+        show(f"note: {note}")
+    show(f"written: {output}")
 
 
 def _effects(sigint: Effect, sighup: Effect) -> dict[signal.Signals, Action]:

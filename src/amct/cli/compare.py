@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from amct.cli import printing
 from amct.cli.comparison import Models, Request, Top1
 from amct.cli.data_options import DataOptions, takes_data
-from amct.cli.printing import aligned, decibel, most_harmed
+from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
+from amct.cli.printing import aligned, decibel, most_harmed, show, show_json
 
 WORST_SHOWN = 10
 
@@ -23,6 +23,7 @@ def compare(
     top1: Top1 = False,
     worst: Annotated[int, typer.Option(help="How many of the most harmed layers are shown.", min=0)] = WORST_SHOWN,
     report: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
+    custom_proto: CustomProtoOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs, with all layers.")] = False,
 ) -> None:
     """Compare a float model with its quantized one on data: outputs, and the most harmed layers.
@@ -37,8 +38,11 @@ def compare(
 
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
     """
-    result = Request(models=models, data=data, report=report, top1=top1).run()
-    typer.echo(printing.as_json(result) if as_json else _as_text(result, worst))
+    result = Request(models=models, data=data, report=report, top1=top1, custom_proto=custom_proto).run()
+    if as_json:
+        show_json(result)
+    else:
+        show(_as_text(result, worst))
 
 
 def _as_text(result: dict[str, Any], count: int) -> str:

@@ -51,12 +51,14 @@ class Request:
         data: The data options.
         report: The HTML report to write; None: no report.
         top1: Whether to measure the top-1 accuracy.
+        custom_proto: Messages of the user's own layers of a Caffe net.
     """
 
     models: list[str]
     data: DataOptions
     report: Path | None = None
     top1: bool = False
+    custom_proto: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Compare the models, write the report if requested, and return the results as plain data.
@@ -143,11 +145,18 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
     if request.report is not None:
         from amct.caffe.reporting import files_report
 
-        found = files_report(pair.float_model, pair.quantized_model, data, metric=metric, inputs=_values)
+        found = files_report(
+            pair.float_model,
+            pair.quantized_model,
+            data,
+            metric=metric,
+            inputs=_values,
+            custom_proto=request.custom_proto,
+        )
         return found.measured, found.content
     from amct.caffe.comparing import both_sides, measure_nets
 
-    sides = both_sides(pair.float_model, pair.quantized_model)
+    sides = both_sides(pair.float_model, pair.quantized_model, request.custom_proto)
     return measure_nets(*sides, data, metric=metric, inputs=_values), None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.cli.printing import JsonOption, aligned
+from amct.cli.printing import JsonOption, aligned, show, show_json
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def init(
     config = _expanded(cfg, dialect, Kind.ptq, layers) if cfg else _default(dialect, layers)
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
-    typer.echo(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
+    show(f"wrote {output}: {len(config.layers)} quantizable layers of {len(layers)}")
 
 
 @app.command()
@@ -101,7 +101,7 @@ def check(
     full, layers = _read(config, model, input_shape, kind)
     _show_warnings(full)
     enabled = sum(1 for layer in full.layers if _is_enabled(layer.data))
-    typer.echo(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
+    show(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
 
 
 @app.command()
@@ -124,11 +124,11 @@ def explain(
     if layer is not None:
         rows = _only(rows, layer, layers)
     if as_json:
-        typer.echo(json.dumps([_plain(row) for row in rows], indent=2))
+        show_json([_plain(row) for row in rows])
     elif layer is not None:
-        typer.echo("\n".join(aligned([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])))
+        show("\n".join(aligned([(row.key, json.dumps(row.value), str(row.origin)) for row in rows])))
     else:
-        typer.echo("\n".join(aligned(_layer_lines(rows))))
+        show("\n".join(aligned(_layer_lines(rows))))
     _show_warnings(full)
 
 
@@ -242,4 +242,4 @@ def _plain(row: ExplainedSetting) -> dict[str, Any]:
 
 def _show_warnings(config: FullConfig) -> None:
     for warning in config.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        show(f"warning: {warning}", err=True)

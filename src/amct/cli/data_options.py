@@ -7,11 +7,12 @@ import logging
 from dataclasses import dataclass
 from functools import wraps
 from itertools import islice
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from amct.atomic import is_file
 from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _mean(text: str) -> NDArray[np.float32]:
     """Parse one number per channel, or read a mean file."""
     import numpy as np
 
-    if Path(text).is_file():
+    if is_file(text):
         from amct.data.mean import read_mean
 
         return read_mean(text)

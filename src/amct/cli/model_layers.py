@@ -6,7 +6,9 @@ import importlib
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from amct.errors import ArgumentError, FileError, ParseError, Position, did_you_mean
 
@@ -26,13 +28,19 @@ class Dialect(str, Enum):
     caffe = "caffe"
 
 
-def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerList]:
+CustomProtoOption = Annotated[
+    Path | None, typer.Option("--custom-proto", help="Caffe: a custom.proto with messages of your own layers.")
+]
+
+
+def model_layers(model: str, input_shape: str | None, custom_proto: Path | None = None) -> tuple[Dialect, LayerList]:
     """Return the config dialect and the layers of a model.
 
     Args:
         model: ``net.prototxt``, ``net.onnx`` (PyTorch dialect), ``package.module:factory``, or ``layers.txt`` with
             ``name type`` per line, whose dialect is detected from the types.
         input_shape: The shape of an example input, such as ``1,3,224,224``; required for a Python reference.
+        custom_proto: Messages of the user's own layers of a prototxt.
 
     Raises:
         ArgumentError: ``model`` is none of these, or the input shape of a Python reference is missing.
@@ -42,7 +50,7 @@ def model_layers(model: str, input_shape: str | None) -> tuple[Dialect, LayerLis
     if path.suffix == ".prototxt" or model.endswith(".prototxt.txt"):
         from amct.caffe.layer_list import layer_list
 
-        return Dialect.caffe, layer_list(path)
+        return Dialect.caffe, layer_list(path, custom_proto)
     if path.suffix == ".txt":
         return _listed(path)
     if path.suffix == ONNX_ENDING:
@@ -88,11 +96,12 @@ def _text(path: Path) -> str:
 def _traced(reference: str, input_shape: str | None) -> LayerList:
     import torch
 
-    from amct.pytorch.capture.trace import trace
+    from amct.pytorch.capture.cached_trace import cached_trace
 
     if input_shape is None:
         raise ArgumentError("--input-shape: a PyTorch model needs the shape of an example input, such as 1,3,224,224")
-    return trace(load_reference(reference), torch.zeros(parse_shape(input_shape))).config_layers()
+    example = torch.zeros(parse_shape(input_shape))
+    return cached_trace(load_reference(reference), example, all_layers=True).config_layers()
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

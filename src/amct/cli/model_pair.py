@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from amct.atomic import is_file, is_folder
 from amct.errors import ArgumentError, FileError
 
 FORMS = (
@@ -99,21 +100,21 @@ def _caffe_files(model: str, rest: list[str]) -> tuple[tuple[str, str], list[str
     _check_file(model)
     stem = model.removesuffix(_MODEL) if model.endswith(_MODEL) else None
     beside = f"{stem}{_WEIGHTS_BESIDE}" if stem is not None else str(Path(model).with_suffix(".caffemodel"))
-    if not Path(beside).is_file():
+    if not is_file(beside):
         raise FileError(f'"{model}": no caffemodel follows it, and there is no "{beside}"')
     return (model, beside), rest
 
 
 def _existing(prefix: str, endings: list[str]) -> str:
     """Return the first existing file ``<prefix>_<ending>``, or ``<prefix>/<ending>`` if the prefix is a folder."""
-    start = f"{prefix.rstrip('/')}/" if Path(prefix).is_dir() else f"{prefix}_"
+    start = f"{prefix.rstrip('/')}/" if is_folder(prefix) else f"{prefix}_"
     for ending in endings:
-        if Path(start + ending).is_file():
+        if is_file(start + ending):
             return start + ending
     expected = " or ".join(start + ending for ending in endings)
     raise FileError(f'"{prefix}": expected a quantized model, or the prefix of its files; there is no {expected}')
 
 
 def _check_file(path: str) -> None:
-    if not Path(path).is_file():
-        raise FileError(f'"{path}" {"is a folder" if Path(path).is_dir() else "does not exist"}')
+    if not is_file(path):
+        raise FileError(f'"{path}" {"is a folder" if is_folder(path) else "does not exist"}')

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.printable import escaped, printable, shortened
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+
+
+def show(text: str, *, err: bool = False) -> None:
+    """Print text for people, and a line end: to standard output, or to standard error."""
+    typer.echo(printable(text), err=err)
+
+
+def show_json(content: object) -> None:
+    """Print content as JSON."""
+    typer.echo(escaped(as_json(content)))
 
 
 def as_json(content: object) -> str:
@@ -45,5 +57,6 @@ def decibel(value: float) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines with aligned columns."""
+    rows = [[escaped(shortened(word)).replace("\n", "\\n") for word in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from amct.cli import printing
 from amct.cli.data_options import DataOptions, takes_data
-from amct.cli.model_layers import ONNX_ENDING
-from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed
+from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption
+from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, show, show_json
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 
@@ -20,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amct.config.layers import LayerInfo
+    from amct.numerics.similarity import LayerComparison
     from amct.ptq.quantized_model import QuantizedModel
-    from amct.report.similarity import LayerComparison
 
 WORST_SHOWN = 3
 QDQ_FILE = "qdq_model.onnx"
@@ -48,6 +46,17 @@ def quantize(  # noqa: PLR0913  the options of a command
     formats: Annotated[
         str | None, typer.Option(help='Which files, such as "qdq,record"; all that the model can have unless given.')
     ] = None,
+    custom_proto: CustomProtoOption = None,
+    placement: Annotated[
+        str,
+        typer.Option(
+            help='Of the QDQ file: "fast" also quantizes tensors between layers, "exact" only what the record says, '
+            '"auto" times both and float for each part of the model.'
+        ),
+    ] = "fast",
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Do not run the written files and compare them with the float model.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -56,51 +65,68 @@ def quantize(  # noqa: PLR0913  the options of a command
 
     Example: amct quantize net.onnx --data images.npy --batch-size 8 --config quant.cfg -o out/net
     """
-    files = _Files(output, report, formats)
+    files = _Files(output, report, formats, placement, run_files=not no_check)
     with few_lines():
-        if equalize and weights is None:
-            raise ArgumentError("--equalize is for Caffe models, a prototxt with a caffemodel; leave it out")
+        for option, given in (("--equalize", equalize), ("--custom-proto", custom_proto)):
+            if given and weights is None:
+                raise ArgumentError(f"{option} is for Caffe models, a prototxt with a caffemodel; leave it out")
         if weights is None and not model.endswith(ONNX_ENDING) and ":" not in model:
             raise ArgumentError(
                 'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
                 f'got only "{model}"'
             )
         files.check()
-        result = _result(*_quantized(model, weights, data, config, equalize=equalize), files)
-    typer.echo(printing.as_json(result) if as_json else _as_text(result))
+        caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
+        result = _result(*_quantized(model, weights, data, config, caffe), files)
+    if as_json:
+        show_json(result)
+    else:
+        show(_as_text(result))
 
 
 @dataclass(frozen=True)
 class _Files:
-    """The files to write: their prefix, whether there is a report, and the formats."""
+    """The files to write: their prefix, whether there is a report, formats, placement, and whether they are run."""
 
     output: Path
     report: bool
     formats: str | None
+    placement: str
+    run_files: bool
 
     def check(self) -> None:
-        """Check the output folder and the formats before quantization starts."""
+        """Check the output folder, the formats and the placement before quantization starts."""
         from amct import atomic
-        from amct.export.formats import check_formats
+        from amct.export.formats import ExportOptions, check_formats
 
         atomic.check_writable(self.output.parent)
         check_formats(self._names())
+        ExportOptions(placement=self.placement)
 
     def _names(self) -> tuple[str, ...]:
         return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
 
     def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
         """Write the model and, if requested, its report; return the paths."""
+        from amct.export.saving import DEFAULT_FORMATS
+
         names = self._names()
-        files = quantized.save(self.output, formats=names) if names else quantized.save(self.output)
+        files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=self.placement, check=self.run_files)
         if self.report:
             page = self.output.with_name(f"{self.output.name}_report.html")
             files = [*files, quantized.report(page, batches, files=files)]
         return files
 
 
+class _CaffeOptions(TypedDict):
+    """The options that only Caffe models have."""
+
+    equalize: bool
+    custom_proto: Path | None
+
+
 def _quantized(
-    model: str, weights: Path | None, data: DataOptions, config: Path | None, *, equalize: bool
+    model: str, weights: Path | None, data: DataOptions, config: Path | None, caffe: _CaffeOptions
 ) -> tuple[QuantizedModel, Iterable[Any]]:
     """Quantize a model; return it with its calibration batches."""
     batches: Iterable[Any]
@@ -108,7 +134,7 @@ def _quantized(
         import amct.caffe
 
         batches = list(data)
-        return amct.caffe.quantize(model, weights, batches, config=config, equalize=equalize), batches
+        return amct.caffe.quantize(model, weights, batches, config=config, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
         from amct.cli.onnx_data import onnx_data
@@ -134,7 +160,20 @@ def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) ->
         "outputs": [comparison_row(output, "output") for output in outputs],
         "layers": [comparison_row(layer) for layer in layers],
         "files": [str(path) for path in written],
+        "checks": _checks(written),
     }
+
+
+def _checks(written: list[Path]) -> dict[str, dict[str, Any]]:
+    """What ``save`` measured on the files that it ran, by path, with its text for people."""
+    from amct.model.quant_json import QUANT_JSON, read_quant_json
+
+    found = {}
+    for document in (path for path in written if path.name.endswith(QUANT_JSON)):
+        for name, entry in read_quant_json(document).files.items():
+            if entry.check is not None:
+                found[str(document.with_name(name))] = {"text": entry.check.text(), **asdict(entry.check)}
+    return found
 
 
 def _measured(
@@ -159,6 +198,7 @@ def _as_text(result: dict[str, Any]) -> str:
         lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
         lines += [f"              measured on the calibration data, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
+    lines += [f"{path}  {check['text']}" for path, check in result["checks"].items()]
     return "\n".join(lines)
 
 
@@ -185,6 +225,7 @@ def inspect(
     input_shape: Annotated[
         str | None, typer.Option("--input-shape", help="Example input of a PyTorch model, such as 1,3,224,224.")
     ] = None,
+    custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the layers of a model, which of them can be quantized, and why not.
@@ -195,14 +236,14 @@ def inspect(
     """
     from amct.cli.model_layers import model_layers
 
-    dialect, layers = model_layers(model, input_shape)
+    dialect, layers = model_layers(model, input_shape, custom_proto)
     rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        show_json(rows)
         return
     for line in aligned([list(row.values()) for row in rows]):
-        typer.echo(line)
-    typer.echo(f"{sum(row['verdict'] == 'quantized' for row in rows)} of {len(rows)} layers are quantized by default")
+        show(line)
+    show(f"{sum(row['verdict'] == 'quantized' for row in rows)} of {len(rows)} layers are quantized by default")
 
 
 def _verdict(layer: LayerInfo, dialect: str) -> str:
@@ -216,7 +257,16 @@ def _verdict(layer: LayerInfo, dialect: str) -> str:
     if dialect == "pytorch":
         return "quantized" if layer.type in PTQ_TYPES else "stays float: this type cannot be quantized"
     if layer.type not in CAFFE_TYPES:
-        return "stays float: this type cannot be quantized"
+        return _unquantized(layer.type)
     if not CAFFE_TYPES[layer.type].on_by_default:
         return "off by default: switch it on with quant_enable"
     return "quantized"
+
+
+def _unquantized(caffe_type: str) -> str:
+    """What happens to a Caffe layer whose type is not in the table of quantizable types."""
+    from amct.caffe.engine.registry import find_layer_class
+
+    if find_layer_class(caffe_type) is None:
+        return "cannot be built: unknown layer type; register it (amct.extend.register_caffe_layer)"
+    return "stays float: this type cannot be quantized"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from amct.cli import printing
 from amct.cli.printing import JsonOption  # noqa: TC001 - typer reads it at run time
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ def show(
     from amct.record import describe_record, plain_record, read_any_record
 
     record = read_any_record(file, dialect=_dialect(dialect))
-    typer.echo(json.dumps(plain_record(record), indent=2) if as_json else describe_record(record), nl=as_json)
+    if as_json:
+        printing.show_json(plain_record(record))
+    else:
+        printing.show(describe_record(record).removesuffix("\n"))
 
 
 @app.command()
@@ -75,10 +78,10 @@ def diff(
     records = [read_any_record(file, dialect=_dialect(dialect)) for file in (left, right)]
     differences = diff_records(*records)
     if as_json:
-        typer.echo(json.dumps([plain_difference(difference) for difference in differences], indent=2))
+        printing.show_json([plain_difference(difference) for difference in differences])
     else:
         for difference in differences:
-            typer.echo(describe_difference(difference))
+            printing.show(describe_difference(difference))
     if differences:
         raise typer.Exit(DIFFERENT)
 
@@ -97,4 +100,4 @@ def convert(
 
     wanted = None if form is FormChoice.auto else form.value
     written = convert_record_file(source, target, dialect=_dialect(dialect), form=wanted)
-    typer.echo(f"{target}: written as {written}")
+    printing.show(f"{target}: written as {written}")

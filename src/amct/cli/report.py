@@ -32,4 +32,7 @@ def report(
     Example: amct report net.onnx out/net --data test.npz --top1 -o report.html
     """
     result = Request(models=models, data=data, report=output, top1=top1).run()
-    typer.echo(printing.as_json(result) if as_json else f"wrote {output}")
+    if as_json:
+        printing.show_json(result)
+    else:
+        printing.show(f"wrote {output}")

@@ -14,6 +14,8 @@ from amct.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+_MOST_REASONS = 50
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInfo:
@@ -92,6 +94,15 @@ class LayerList:
     def quantizable(self, types: Collection[str]) -> tuple[LayerInfo, ...]:
         """The layers that a config can configure, in model order: of one of the types, and not refused."""
         return tuple(layer for layer in self._layers if layer.type in types and layer.refusal is None)
+
+    def why_none_quantizable(self, types: Collection[str]) -> str:
+        """The message for a model without quantizable layers: each layer with its reason, known reasons first."""
+        layers = sorted(self._layers, key=lambda layer: layer.refusal is None)
+        reasons = [f"{layer.name} ({layer.type}): {layer.refusal or 'this type cannot'}" for layer in layers]
+        rest = len(reasons) - _MOST_REASONS
+        more = [f"and {rest} more"] if rest > 0 else []
+        found = "\n  ".join(["", *reasons[:_MOST_REASONS], *more]) if reasons else " It has no layers."
+        return f"the model has no layer that can be quantized. Types that can: {', '.join(types)}.{found}"
 
     @property
     def names(self) -> tuple[str, ...]:

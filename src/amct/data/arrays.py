@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from amct.errors import ArgumentError, FileError, ParseError, did_you_mean
+from amct.data.expansion import check_expansion
+from amct.errors import AmctError, ArgumentError, FileError, ParseError, did_you_mean
 
 if TYPE_CHECKING:
-    import os
+    import io
 
     import numpy.typing as npt
+
+_ZIP = b"PK\x03\x04"
+_LARGEST_SIZE = 2**62
+_MAX_AXES = 32
 
 DATA_NAMES = ("data", "images", "x", "inputs", "arr_0")
 LABEL_NAMES = ("labels", "label", "y", "targets", "arr_1")
@@ -26,19 +33,87 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
         FileError: The file cannot be read.
         ParseError: The file is not a valid .npy or .npz file, or contains pickled objects.
     """
+    source = str(path)
     try:
-        # opened here, because np.load does not close a damaged .npz file
         with Path(path).open("rb") as file:
-            loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return {"data": loaded}
-            return {name: loaded[name] for name in loaded.files}
+            size = os.fstat(file.fileno()).st_size
+            is_archive = file.read(len(_ZIP)) == _ZIP
+            file.seek(0)
+            return _read_archive(file, size, source) if is_archive else {"data": _read_array(file, size, size, source)}
+    except AmctError:
+        raise
     except FileNotFoundError as error:
         raise FileError(f"{path}: there is no such file") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
-        raise ParseError(f"{path}: not an array file of NumPy (.npy, .npz), or damaged: {error}") from error
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # zipfile, zlib and NumPy's reader of headers raise many types for damaged files
+        if "\0" in source:
+            raise FileError(f"{path!r}: there is no such file: a path has no NUL character") from error
+        raise _damaged(source, error) from error
+
+
+def _read_archive(file: io.BufferedReader, size: int, source: str) -> dict[str, npt.NDArray[Any]]:
+    arrays, expanded = {}, 0
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if not entry.filename.endswith(".npy"):
+                raise ParseError(f'{source}: not an array file of NumPy: it contains "{entry.filename}", no array')
+            name = entry.filename.removesuffix(".npy")
+            with archive.open(entry) as member:
+                stream = cast("io.BufferedIOBase", member)  # it has readinto, which its declared type lacks
+                array = _read_array(stream, None, size, f"{source}[{name}]", before=expanded)
+                if member.read(1):
+                    raise _damaged(source, f'array "{name}" has more bytes than its shape {array.shape} needs')
+            expanded += array.nbytes
+            arrays[name] = array
+    return arrays
+
+
+def _read_array(
+    file: io.BufferedIOBase, length: int | None, stored: int, source: str, *, before: int = 0
+) -> npt.NDArray[Any]:
+    """Read one array.
+
+    Args:
+        file: Its bytes.
+        length: Their number, if it is known.
+        stored: The size of the whole file.
+        source: The name in messages.
+        before: The bytes of the arrays that were read from the same file before.
+    """
+    shape, is_fortran, dtype = _read_header(file, source)
+    if dtype.hasobject:
+        raise _damaged(source, "it holds Python objects, which can run code and are not read (allow_pickle is off)")
+    needed = math.prod(shape) * dtype.itemsize
+    if length is not None and needed > length - file.tell():
+        raise _damaged(source, f"an array of shape {shape} and type {dtype} has {needed} bytes, the file is shorter")
+    check_expansion(before + needed, stored, source)
+    if not needed:
+        return np.zeros(shape, dtype)
+    content, filled = np.empty(needed, np.uint8), 0
+    view = content.data
+    while filled < needed and (count := file.readinto(view[filled:])):
+        filled += count
+    if filled < needed:
+        raise _damaged(source, f"an array of shape {shape} and type {dtype} has {needed} bytes, got {filled}")
+    values = content.view(dtype)
+    return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
+
+
+def _read_header(file: io.BufferedIOBase, source: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """The shape of an array, whether its first axis is the fastest, and its type."""
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    version = np.lib.format.read_magic(file)
+    if version not in readers:
+        raise _damaged(source, f"version {version[0]}.{version[1]} of the format holds records, not numbers")
+    shape, is_fortran, dtype = readers[version](file)
+    if any(size < 0 or size > _LARGEST_SIZE for size in shape) or len(shape) > _MAX_AXES:
+        raise _damaged(source, f"an array of shape {shape}")
+    return tuple(int(size) for size in shape), bool(is_fortran), dtype
+
+
+def _damaged(source: str, reason: object) -> ParseError:
+    return ParseError(f"{source}: not an array file of NumPy (.npy, .npz), or damaged: {reason}. Save the array again")
 
 
 def read_array(path: str | os.PathLike[str], name: str | None = None) -> npt.NDArray[Any]:

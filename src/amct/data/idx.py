@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import struct
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from amct.data.expansion import gunzip
 from amct.data.images import read_bytes
 from amct.errors import ParseError
 
@@ -34,10 +33,7 @@ def read_idx(path: str | os.PathLike[str]) -> npt.NDArray[Any]:
     """
     content = read_bytes(path, "the idx file")
     if content.startswith(_GZIP):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ParseError(f"{path}: a damaged gzip file: {error}") from error
+        content = gunzip(content, str(path))
     if len(content) < _HEAD_BYTES or content[:2] != b"\0\0" or content[2] not in _DTYPES:
         raise ParseError(f"{path}: not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
     axes = content[3]

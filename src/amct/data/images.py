@@ -1,14 +1,16 @@
-"""Decodes images from files and bytes (JPEG, PNG and the other formats of Pillow) to uint8 arrays."""
+"""Decodes images from files and bytes (JPEG, PNG and other formats of photographs) to uint8 arrays."""
 
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from amct.atomic import is_folder
 from amct.errors import FileError, ParseError
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 #: File suffixes that ``list_images`` accepts.
 IMAGE_ENDINGS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".pgm", ".tif", ".tiff", ".webp"})
+_FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "SUN", "TGA", "TIFF", "WEBP")
+"""Those of photographs. Pillow has many more, some of which start other programs (EPS) or have had many defects."""
+_FREE_PIXELS = 2**24
+_PIXELS_PER_BYTE = 1000  # a picture of a single colour has about 170 (JPEG) or 350 (PNG)
 _SIXTEEN_BITS = ("I", "I;16", "I;16B", "I;16L")
 
 
@@ -28,11 +34,31 @@ def open_image(content: bytes, source: str) -> Image.Image:
         ParseError: The bytes are not an image that Pillow can read.
     """
     try:
-        return Image.open(io.BytesIO(content))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
+            image = Image.open(io.BytesIO(content), formats=_FORMATS)
     except UnidentifiedImageError as error:
         raise ParseError(f"{source}: not a picture, or of a kind that cannot be read") from error
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's readers of headers raise many types for damaged files
         raise ParseError(f"{source}: the picture cannot be read: {error}") from error
+    _check_size(image, len(content), source)
+    return image
+
+
+def _check_size(image: Image.Image, stored: int, source: str) -> None:
+    """Refuse a picture whose header announces more pixels than its bytes can hold, before it is decoded."""
+    pixels = image.width * image.height
+    limit = Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        raise ParseError(
+            f"{source}: a picture of {image.width} x {image.height} pixels; the limit is {limit}. Make it smaller, or "
+            "set PIL.Image.MAX_IMAGE_PIXELS"
+        )
+    if pixels > max(_FREE_PIXELS, _PIXELS_PER_BYTE * stored):
+        raise ParseError(
+            f"{source}: {stored} bytes for a picture of {image.width} x {image.height} pixels: the file is damaged or "
+            "hostile. Save the picture again"
+        )
 
 
 def decode_image(content: bytes, source: str, *, color: bool | None = True, upright: bool = True) -> npt.NDArray[Any]:
@@ -55,7 +81,7 @@ def decode_image(content: bytes, source: str, *, color: bool | None = True, upri
         if upright:
             image = ImageOps.exif_transpose(image)
         return _to_uint8(image, color)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise many types for damaged files
         raise ParseError(f"{source}: the picture is damaged: {error}") from error
 
 
@@ -77,8 +103,9 @@ def read_bytes(path: str | os.PathLike[str], what: str) -> bytes:
     """
     try:
         return Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"Could not load {path}: {what} cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL character
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"Could not load {path}: {what} cannot be read: {reason}") from error
 
 
 def list_images(folder: str | os.PathLike[str]) -> list[Path]:
@@ -88,7 +115,7 @@ def list_images(folder: str | os.PathLike[str]) -> list[Path]:
         FileError: The folder does not exist, or contains no image.
     """
     place = Path(folder)
-    if not place.is_dir():
+    if not is_folder(place):
         raise FileError(f"{folder}: there is no such folder of pictures")
     found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS and path.is_file())
     if not found:

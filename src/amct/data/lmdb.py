@@ -1,14 +1,18 @@
-"""Reads and writes LMDB databases of Datums, as Caffe's Data layer and ``convert_imageset`` do (library: lmdb)."""
+"""Reads and writes LMDB databases of Datums, as Caffe's Data layer and ``convert_imageset`` do.
+
+``lmdb_pages.py`` reads; the lmdb library only writes, because it does not survive a damaged file.
+"""
 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from amct.atomic import is_file, is_folder
 from amct.data.datum import make_datum, parse_datum
+from amct.data.lmdb_pages import LmdbPages
 from amct.errors import AmctError, ArgumentError, FileError, ParseError
 
 if TYPE_CHECKING:
@@ -19,70 +23,29 @@ if TYPE_CHECKING:
     from amct.data.datum import DatumValues
 
 _DATA_FILE = "data.mdb"
+_LOCK_FILE = "lock.mdb"
 _LARGEST_BATCH = 1000
 _FIRST_MAP_BYTES = 2**24
 _ENTRY_BYTES = 4096
 
 
-def _library() -> Any:  # noqa: ANN401 - lmdb ships no types
-    try:
-        import lmdb
-    except ImportError as error:
-        raise AmctError(
-            "reading an LMDB needs the lmdb package, which is not installed: pip install amct[caffe]"
-        ) from error
-    return lmdb
-
-
-class _Environments:
-    """Open LMDB environments, with reference counts: lmdb cannot open one twice in a process, and nets may share it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[tuple[int, int, int], tuple[Any, int]] = {}
-
-    def acquire(self, path: Path) -> tuple[tuple[int, int, int], Any]:
-        file = data_file(path)
-        status = file.stat()
-        key = (os.getpid(), status.st_dev, status.st_ino)
-        with self._lock:
-            environment, users = self._open.get(key, (None, 0))
-            if environment is None:
-                environment = _open_environment(path, file)
-            self._open[key] = (environment, users + 1)
-        return key, environment
-
-    def release(self, key: tuple[int, int, int]) -> None:
-        with self._lock:
-            environment, users = self._open[key]
-            if users > 1:
-                self._open[key] = (environment, users - 1)
-                return
-            del self._open[key]
-            environment.close()
-
-
-_environments = _Environments()
-
-
 class LmdbReader:
-    """Reads an LMDB of Datums in key order; several readers may share one database.
+    """Reads an LMDB of Datums in key order. The file is open only while entries are read.
 
     Args:
         path: The folder or the single file of the database.
 
     Raises:
-        FileError: There is no such database, it cannot be read, or it is open for writing in this process.
+        FileError: There is no such database, or it cannot be read.
         ParseError: It is not an LMDB, or is truncated or empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = str(path)
-        key, self._environment = _environments.acquire(Path(path))
-        self._finalizer = weakref.finalize(self, _environments.release, key)
-        self._length = int(self._environment.stat()["entries"])
+        self._file = data_file(Path(path))
+        with self._pages() as pages:
+            self._length = pages.entries
         if self._length == 0:
-            self.close()
             raise ParseError(f"{path}: the LMDB is empty: it has no entries. Was it written to the end?")
 
     def __len__(self) -> int:
@@ -94,13 +57,9 @@ class LmdbReader:
         Raises:
             ParseError: The database is damaged.
         """
-        lmdb = _library()
-        try:
-            with self._environment.begin(buffers=False) as transaction:
-                for key, value in transaction.cursor():
-                    yield key.decode("utf-8", errors="backslashreplace"), value
-        except lmdb.Error as error:
-            raise ParseError(f"{self.path}: the LMDB is damaged: {error}") from error
+        with self._pages() as pages:
+            for key, value in pages.items():
+                yield key.decode("utf-8", errors="backslashreplace"), value
 
     def datums(self, *, color: bool | None = None) -> Iterator[DatumValues]:
         """Yield every Datum; ``color`` as for ``parse_datum``.
@@ -111,9 +70,15 @@ class LmdbReader:
         for key, value in self.items():
             yield parse_datum(value, f'{self.path}: entry "{key}"', color=color)
 
-    def close(self) -> None:
-        """Release the database; this also happens when the reader is garbage-collected."""
-        self._finalizer()
+    @contextmanager
+    def _pages(self) -> Iterator[LmdbPages]:
+        try:
+            with self._file.open("rb") as file:
+                yield LmdbPages(file, self.path, self._file.stat().st_size)
+        except AmctError:
+            raise
+        except OSError as error:
+            raise FileError(f"{self.path}: the LMDB cannot be read: {error.strerror or error}") from error
 
 
 def data_file(path: Path) -> Path:
@@ -122,16 +87,16 @@ def data_file(path: Path) -> Path:
     Raises:
         FileError: The file does not exist.
     """
-    file = path / _DATA_FILE if path.is_dir() else path
-    if not file.is_file():
-        what = f"the folder has no {_DATA_FILE}" if path.is_dir() else f"there is no such folder (in {Path.cwd()})"
+    file = path / _DATA_FILE if is_folder(path) else path
+    if not is_file(file):
+        what = f"the folder has no {_DATA_FILE}" if is_folder(path) else f"there is no such folder (in {Path.cwd()})"
         raise FileError(f"{path}: cannot open the LMDB: {what}")
     return file
 
 
 def is_lmdb(path: Path) -> bool:
     """Return whether a path is a folder with an LMDB, or a single-file LMDB."""
-    return (path / _DATA_FILE).is_file() or (path.is_file() and path.suffix.lower() in (".mdb", ".lmdb"))
+    return is_file(path / _DATA_FILE) or (is_file(path) and path.suffix.lower() in (".mdb", ".lmdb"))
 
 
 def write_lmdb(path: str | os.PathLike[str], samples: Iterable[tuple[npt.NDArray[Any], int]]) -> int:
@@ -150,7 +115,8 @@ def write_lmdb(path: str | os.PathLike[str], samples: Iterable[tuple[npt.NDArray
     """
     lmdb = _library()
     place = Path(path)
-    if (place / _DATA_FILE).exists():
+    # lexists: a dangling link is refused too, because lmdb would follow it
+    if any(os.path.lexists(place / name) for name in (_DATA_FILE, _LOCK_FILE)):
         raise ArgumentError(f"{path}: there is an LMDB already; remove it or choose another folder")
     count = 0
     try:
@@ -169,6 +135,16 @@ def write_lmdb(path: str | os.PathLike[str], samples: Iterable[tuple[npt.NDArray
     return count
 
 
+def _library() -> Any:  # noqa: ANN401 - lmdb ships no types
+    try:
+        import lmdb
+    except ImportError as error:
+        raise AmctError(
+            "writing an LMDB needs the lmdb package, which is not installed: pip install amct[caffe]"
+        ) from error
+    return lmdb
+
+
 def _put(environment: Any, entries: list[tuple[bytes, bytes]]) -> None:  # noqa: ANN401 - lmdb ships no types
     # upper bound: pages are at least half full, and a transaction copies the inner pages of the tree
     needed = 4 * sum(len(key) + len(value) + _ENTRY_BYTES for key, value in entries) + _FIRST_MAP_BYTES
@@ -177,24 +153,3 @@ def _put(environment: Any, entries: list[tuple[bytes, bytes]]) -> None:  # noqa:
     with environment.begin(write=True) as transaction:
         for key, value in entries:
             transaction.put(key, value, append=True)
-
-
-def _open_environment(path: Path, file: Path) -> Any:  # noqa: ANN401 - lmdb ships no types
-    lmdb = _library()
-    try:
-        environment = lmdb.open(
-            str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False, max_readers=1024
-        )
-    except lmdb.Error as error:
-        if "already open" in str(error):
-            raise FileError(
-                f"{path}: the LMDB is open in this process already, perhaps for writing: close that environment first"
-            ) from error
-        raise ParseError(f"{path}: not an LMDB, or damaged: {error}") from error
-    # reading a memory map beyond the end of a truncated file would kill the process with SIGBUS
-    needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    size = file.stat().st_size
-    if size < needed:
-        environment.close()
-        raise ParseError(f"{path}: the LMDB is truncated: {size} bytes where its pages need {needed}. Copy it again.")
-    return environment

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -30,7 +31,7 @@ def read_mean(path: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
         ArgumentError: The file is a .npz with several arrays and an ambiguous choice.
     """
     place = Path(path)
-    values = read_array(place).astype(np.float32) if is_array_file(place) else _read_blob(place)
+    values = _numbers(place, read_array(place)) if is_array_file(place) else _read_blob(place)
     while values.ndim > _PICTURE_AXES and values.shape[0] == 1:
         values = values[0]
     if values.ndim not in (1, _PICTURE_AXES):
@@ -39,6 +40,12 @@ def read_mean(path: str | os.PathLike[str]) -> npt.NDArray[np.float32]:
             f"shape {values.shape}"
         )
     return values
+
+
+def _numbers(path: Path, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if values.dtype.kind not in "buif" or not values.size:
+        raise ParseError(f"{path}: not a mean file: an array of {values.dtype} of shape {values.shape}")
+    return values.astype(np.float32)
 
 
 def _read_blob(path: Path) -> npt.NDArray[np.float32]:
@@ -51,6 +58,6 @@ def _read_blob(path: Path) -> npt.NDArray[np.float32]:
     if not shape:
         shape = tuple(getattr(blob, name) for name in ("num", "channels", "height", "width"))
     values = np.array(blob.data or blob.double_data, np.float32)  # type: ignore[attr-defined]  # the same
-    if values.size == 0 or values.size != np.prod(shape):
+    if values.size == 0 or values.size != math.prod(shape):
         raise ParseError(f"{path}: not a mean file: shape {shape} with {values.size} values")
     return values.reshape(shape)

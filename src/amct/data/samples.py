@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from amct.atomic import is_file, is_folder
 from amct.data.arrays import DATA_NAMES, LABEL_NAMES, choose, is_array_file, read_array, read_arrays
 from amct.data.datum import to_bgr
 from amct.data.idx import is_idx_file, labels_beside, read_idx
@@ -116,11 +117,11 @@ def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = Non
     """
     place = Path(path)
     preparation = prepare or Preparation()
-    if not place.exists():
+    if not is_file(place) and not is_folder(place):
         raise FileError(f"{path}: there is no such file or folder of data")
     if is_lmdb(place):
         return _lmdb_source(place, preparation)
-    if place.is_dir():
+    if is_folder(place):
         return _picture_source(str(path), _labelled_by_folder(place), preparation)
     if is_array_file(place):
         return _array_source(place, preparation)
@@ -141,8 +142,9 @@ def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]
     """
     try:
         text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as error:
-        raise FileError(f"{path}: the list of pictures cannot be read: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: the path contains a NUL character
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: the list of pictures cannot be read: {reason}") from error
     entries: list[tuple[str, int | None]] = []
     for line in text.splitlines():
         name, _, last = line.strip().rpartition(" ")
@@ -213,7 +215,7 @@ def _idx_source(path: Path, prepare: Preparation) -> SampleSource:
 def _stacked_source(
     path: Path, values: npt.NDArray[Any], labels: npt.NDArray[Any] | None, prepare: Preparation
 ) -> SampleSource:
-    if values.ndim < 1 or not len(values):
+    if values.ndim < 1 or not values.size:
         raise ParseError(f"{path}: no samples: the array has shape {values.shape}, samples lie along its first axis")
     if values.dtype.kind not in "buif":
         raise ParseError(f"{path}: the array holds {values.dtype}, not numbers")

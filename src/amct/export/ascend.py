@@ -25,7 +25,14 @@ from amct.export.exported import ExportedModel
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers, recurrent_problem
 from amct.export.onnx.messages import attribute_value
-from amct.export.onnx.weights import owned_name, replace_bias, replace_weight, stored_weight, straighten_gemm
+from amct.export.onnx.weights import (
+    owned_name,
+    replace_bias,
+    replace_weight,
+    share_weights,
+    stored_weight,
+    straighten_gemm,
+)
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
 
@@ -71,6 +78,7 @@ def ascend_model(
         else:
             _quantize_layer(graph, layer, quantizers)
         reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
+    share_weights(graph, layers)
     return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
 
 

@@ -14,7 +14,7 @@ from amct.errors import ExportError, RecordValueError
 from amct.model.kinds import KIND_OF_OPERATOR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -27,15 +27,27 @@ WEIGHT_BITS = (4, 6, 7, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBinding:
-    """A layer and the node that computes it; exported files name the node after the layer."""
+    """A layer and a node that computes it; exported files name the node after the layer.
+
+    A layer that is computed several times has several bindings; its further nodes are named ``<layer>@1`` and so on.
+    """
 
     layer: str
     kind: LayerKind
     node: str
 
 
-def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBinding]:
+def further_node(layer: str, call: int) -> str:
+    """The name of the node that computes a layer for the second (``call`` 1) or a later time."""
+    return f"{layer}@{call}"
+
+
+def bindings_by_name(
+    model: ModelProto, layers: Iterable[str], calls: Mapping[str, int] | None = None
+) -> list[LayerBinding]:
     """Bindings of a model whose nodes already have the names of their layers.
+
+    ``calls``: how often each layer is computed, if more than once; nodes that do not exist are left out.
 
     Raises:
         ExportError: no node has the name, or its operator is not that of a quantizable layer.
@@ -49,7 +61,10 @@ def bindings_by_name(model: ModelProto, layers: Iterable[str]) -> list[LayerBind
                 f'layer "{layer}": expected a node of one of the operators {", ".join(sorted(KIND_OF_OPERATOR))}, but '
                 f"{found}; save the model that the record belongs to"
             )
-        bindings.append(LayerBinding(layer=layer, kind=KIND_OF_OPERATOR[operators[layer]], node=layer))
+        kind = KIND_OF_OPERATOR[operators[layer]]
+        further = (further_node(layer, call) for call in range(1, (calls or {}).get(layer, 1)))
+        nodes = [layer, *(node for node in further if node in operators)]
+        bindings += [LayerBinding(layer=layer, kind=kind, node=node) for node in nodes]
     return bindings
 
 

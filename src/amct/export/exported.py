@@ -23,9 +23,10 @@ LAYER_OUTPUTS, RESCALED = "amct.layer_outputs", "amct.rescaled"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """The changes that an exporter made to one layer."""
+    """The changes that an exporter made to one node of a layer."""
 
     layer: str
+    node: str
     type: str
     kind: LayerKind
     operator: str

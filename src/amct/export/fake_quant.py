@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.weights import replace_bias, replace_weight, straighten_gemm
+from amct.export.onnx.weights import replace_bias, replace_weight, share_weights, straighten_gemm
 from amct.export.qdq.balance import along_channels, insert_balance
 from amct.numerics.affine import integer_range
 
@@ -53,6 +53,7 @@ def fake_quant_model(
         else:
             outputs[layer.name] = _quantize_layer(graph, layer, quantizers)
         reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
+    share_weights(graph, layers)
     exported = graph.build()
     write_metadata(exported, outputs=outputs)
     return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped))

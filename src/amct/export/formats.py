@@ -37,12 +37,15 @@ class ExportOptions:
     """Options of the QDQ file.
 
     Attributes:
-        placement: "fast" also quantizes the tensors between layers, "exact" only those of the record.
+        placement: "fast" also quantizes the tensors between layers, "exact" only those of the record, "auto" times both
+            and float for each part of the model.
         target: The integer types: "portable", "vnni" or "exact8".
+        float_tensors: Tensors between layers that "fast" leaves float, by ONNX name; layers still read them quantized.
     """
 
     placement: str = Placement.FAST.value
     target: str = Target.PORTABLE.value
+    float_tensors: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         choice(Placement, self.placement, "placement")
@@ -172,6 +175,7 @@ def _export_qdq(request: ExportRequest) -> ExportedModel:
         tensors=request.tensors,
         placement=request.options.placement,
         target=request.options.target,
+        float_tensors=request.options.float_tensors,
     )
 
 

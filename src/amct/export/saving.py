@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from amct import atomic
 from amct.export.binding import LayerFactors, bindings_by_name
+from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
+from amct.export.exported import ExportedModel
+from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import RECORD, ExportOptions, check_formats, export_formats, file_name
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
-from amct.export.writer import SavePath, check_opset, save_models
+from amct.export.writer import SavePath, add_model, check_opset, save_models
 from amct.model import Skip
-from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson
+from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, RelatedFile, related_file
 from amct.record import encode_record
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
 
-    from amct.export.binding import TensorFactors
-    from amct.export.exported import ExportedModel, LayerReport
+    from amct.atomic import FileGroup
+    from amct.export.binding import LayerBinding, TensorFactors
+    from amct.export.check.reference import Reference
+    from amct.export.exported import LayerReport
     from amct.export.formats import Exported
-    from amct.record import LayerRecord, Record
+    from amct.model.quant_json import FileCheck
+    from amct.record import LayerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +86,7 @@ class SaveRequest:
         options: Options of the QDQ file.
         with_record: Whether the factors are written too.
         opset: The opset of the ONNX files; None: the default of the front door.
+        record_file: The file that the factors were read from, which ``quant.json`` names.
     """
 
     where: SavePath
@@ -87,15 +94,29 @@ class SaveRequest:
     opset: int | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
     with_record: bool = False
+    record_file: Path | None = None
+
+    def related(self) -> dict[str, RelatedFile]:
+        """The files that belong to the save without being part of it.
+
+        Raises:
+            FileError: the record file cannot be read.
+        """
+        return {} if self.record_file is None else {"record": related_file(self.record_file, self.where.folder)}
 
     @classmethod
     def checked(
-        cls, path: str | os.PathLike[str], formats: Iterable[str], *, placement: str, target: str, opset: int | None
+        cls,
+        path: str | os.PathLike[str],
+        formats: Iterable[str],
+        *,
+        options: ExportOptions,
+        opset: int | None,
     ) -> SaveRequest:
         """Check all arguments before any work is done.
 
         Raises:
-            ArgumentError: an unknown format, placement, target or opset, or an invalid path.
+            ArgumentError: an unknown format or opset, or an invalid path.
             FileError: the folder cannot be written to.
         """
         if opset is not None:
@@ -107,78 +128,188 @@ class SaveRequest:
         return cls(
             where=where,
             formats=tuple(name for name in dict.fromkeys(names) if name != RECORD),
-            options=ExportOptions(placement=placement, target=target),
+            options=options,
             with_record=RECORD in names,
             opset=opset,
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedContent:
+    """What a save writes, and what the files are compared with.
+
+    Attributes:
+        record: The factors in the front door's own dialect, complete and checked.
+        tensors: Factors of the tensors between layers; None if nothing was observed.
+        reference: The batch on which the written files are run; None: they are not.
+        calls: How often each layer is computed, if more than once.
+    """
+
+    record: Any
+    tensors: Mapping[str, TensorFactors] | None = None
+    reference: Reference | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+
 def save_files(
     request: SaveRequest,
     model: ModelProto | None,
-    record: Record,
+    content: SavedContent,
     notes: ModelNotes,
-    tensors: Mapping[str, TensorFactors] | None,
 ) -> list[Path]:
     """Export a model and write all files of one save as one group: models, record, tensor factors, quant.json.
 
     Args:
         request: the formats and the save path.
         model: the float ONNX model, whose nodes have the names of their layers; None if only the record is saved.
-        record: complete and checked.
+        content: the factors, and what the files are compared with.
         notes: further information about the model.
-        tensors: factors of the tensors between layers; None if nothing was observed.
 
     Raises:
-        ExportError: a model cannot be exported.
+        ExportError: a model cannot be exported, or a written file cannot be used.
         FileError: a file cannot be written; none was.
     """
-    exported: dict[str, Exported] = {}
-    if model is not None:
-        factors = {name: layer_factors(entry) for name, entry in record.items()}
-        bindings = bindings_by_name(model, record)
-        exported = export_formats(request.formats, model, bindings, factors, tensors, request.options)
+    exports = _Exports.of(request, model, content) if model is not None else None
     others: dict[Path, bytes] = {}
     if request.with_record:
         path = request.where.file("record.txt")
-        others[path] = encode_record(record, "text")
-        if tensors is not None:
-            others[tensor_factors_path(path)] = tensor_factors_text(tensors).encode()
-    files = {
-        file_name(name): result if isinstance(result, bytes) else result.model for name, result in exported.items()
-    }
-    name = "" if model is None else model.graph.name
-    document = quant_document(name, exported, notes, request.where) if exported else None
-    written = save_models(request.where, files, others=others, document=document)
+        others[path] = encode_record(content.record, "text")
+        if content.tensors is not None:
+            others[tensor_factors_path(path)] = tensor_factors_text(content.tensors).encode()
+
+    def document(group: FileGroup) -> QuantJson:
+        assert exports is not None
+        assert model is not None
+        checks = exports.check(group)
+        found = quant_document(model.graph.name, exports.files, notes, request.where, checks)
+        return replace(found, related=request.related())
+
+    files = {} if exports is None else exports.files
+    written = save_models(
+        request.where,
+        {file_name(name): each if isinstance(each, bytes) else each.model for name, each in files.items()},
+        others=others,
+        document=document if files else None,
+    )
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written
 
 
-def quant_document(name: str, exported: Mapping[str, Exported], notes: ModelNotes, where: SavePath) -> QuantJson:
-    """The content of quant.json for exported ONNX models."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Exports:
+    """The exported files of one save, by format, and the input of their exporters."""
+
+    request: SaveRequest
+    model: ModelProto
+    content: SavedContent
+    bindings: Sequence[LayerBinding]
+    factors: Mapping[str, LayerFactors]
+    files: dict[str, Exported]
+
+    @classmethod
+    def of(cls, request: SaveRequest, model: ModelProto, content: SavedContent) -> _Exports:
+        factors = {name: layer_factors(entry) for name, entry in content.record.items()}
+        bindings = bindings_by_name(model, content.record, content.calls)
+        files = export_formats(request.formats, model, bindings, factors, content.tensors, request.options)
+        return cls(request=request, model=model, content=content, bindings=bindings, factors=factors, files=files)
+
+    def check(self, group: FileGroup) -> dict[str, FileCheck]:
+        """Run the files of a group; one that is repaired replaces the first in the group and in ``files``."""
+        reference = self.content.reference
+        if reference is None:
+            return {}
+        subject = Subject(
+            reference=reference,
+            original=self.model,
+            simulate=self._simulation,
+            export_qdq=self._qdq_without if self.content.tensors else None,
+            tensors=self.content.tensors,
+        )
+        return check_files(OnnxCheck(subject), group, self.request.where, self.files)
+
+    def _simulation(self) -> ExportedModel:
+        return fake_quant_model(self.model, self.bindings, self.factors)
+
+    def _qdq_without(self, left_float: Collection[str]) -> ExportedModel:
+        options = replace(self.request.options, float_tensors=self.request.options.float_tensors.union(left_float))
+        exported = export_formats(["qdq"], self.model, self.bindings, self.factors, self.content.tensors, options)[
+            "qdq"
+        ]
+        assert isinstance(exported, ExportedModel)
+        return exported
+
+
+def check_files(
+    check: OnnxCheck, group: FileGroup, where: SavePath, files: dict[str, Exported]
+) -> dict[str, FileCheck]:
+    """Run the ONNX files of a group; a file that is repaired is replaced in the group and in ``files``.
+
+    Returns:
+        The result by format.
+
+    Raises:
+        ExportError: a file cannot be loaded or run.
+    """
+    found: dict[str, FileCheck] = {}
+    for name, exported in list(files.items()):
+        if isinstance(exported, bytes):
+            continue
+        target = where.file(file_name(name))
+        temporary = group.temporary(target)
+        apart = {path.name: own for path, own in group.written().items() if path.suffix == ".external"}
+        file = WrittenFile(format=name, path=temporary, target=target, exported=exported, beside=apart)
+        found[name], repaired = check.check(file)
+        if repaired is not None:
+            files[name] = repaired
+            group.remove(target)
+            add_model(group, target, repaired.model, file_name(name))
+    return found
+
+
+def quant_document(
+    name: str,
+    exported: Mapping[str, Exported],
+    notes: ModelNotes,
+    where: SavePath,
+    checks: Mapping[str, FileCheck] | None = None,
+) -> QuantJson:
+    """The content of quant.json for exported ONNX models; ``checks`` has the results by format."""
     layers: dict[str, LayerEntry] = {}
     files: dict[str, FileEntry] = {}
     for format_name, result in exported.items():
         file = where.file(file_name(format_name)).name
-        files[file] = FileEntry(format=format_name) if isinstance(result, bytes) else file_entry(format_name, result)
+        files[file] = file_entry(format_name, result, (checks or {}).get(format_name))
         for report in () if isinstance(result, bytes) else result.layers:
             before = layers.get(report.layer) or _layer_entry(report, notes.fusions.get(report.layer, ()))
-            here = LayerInFile(
-                node=report.layer, operator=report.operator, weight_bits=report.weight_bits, inserted=report.inserted
-            )
-            layers[report.layer] = replace(before, files={**before.files, format_name: here})
+            layers[report.layer] = _with_node(before, format_name, report)
     skipped = tuple(Skip(layer, reason) for layer, reason in notes.skipped.items())
     return QuantJson(version=VERSION, model=name, layers=layers, skipped=skipped, files=files, config=notes.config)
 
 
-def file_entry(format_name: str, result: ExportedModel) -> FileEntry:
-    """The quant.json entry of one exported ONNX file."""
+def _with_node(entry: LayerEntry, format_name: str, report: LayerReport) -> LayerEntry:
+    """The entry with one node in one file; of several nodes of a layer the first is named."""
+    first = entry.files.get(format_name)
+    here = LayerInFile(
+        node=report.node if first is None else first.node,
+        operator=report.operator,
+        weight_bits=report.weight_bits,
+        inserted=report.inserted if first is None else (*first.inserted, *report.inserted),
+    )
+    further = (report.output,) if first is not None and report.output not in entry.output else ()
+    return replace(entry, output=(*entry.output, *further), files={**entry.files, format_name: here})
+
+
+def file_entry(format_name: str, result: Exported, check: FileCheck | None) -> FileEntry:
+    """The quant.json entry of one exported file."""
+    if isinstance(result, bytes):
+        return FileEntry(format=format_name, check=check)
     return FileEntry(
         format=format_name,
         tensors=result.tensors,
         rescaled=result.rescaled,
         skipped=result.skipped,
         notes=result.notes,
+        check=check,
     )
 
 

@@ -27,7 +27,7 @@ from amct.export.onnx.messages import copy_fields, tensor_array
 from amct.model.quant_json import QUANT_JSON, write_quant_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from amct.model.quant_json import QuantJson
 
@@ -94,7 +94,7 @@ def save_models(
     files: Mapping[str, ModelProto | bytes],
     *,
     others: Mapping[Path, bytes] | None = None,
-    document: QuantJson | None = None,
+    document: QuantJson | Callable[[FileGroup], QuantJson] | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
     """Write the files of one save as one group: after a kill or an error, all files are old or all are new.
@@ -103,7 +103,8 @@ def save_models(
         save_path: folder and prefix.
         files: models (or the bytes of other exported files) by file name without the prefix; they are not changed.
         others: further files of the group, by path.
-        document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256.
+        document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256; or a function
+            that makes it after it has checked the files, which have their temporary names then.
         external_threshold: the serialized size from which tensors are stored in separate files.
 
     Returns:
@@ -128,7 +129,8 @@ def save_models(
             written.append(path)
         if document is not None:
             _warn_of_overwrite(save_path.quant_json)
-            write_quant_json(group, save_path.quant_json, document)
+            listed = document(group) if callable(document) else document
+            write_quant_json(group, save_path.quant_json, listed)
             written.append(save_path.quant_json)
     return written
 

@@ -41,6 +41,7 @@ class LayerFacts:
     dtype: str = "float32"
     input_shapes: tuple[tuple[int | None, ...], ...] = ()
     attributes: Mapping[str, object] = field(default_factory=dict)
+    calls: int = 1  # in one forward
 
     @property
     def can_pack(self) -> bool:

@@ -25,35 +25,45 @@
       "accelerated": ["dw"],                        Caffe: convolutions replaced by DepthwiseConv
       "files": {                                    every other file of the save, by name
         "net_qdq_model.onnx": {"format": "qdq", "sha256": "…", "size": 1234, "tensors": ["relu_3"],
-                               "rescaled": ["conv1"], "skipped": [], "notes": [], "check": {"sqnr": 31.5}}
+                               "rescaled": ["conv1"], "skipped": [], "notes": [],
+                               "check": {                 measured on the written file; see ``FileCheck``
+                                 "batch": "a calibration batch", "output": "scores", "cosine": 0.9997, "sqnr": 34.2,
+                                 "simulation_sqnr": 34.5, "speed": 1.6, "costliest": ["conv1 (QLinearConv) 31 %"]}}
       },
-      "not_written": {"qdq": "layer … has no ONNX form"}
+      "not_written": {"qdq": "layer … has no ONNX form"},
+      "related": {                                  files written on their own, by what they are; paths from this folder
+        "record": {"path": "../record.txt", "sha256": "…"}, "report": {"path": "net_report.html", "sha256": "…"}
+      }
     }
 
-``inserted`` names a node once, under the first layer that needed it. ``tensors`` are quantized for all their readers
-together. ``rescaled`` layers have output channels divided by the balance factors of the next layer, so their results
-differ from the float model. ``check`` holds numbers measured on the written file. Empty entries are left out.
+``inserted`` names a node once, under the first layer that needed it. A layer that is computed several times has several
+outputs; ``node`` is the first of its nodes, the others are named ``conv1@1`` and so on. ``tensors`` are quantized for
+all their readers together. ``rescaled`` layers have output channels divided by the balance factors of the next layer,
+so their results differ from the float model. Empty entries are left out.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
 from collections.abc import Mapping  # noqa: TC003  pydantic reads the annotations
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from amct.atomic import read_bytes
+from amct.atomic import is_file, modify, read_bytes
 from amct.errors import FileError, ParseError
 from amct.model.kinds import LayerKind  # noqa: TC001  pydantic reads the annotations
 from amct.model.layers import Skip  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from amct.atomic import FileGroup
+
+logger = logging.getLogger(__name__)
 
 VERSION: Final = 2
 QUANT_JSON = "quant.json"
@@ -88,6 +98,47 @@ class LayerEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileCheck:
+    """What was measured when a written file was run and compared with the float model.
+
+    Attributes:
+        batch: The inputs it was run on.
+        output: The compared output; of several, the one with the lowest SQNR.
+        cosine: The cosine similarity of this output in the float model and in the file.
+        sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
+        simulation_sqnr: The SQNR of the simulation on the same inputs.
+        speed: The time of the float ONNX file divided by that of this file, in onnxruntime on the machine of the save.
+        costliest: The nodes of the file that take most time, with their share.
+        differs_at: If the file is worse than the simulation: the first tensor that is.
+        left_float: Tensors that are not quantized here, because the file would be worse than the simulation.
+        not_checked: Why the file was not run or not compared.
+    """
+
+    __pydantic_config__ = _CLOSED
+    batch: str = ""
+    output: str = ""
+    cosine: float | None = None
+    sqnr: float | None = None
+    simulation_sqnr: float | None = None
+    speed: float | None = None
+    costliest: tuple[str, ...] = ()
+    differs_at: str = ""
+    left_float: tuple[str, ...] = ()
+    not_checked: str = ""
+
+    def text(self) -> str:
+        """The numbers on one line: ``cosine 0.9997  SQNR 34.2 dB  1.6x float``."""
+        if self.cosine is None:
+            parts = [f"not checked: {self.not_checked}"] if self.not_checked else ["runs"]
+        else:
+            sqnr = "no error" if self.sqnr is None else f"SQNR {self.sqnr:.1f} dB"
+            parts = [f"cosine {self.cosine:.4f}", sqnr]
+        if self.speed is not None:
+            parts.append(f"{self.speed:.1f}x float")
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileEntry:
     """One written file; ``sha256`` and ``size`` are filled in by ``write_quant_json``."""
 
@@ -99,7 +150,16 @@ class FileEntry:
     rescaled: tuple[str, ...] = ()
     skipped: tuple[Skip, ...] = ()
     notes: tuple[str, ...] = ()
-    check: Mapping[str, float] | None = None
+    check: FileCheck | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelatedFile:
+    """A file that is not part of the save: the record that was read, or the report on the saved files."""
+
+    __pydantic_config__ = _CLOSED
+    path: str
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +176,7 @@ class QuantJson:
     equalized: tuple[str, ...] = ()
     accelerated: tuple[str, ...] = ()
     not_written: Mapping[str, str] = field(default_factory=dict)
+    related: Mapping[str, RelatedFile] = field(default_factory=dict)
 
     @property
     def folded(self) -> dict[str, tuple[str, ...]]:
@@ -147,14 +208,50 @@ def write_quant_json(group: FileGroup, path: Path, document: QuantJson) -> None:
     for target, temporary in group.written().items():
         entry = document.files.get(target.name) or FileEntry(format=target.suffix.lstrip("."))
         files[target.name] = replace(entry, sha256=_sha256(temporary), size=temporary.stat().st_size)
-    group.write_text(path, quant_json_text(replace(document, files=files)))
+    written = {target.resolve() for target in group.written()}
+    # A file that was read and is replaced by this save is part of it.
+    related = {role: file for role, file in document.related.items() if _place(path, file) not in written}
+    group.write_text(path, quant_json_text(replace(document, files=files, related=related)))
+
+
+def _place(path: Path, related: RelatedFile) -> Path:
+    return (path.parent / related.path).resolve()
+
+
+def related_file(file: Path, folder: Path) -> RelatedFile:
+    """The entry of a file for the quant.json of a folder.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    # Resolved, because ".." behind a link is another folder than the text suggests.
+    path = os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
+    return RelatedFile(path=path, sha256=hashlib.sha256(read_bytes(file)).hexdigest())
+
+
+def add_related(path: Path, role: str, file: Path) -> None:
+    """Add a file that was written after the save to a quant.json.
+
+    Raises:
+        FileError, ParseError: quant.json cannot be read or written, or the file cannot be read.
+    """
+    entry = related_file(file, path.parent)
+
+    def change(content: bytes | None) -> bytes:
+        document = _parsed(content or b"", path)
+        return quant_json_text(replace(document, related={**document.related, role: entry})).encode()
+
+    modify(path, change)
 
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise FileError(f'"{path}" cannot be read: {error.strerror or error}') from error
     return digest.hexdigest()
 
 
@@ -165,8 +262,14 @@ def read_quant_json(path: Path) -> QuantJson:
         FileError: it cannot be read, or a file beside it is of another save.
         ParseError: it has another shape or version; names the place.
     """
+    document = _parsed(read_bytes(path), path)
+    check_group(path, document)
+    return document
+
+
+def _parsed(content: bytes, path: Path) -> QuantJson:
     try:
-        document = _ADAPTER.validate_json(read_bytes(path))
+        return _ADAPTER.validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the whole file"
@@ -174,23 +277,31 @@ def read_quant_json(path: Path) -> QuantJson:
             f"{path}: expected what quantization wrote beside the model (version {VERSION}), got at {place}: "
             f"{first['msg']}; quantize and save the model again"
         ) from error
-    check_group(path, document)
-    return document
 
 
 def check_group(path: Path, document: QuantJson) -> None:
     """Compare the files beside a quant.json with the SHA-256 that it lists; files that are missing are not checked.
 
+    A related file in the same folder that has changed causes a warning. A path that leads out of the folder is not
+    followed, because quant.json may come from elsewhere.
+
     Raises:
-        FileError: a file differs.
+        FileError: a file differs, or cannot be read.
+        ParseError: a file name is a path.
     """
     for name, entry in document.files.items():
+        if Path(name).name != name or name in ("", ".."):
+            raise ParseError(f'{path}: files: expected names of files in its folder, got "{name}"')
         file = path.with_name(name)
-        if file.is_file() and entry.sha256 != _sha256(file):
+        if is_file(file) and entry.sha256 != _sha256(file):
             raise FileError(
                 f'"{file}" is not the file that "{path.name}" was written with: a save was interrupted or the file was '
                 "replaced; quantize and save the model again"
             )
+    for role, related in document.related.items():
+        file = path.parent / related.path
+        if Path(related.path).name == related.path and is_file(file) and related.sha256 != _sha256(file):
+            logger.warning('the %s "%s" has changed since "%s" was written', role, file, path.name)
 
 
 def file_beside(model_file: Path, name: str) -> Path:

@@ -17,9 +17,14 @@ from amct.numerics.affine import SymmetricScale, fake_quantize, quantize, scale_
 from amct.numerics.weight_kind import WeightKind as WeightKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+
+VALUES_PER_CHUNK = 2**19
+"""Weights are worked on in chunks of rows, so that no intermediate result has the size of a large weight: 4 MB in
+float64 are small beside any model, large enough that the number of chunks costs no time."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,14 @@ def quantize_weight(weight: Tensor, factors: WeightFactors, kind: WeightKind, bi
     _check_bits(bits)
     rows = channels_first(weight.detach(), kind, groups)
     per_row = factors_per_row(factors, rows.shape[0])
-    integers = quantize(rows, per_row.scale, per_row.offset, bits, axis=0)
+    scale, offset = per_row.scale.expand(rows.shape[0]), per_row.offset.expand(rows.shape[0])
+
+    def integers_of(some: Tensor, part: slice) -> Tensor:
+        return quantize(some, scale[part], offset[part], bits, axis=0)
+
+    is_finite = bool(torch.isfinite(rows.sum()))
+    # Only the whole weight tells how many of its values are NaN.
+    integers = map_rows(integers_of, rows, torch.int8) if is_finite else integers_of(rows, slice(None))
     return from_channels_first(integers, weight.shape, kind, groups)
 
 
@@ -122,6 +134,21 @@ def fake_quantize_weight(
     per_row = factors_per_row(factors, rows.shape[0])
     rounded = fake_quantize(rows, per_row.scale, per_row.offset, bits, axis=0)
     return from_channels_first(rounded, weight.shape, kind, groups)
+
+
+def row_chunks(rows: int, values: int) -> Iterator[slice]:
+    """Slices that together cover ``rows`` rows with ``values`` values in all."""
+    step = max(1, VALUES_PER_CHUNK * rows // max(values, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def map_rows(function: Callable[[Tensor, slice], Tensor], weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the weight's shape whose rows (along axis 0) are ``function(rows, their slice)``."""
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for part in row_chunks(weight.shape[0], weight.numel()):
+        result[part] = function(weight[part], part)
+    return result
 
 
 def factors_per_row(factors: WeightFactors, rows: int) -> WeightFactors:

@@ -11,7 +11,7 @@ import torch
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE
-from amct.numerics.arq import WeightKind, check_layout
+from amct.numerics.arq import WeightKind, check_layout, map_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,10 +98,16 @@ def balance_weight(weight: Tensor, factors: Tensor, kind: WeightKind, groups: in
         raise ArgumentError(f"factors: expected one per input channel [{inputs}], got {list(factors.shape)}")
     wide = factors.double()
     if transposed:
-        return (weight.double() * wide.reshape(-1, *[1] * (weight.ndim - 1))).to(weight.dtype)
-    per_group = wide.reshape(-1, weight.shape[1])  # the rows of a group share its input channels
-    per_row = per_group.repeat_interleave(weight.shape[0] // per_group.shape[0], dim=0)
-    return (weight.double() * per_row.reshape(*per_row.shape, *[1] * (weight.ndim - 2))).to(weight.dtype)
+        per_row = wide[:, None]
+    else:
+        per_group = wide.reshape(-1, weight.shape[1])  # the rows of a group share its input channels
+        rows_per_group = weight.shape[0] // per_group.shape[0]
+        per_row = per_group[:, None].expand(-1, rows_per_group, -1)
+        per_row = per_row.reshape(weight.shape[0], -1) if per_group.shape[0] > 1 else per_row[0]
+    taps = [1] * (weight.ndim - 2)
+    return map_rows(
+        lambda some, part: some.double() * per_row[part].reshape(some.shape[0], -1, *taps), weight, weight.dtype
+    )
 
 
 def balance_activation(x: Tensor, factors: Tensor, channel_axis: int) -> Tensor:

@@ -19,6 +19,7 @@ from amct.numerics.arq import (
     factors_per_row,
     fake_quantize_weight,
     from_channels_first,
+    map_rows,
     quantize_weight,
 )
 
@@ -59,7 +60,9 @@ def round_weight(
         return fake_quantize_weight(weight, factors, kind, bits, groups)
     integers = channels_first(quantize_weight_cancelling_errors(weight, factors, kind, bits, groups), kind, groups)
     per_row = factors_per_row(factors, integers.shape[0])
-    rounded = dequantize(integers, per_row.scale, per_row.offset, axis=0).to(weight.dtype)
+    rows = integers.shape[0]
+    scale, offset = per_row.scale.expand(rows), per_row.offset.expand(rows)
+    rounded = map_rows(lambda some, part: dequantize(some, scale[part], offset[part], axis=0), integers, weight.dtype)
     return from_channels_first(rounded, weight.shape, kind, groups)
 
 
@@ -72,14 +75,18 @@ def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
         bits: 2..8.
     """
     lowest, highest = integer_range(bits)
-    exact = weight.detach().double() / scale.double().reshape(-1, *[1] * (weight.ndim - 1))
-    # Clipping errors are not cancelled by other weights.
-    exact = exact.clamp(lowest, highest)
-    rounded = exact.round()
-    rows, kernels = weight.shape[0], weight.shape[0] * weight.shape[1]
-    for groups in (kernels, rows) if weight.ndim > 2 else (rows,):
-        rounded = _cancel_errors(exact.reshape(groups, -1), rounded.reshape(groups, -1))
-    return rounded.clamp(lowest, highest).reshape(weight.shape).to(torch.int8)
+    per_row = scale.double().reshape(-1, *[1] * (weight.ndim - 1)).expand(weight.shape[0], *[1] * (weight.ndim - 1))
+
+    def rounded(rows: Tensor, part: slice) -> Tensor:
+        # Clipping errors are not cancelled by other weights.
+        exact = (rows.double() / per_row[part]).clamp_(lowest, highest)
+        result = exact.round()
+        kernels = rows.shape[0] * rows.shape[1]
+        for groups in (kernels, rows.shape[0]) if rows.ndim > 2 else (rows.shape[0],):
+            result = _cancel_errors(exact.reshape(groups, -1), result.reshape(groups, -1))
+        return result.clamp_(lowest, highest).reshape(rows.shape)
+
+    return map_rows(rounded, weight.detach(), torch.int8)
 
 
 def _cancel_errors(exact: Tensor, rounded: Tensor) -> Tensor:
@@ -88,8 +95,22 @@ def _cancel_errors(exact: Tensor, rounded: Tensor) -> Tensor:
     surplus = errors.sum(1, keepdim=True).round()
     direction = surplus.sign()
     # Changing the largest errors of the same sign costs least; an error of the other sign would exceed one step.
-    order = (errors * direction).argsort(dim=1, descending=True, stable=True)
-    chosen = torch.zeros_like(errors, dtype=torch.bool)
-    chosen.scatter_(1, order, torch.arange(errors.shape[1], device=errors.device).expand_as(order) < surplus.abs())
-    chosen &= errors * direction > 0
+    chosen = _largest(errors.mul_(direction), surplus.abs().long())
+    chosen &= errors > 0
     return rounded - chosen * direction
+
+
+def _largest(values: Tensor, counts: Tensor) -> Tensor:
+    """Mark the ``counts`` ``[rows, 1]`` largest values of each row, the first ones of equal values.
+
+    Only the largest of all counts is looked for: far fewer than a row has, so sorting the rows would cost most.
+    """
+    most = int(counts.max())
+    if most == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    limit = values.topk(most, dim=1).values.gather(1, (counts - 1).clamp_(min=0))
+    chosen = values > limit
+    equal = values == limit
+    equal &= equal.cumsum(1) <= counts - chosen.sum(1, keepdim=True)
+    # A row without any to choose has its largest value as limit: nothing is above it, and no equal one is wanted.
+    return chosen | equal

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.errors import ArgumentError, ModelError
-from amct.numerics.arq import WeightKind, channels_first, from_channels_first
+from amct.numerics.arq import WeightKind, channels_first, from_channels_first, map_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,11 +88,13 @@ def fold_after(
         ArgumentError: channels do not match, or the kind is recurrent.
     """
     _check_kind(kind)
-    rows = channels_first(weight.detach(), kind, groups).double()
+    rows = channels_first(weight.detach(), kind, groups)
     outputs = rows.shape[0]
     if affine.multiplier.numel() != outputs:
         raise ArgumentError(f"cannot fold {affine.multiplier.numel()} channels into a layer with {outputs} outputs")
-    folded = from_channels_first(rows * affine.multiplier[:, None], weight.shape, kind, groups)
+    multiplier = affine.multiplier[:, None]
+    scaled = map_rows(lambda some, part: some.double() * multiplier[part], rows, weight.dtype)
+    folded = from_channels_first(scaled, weight.shape, kind, groups)
     return _to_finite(folded, _bias_or_zeros(bias, outputs, rows) * affine.multiplier + affine.addend, weight.dtype)
 
 

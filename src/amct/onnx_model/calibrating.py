@@ -15,8 +15,8 @@ from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
 from amct.export.binding import placeholder_factors
 from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.layers import find_all_layers, weight_parts
-from amct.onnx_model.runtime import Runner, as_tensor
 from amct.ptq.door import Calibration
 from amct.ptq.weights import balance_factors as layer_balance_factors
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 from amct.errors import ModelError
 from amct.export.exported import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
-from amct.onnx_model.runtime import Runner, as_tensor
 from amct.ptq import compare as flow_compare
 from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
+    from amct.numerics.similarity import LayerComparison
     from amct.onnx_model.batches import Feeds
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
     from amct.report.measuring import Measured
-    from amct.report.similarity import LayerComparison
 
 
 def compare(

@@ -13,6 +13,7 @@ from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset
+from amct.export.onnx.runtime import Runner
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
@@ -21,8 +22,7 @@ from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.opset import with_opset
-from amct.onnx_model.reading import read_model
-from amct.onnx_model.runtime import Runner
+from amct.onnx_model.reading import input_shape, read_model
 from amct.ptq import flow
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
@@ -129,6 +129,17 @@ class OnnxPreparation(Preparation):
         """The size of the first dimension of the first input."""
         del batch
         return sample_count(arguments)
+
+    @property
+    def any_batch_size(self) -> bool:
+        """Whether the first axis of every input is open."""
+        model = self.source.model
+        shapes = [input_shape(model, value.name) for value in model.graph.input]
+        return all(shape is None or (len(shape) > 0 and not isinstance(shape[0], int)) for shape in shapes)
+
+    def onnx_inputs(self, arguments: Feeds) -> Feeds:
+        """The batch itself."""
+        return arguments
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded model in the requested opset, or in its own."""

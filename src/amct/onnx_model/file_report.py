@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from amct.atomic import Snapshot
 from amct.errors import ModelError
 from amct.export.exported import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
@@ -93,8 +94,10 @@ def files_report(
         ArgumentError, ArgumentTypeError, CalibrationError: the data or the metric cannot be used.
     """
     source = read_model(float_model, "float_model")
+    file = Snapshot(quantized_file)
     other = read_model(quantized_file, "quantized_model", allow_quantized=True).model
     notes = notes_beside(Path(quantized_file))
+    file.check_unchanged()
     unfolded = [layer for layer in notes.layers if layer not in notes.folded]
     reference = fold(source.model, skip=unfolded).model
     layers = _layers(reference, other, Path(quantized_file), notes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from onnx import ModelProto, helper, version_converter
 
 from amct.errors import ModelError
-from amct.export.onnx.messages import copy_fields, model_opset
+from amct.export.onnx.messages import copy_fields, first_line, model_opset
 from amct.export.writer import OPSETS, check_opset
 
 if TYPE_CHECKING:
@@ -49,12 +49,6 @@ def set_file_version(model: ModelProto) -> None:
     """Set an IR version that fits the model's opset and that runtimes support."""
     needed = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
     model.ir_version = max(needed, min(model.ir_version, NEWEST_FILE_VERSION))
-
-
-def first_line(error: BaseException) -> str:
-    """The message of an ONNX or onnxruntime error, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 # -- models without their large weights --------------------------------------------------------------------------------

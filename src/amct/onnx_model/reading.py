@@ -7,33 +7,33 @@ supported by the exporters, shapes are declared, and no weights are listed as in
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
-from google.protobuf.message import DecodeError
-from onnx import ModelProto, TensorProto, helper, inliner, numpy_helper
+from onnx import ModelProto, helper, inliner
 
-from amct.atomic import check_whole, read_bytes
-from amct.errors import ArgumentTypeError, FileError, ModelError, ParseError
-from amct.export.onnx.messages import subgraphs
+from amct.atomic import Snapshot, read_bytes
+from amct.errors import ArgumentTypeError, ModelError, ParseError
+from amct.export.onnx.checked import (
+    check_function_sizes,
+    check_loops,
+    check_sizes,
+    check_tensors,
+    check_texts,
+    decode_model,
+    load_external,
+)
+from amct.export.onnx.messages import first_line
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.onnx_model.opset import (
     drop_stored_inputs,
-    first_line,
     light_copy,
     set_file_version,
     usual_opset,
     with_opset,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from onnx import GraphProto
 
 AnyModel = str | os.PathLike[str] | bytes | ModelProto
 """A path, the bytes of a file, or a model in memory."""
@@ -87,107 +87,44 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
         ModelError: it is already quantized, or its opset cannot be converted.
     """
     source, proto = _parsed(model, argument)
-    for tensor in _tensors(proto.graph):
-        _check_tensor(source, tensor)
+    _open_dimensions(proto)
+    check_tensors(source, proto)
     proto = _without_functions(source, proto)
     drop_stored_inputs(proto)
     set_file_version(proto)
     _refuse_quantized(source, proto, _DEPLOYED if allow_quantized else _DEPLOYED | _QUANTIZED)
     _check(source, proto)
+    check_loops(source, proto)
     _name_nodes(proto)
     if not allow_quantized:
         proto = with_explicit_pool_padding(with_opset(proto, usual_opset(proto)))
         _name_nodes(proto)
     _declare_shapes(proto)
+    check_sizes(source, (*proto.graph.value_info, *proto.graph.output))
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
     return SourceModel(name=name, model=proto)
 
 
 def _parsed(model: AnyModel, argument: str) -> tuple[str, ModelProto]:
     """The model's name in messages, and a copy of the model with all its data."""
-    proto, source, folder = ModelProto(), argument, None
+    proto, source, folder, file = ModelProto(), argument, None, Snapshot()
     if isinstance(model, ModelProto):
         proto.CopyFrom(model)
+        check_texts(proto, source)
     elif isinstance(model, (bytes, bytearray)):
-        _decode(proto, bytes(model), source)
+        proto = decode_model(bytes(model), source)
     elif isinstance(model, (str, os.PathLike)):
-        source, folder = f'"{os.fspath(model)}"', Path(model).parent
-        _decode(proto, read_bytes(model), source)
+        source, folder, file = f'"{os.fspath(model)}"', Path(model).parent, Snapshot(model)
+        proto = decode_model(read_bytes(model), source)
     else:
         raise ArgumentTypeError(
             f"{argument}: expected the path of an ONNX file, its bytes or a ModelProto, got {type(model).__name__}"
         )
     if not proto.graph.node:
         raise ParseError(f"{source} is not an ONNX model: it has no nodes")
-    _load_external(source, proto, folder)
+    load_external(source, proto, folder)
+    file.check_unchanged()
     return source, proto
-
-
-def _decode(proto: ModelProto, content: bytes, source: str) -> None:
-    try:
-        proto.ParseFromString(content)
-    except DecodeError as error:
-        raise ParseError(f"{source} is not an ONNX model: it is truncated, or a file of another kind") from error
-
-
-# -- external data -----------------------------------------------------------------------------------------------------
-
-
-def _load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
-    outside = [tensor for tensor in _tensors(proto.graph) if tensor.data_location == TensorProto.EXTERNAL]
-    if not outside:
-        return
-    if folder is None:
-        raise ParseError(
-            f'{source}: tensor "{outside[0].name}" is kept in another file; give the path of the model instead'
-        )
-    check_whole(*{_location(source, tensor, folder) for tensor in outside})
-    try:
-        onnx.load_external_data_for_model(proto, str(folder))
-    except Exception as error:
-        raise FileError(
-            f"{source}: tensors that it keeps in files of their own cannot be read: {first_line(error)}"
-        ) from error
-
-
-def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
-    """The file of an external tensor. It must be inside the model's folder, because a model may be untrusted."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    root = folder.resolve()
-    place = (root / location).resolve()
-    if not location or Path(location).is_absolute() or not place.is_relative_to(root):
-        raise FileError(
-            f'{source}: tensor "{tensor.name}" is kept in "{location}", outside the folder of the model; '
-            "it is not read. Put the file beside the model"
-        )
-    if not place.is_file():
-        raise FileError(f'{source}: tensor "{tensor.name}" is kept in "{location}", which does not exist')
-    return place
-
-
-def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """All stored tensors: initializers, and attributes of nodes at any depth."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-        for body in subgraphs(node):
-            yield from _tensors(body)
-
-
-def _check_tensor(source: str, tensor: TensorProto) -> None:
-    """Check that the data size matches the shape; later readers do not check."""
-    try:
-        if any(size < 0 for size in tensor.dims):
-            raise ValueError(f"negative size in shape {list(tensor.dims)}")
-        array = numpy_helper.to_array(tensor)
-        if array.size != math.prod(tensor.dims):
-            raise ValueError(f"{array.size} values for shape {list(tensor.dims)}")
-    except Exception as error:
-        raise ParseError(f'{source}: the data of tensor "{tensor.name}" is damaged: {first_line(error)}') from error
 
 
 # -- normalization -----------------------------------------------------------------------------------------------------
@@ -196,6 +133,7 @@ def _check_tensor(source: str, tensor: TensorProto) -> None:
 def _without_functions(source: str, proto: ModelProto) -> ModelProto:
     if not proto.functions:
         return proto
+    check_function_sizes(source, proto)
     try:
         return inliner.inline_local_functions(proto)
     except Exception as error:
@@ -213,6 +151,9 @@ def _check(source: str, proto: ModelProto) -> None:
         raise ParseError(f"{source} is not a valid ONNX model: {first_line(error)}") from error
     if not proto.graph.input:
         raise ParseError(f"{source} has no inputs, so there is nothing to calibrate with")
+    for value in proto.graph.input:
+        if value.type.tensor_type.elem_type not in helper.get_all_tensor_dtypes():
+            raise ParseError(f'{source} is not a valid ONNX model: input "{value.name}" is no tensor of a known type')
 
 
 def _refuse_quantized(source: str, proto: ModelProto, refused: frozenset[str]) -> None:
@@ -222,6 +163,14 @@ def _refuse_quantized(source: str, proto: ModelProto, refused: frozenset[str]) -
     what = "is already quantized" if refused > _DEPLOYED else "is a deploy file, which only the chip can run"
     advice = "start from the float model" if refused > _DEPLOYED else "use the fake_quant or qdq file"
     raise ModelError(f'{source} {what}: node "{found.name or found.output[0]}" is a {found.op_type}; {advice}')
+
+
+def _open_dimensions(proto: ModelProto) -> None:
+    """Make every dimension of a negative size (-1 in files of some exporters) a dynamic one."""
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_value < 0:
+                dimension.ClearField("dim_value")
 
 
 def _name_nodes(proto: ModelProto) -> None:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from onnx import ModelProto
 
     from amct.calibration import CalibrationResult, CalibrationSession
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
-    from amct.export.binding import TensorFactors
-    from amct.export.saving import SaveRequest
+    from amct.export.saving import SavedContent, SaveRequest
     from amct.model import Skip
     from amct.ptq.batches import Batches, BatchInputs
     from amct.record import AnyRecord
@@ -142,16 +142,15 @@ class PreparedModel(Protocol):
     def sample_count(self, batch: Any, arguments: Any) -> int:  # noqa: ANN401  the user's and the door's own kinds
         """The number of samples in one batch."""
 
+    @property
+    def any_batch_size(self) -> bool:
+        """Whether the ONNX files take batches of any size."""
+
+    def onnx_inputs(self, arguments: Any) -> dict[str, NDArray[Any]]:  # noqa: ANN401  the door's own kind
+        """The arguments of one batch by the input names of the ONNX files."""
+
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write the files asked for, as one group."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SavedContent:
-    """What a save writes: the record, and the factors of intermediate tensors (None: none were observed)."""
-
-    record: Any
-    tensors: Mapping[str, TensorFactors] | None
 
 
 class Door(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, Plan
     from amct.export.binding import LayerBinding
-    from amct.export.saving import SaveRequest
-    from amct.ptq.door import SavedContent
+    from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
@@ -105,6 +104,11 @@ class Preparation(ABC):
         """A note for each folded batch norm."""
         return folded_notes(self.folded_layers)
 
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """How often each layer is computed in one forward, if more than once."""
+        return {}
+
     def record(self) -> Record:
         """The record before calibration: factors of the weights only, layers in the order of the plan."""
         names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
@@ -146,13 +150,17 @@ class Preparation(ABC):
             eight_bits = layer.activation.num_bits == weights.bits == 8
             plain = weights.balance is None and not weights.custom_rounding
             kinds = {part.kind for part in weights.parts}
+            if layer.name in self.calls:
+                continue  # its inputs differ, but its nodes share their weights
             if eight_bits and plain and kinds and kinds <= {WeightKind.CONV, WeightKind.LINEAR}:
                 readers.setdefault(tensors[layer.name], []).append(layer.name)
         found = []
         for tensor, names in readers.items():
             parts = [self.weights[name].parts[0] for name in names]
             all_linear = all(part.kind is WeightKind.LINEAR for part in parts)
-            weight = torch.cat([part.tensor for part in parts]) if all_linear else None
+            weight = None
+            if all_linear:
+                weight = parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
             found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
         return found
 
@@ -185,7 +193,7 @@ class Preparation(ABC):
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write the files asked for, as one group."""
         model = self.float_model(request.opset) if request.formats else None
-        return save_files(request, model, content.record, self, content.tensors)
+        return save_files(request, model, replace(content, calls=self.calls), self)
 
 
 def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) -> ReportLayer:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from amct import atomic
 from amct.config.plan import config_text
+from amct.export.formats import ExportOptions
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
-from amct.export.saving import DEFAULT_FORMATS, SaveRequest
+from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
+from amct.model.quant_json import QUANT_JSON, add_related
+from amct.ptq.checking import reference
 from amct.ptq.compare import measure
-from amct.ptq.door import SavedContent
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
 
     from amct.export.binding import TensorFactors
     from amct.model import Skip
+    from amct.numerics.similarity import LayerComparison
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
     from amct.report.content import ReportContent
     from amct.report.measuring import Metric
-    from amct.report.similarity import LayerComparison
 
 
 class QuantizedModel:
@@ -106,8 +108,13 @@ class QuantizedModel:
         placement: str = Placement.FAST.value,
         target: str = Target.PORTABLE.value,
         opset: int | None = None,
+        check: bool = True,
     ) -> list[Path]:
         """Write the quantized model as ``<path>_qdq_model.onnx``, ``<path>_quant.json`` and so on.
+
+        Before the files get their names each is run on a calibration batch and compared with the float model; the
+        numbers are in ``quant.json``. A file that is worse than the simulation or slower than the float model is
+        reported in the log.
 
         Args:
             path: ``folder/prefix``.
@@ -115,20 +122,23 @@ class QuantizedModel:
                 pair of a Caffe model), "fake_quant" (simulation by standard operators, or a Caffe pair), "record" (the
                 factors), and the names of registered exporters.
             placement: Of the QDQ file: "fast" also quantizes tensors between the layers, "exact" only what the record
-                says.
+                says, "auto" takes the fastest of both and float for each part of the model, as timed on this machine.
             target: Of the QDQ file: "portable" (7-bit weights, right on every CPU), "vnni" or "exact8".
             opset: 16 to 21; None: that of the model, or the door's default.
+            check: Whether the written files are run; without, a file that cannot be used is not noticed.
 
         Returns:
             The files written.
 
         Raises:
             ArgumentError: An unknown format, placement, target or opset, or an impossible path.
-            ExportError: The model cannot be exported.
+            ExportError: The model cannot be exported, or a written file cannot be used; nothing was saved.
             FileError: A file cannot be written; nothing was.
         """
-        request = SaveRequest.checked(path, formats, placement=placement, target=target, opset=opset)
-        return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors), request)
+        options = ExportOptions(placement=placement, target=target)
+        request = SaveRequest.checked(path, formats, options=options, opset=opset)
+        compared = reference(self.prepared, self.record, self._example) if check and request.formats else None
+        return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False
@@ -163,7 +173,8 @@ class QuantizedModel:
                 called for both models; batches count as much as they have samples. Its name is shown. The output is
                 what the module returns (PyTorch), an array or a dict of arrays (ONNX), a dict of arrays (Caffe).
             inputs: As for ``quantize``.
-            files: Files whose sizes are shown, such as those that ``save`` returned.
+            files: Files whose sizes are shown, such as those that ``save`` returned. A ``quant.json`` among them gets
+                the report's SHA-256.
 
         Returns:
             The path.
@@ -176,7 +187,11 @@ class QuantizedModel:
         """
         where = Path(path)
         atomic.check_writable(where.parent)
-        write_page(where, self.report_content(data, metric, inputs=inputs, files=files))
+        listed = [Path(file) for file in files]
+        write_page(where, self.report_content(data, metric, inputs=inputs, files=listed))
+        for file in listed:
+            if file.name.endswith(QUANT_JSON):
+                add_related(file, "report", where)
         return where
 
     def report_content(

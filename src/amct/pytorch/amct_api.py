@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,10 @@ from amct.atomic import read_bytes
 from amct.calibration import read_progress
 from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
+from amct.export.check.batch import batch_beside
+from amct.export.check.reference import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
-from amct.export.saving import SaveRequest, save_files
+from amct.export.saving import SavedContent, SaveRequest, save_files
 from amct.export.writer import SavePath
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
@@ -37,7 +40,6 @@ from amct.record import LayerRecord, Record, read_record, validate_record, write
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
@@ -188,6 +190,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     )
     plan = _plan(content, config_file, traced)
     preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
+    for skip in preparation.skips:
+        logger.info("left as it is: %s", skip)
     onnx = preparation.default_onnx
     if isinstance(onnx, ExportError):
         if traced.program is not None:
@@ -204,6 +208,9 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
     """Write the deploy, fake-quant and QDQ models and a report, as ``<save_path>_deploy_model.onnx`` and so on.
 
+    The files are first run on the calibration batch kept beside the record (``<record>.check.npz``), or on random
+    inputs, and compared with the float model.
+
     Args:
         modfied_onnx_file: written by ``quantize_model``.
         record_file: completed by the calibration model.
@@ -213,8 +220,8 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         TypeError: an argument has the wrong type.
         ValueError: the ONNX file does not exist, or a factor of the record is outside its range.
         OSError: a file cannot be read or written.
-        RuntimeError: calibration is incomplete (the message lists the missing batches by layer), or record and model do
-            not belong together.
+        RuntimeError: calibration is incomplete (the message lists the missing batches by layer), record and model do
+            not belong together, or a written file cannot be used; nothing was saved.
     """
     log.start("amct_pytorch")
     check_types(
@@ -236,7 +243,9 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         logger.warning("%s", note)
     beside = tensor_factors_path(record_file)
     tensors = read_tensor_factors(beside) if beside.exists() else None
-    save_files(SaveRequest(where=where), model, record, notes, tensors)
+    inputs, origin = batch_beside(record_file, model)
+    content = SavedContent(record=record, tensors=tensors, reference=Reference(inputs=inputs, origin=origin))
+    save_files(SaveRequest(where=where, record_file=Path(record_file)), model, content, notes)
 
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:

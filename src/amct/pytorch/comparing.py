@@ -15,7 +15,10 @@ from amct.ptq.door import ModelOutput
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.folding import fuse
+from amct.pytorch.functional.finding import find_functional_layers
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.onnx.float_onnx import float_onnx
 from amct.pytorch.watch.layer_hooks import given_input
@@ -29,11 +32,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from amct.numerics.similarity import LayerComparison
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import OnTensor
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.watch.layer_hooks import Arguments
-    from amct.report.similarity import LayerComparison
 
 
 class TorchRun:
@@ -61,11 +64,11 @@ class TorchRun:
         """A context whose value is a function that runs the model on one batch, without gradients."""
         with ExitStack() as stack:
             for layer, place in self._layers.items():
-                hook = self._model.get_submodule(place).register_forward_hook(_output_hook(layer, outputs))
+                hook = layer_module(self._model, place).register_forward_hook(_output_hook(layer, outputs))
                 stack.callback(hook.remove)
             for layer, weights in self._weights.items() if inputs is not None else ():
                 assert inputs is not None
-                module = self._model.get_submodule(layer)
+                module = layer_module(self._model, layer)
                 hook = module.register_forward_pre_hook(_input_hook(layer, weights, inputs), with_kwargs=True)
                 stack.callback(hook.remove)
             yield self._run
@@ -132,6 +135,7 @@ def compare(
     batches = torch_batches(reference, data, inputs)
     example = batches.first()
     if isinstance(quantized_model, QuantizedModel):
+        reference = find_functional_layers(reference, example_inputs(reference, (*example[0], example[1])))
         other, folded = quantized_model.model, quantized_model.prepared.folded_layers
         layers = {name: [name, *folded.get(name, ())][-1] for name in quantized_model.layers}
     else:
@@ -152,13 +156,13 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
     """
-    traced = cached_trace(model, torch.from_numpy(example))
+    traced = cached_trace(model, torch.from_numpy(example), all_layers=True)
     return float_onnx(traced, fuse(traced)).model
 
 
 def _has(model: nn.Module, path: str) -> bool:
     try:
-        model.get_submodule(path)
+        layer_module(model, path)
     except AttributeError:
         return False
     return True

@@ -13,6 +13,7 @@ from amct.errors import ArgumentError, ArgumentTypeError
 from amct.ptq import flow
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.watch.balancing import balance_of
@@ -81,7 +82,9 @@ class TorchDoor:
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to arguments of the model."""
-        return torch_batches(unwrap(self._model), data, inputs)
+        model = unwrap(self._model)
+        refuse_operators(model)
+        return torch_batches(model, data, inputs)
 
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
@@ -92,6 +95,7 @@ class TorchDoor:
             input_names=self._io.input_names,
             output_names=self._io.output_names,
             dynamic_axes=self._io.dynamic_axes,
+            all_layers=True,
         )
         return plan_of(config, self._traced.config_layers(), batches)
 

@@ -15,6 +15,7 @@ from amct.errors import AmctError
 from amct.numerics.affine import dequantize, quantize_bias
 from amct.numerics.arq import factors_per_row
 from amct.pytorch.capture.operators import MARK
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights
 from amct.pytorch.watch.layer_hooks import Balance, FakeQuantize
 
@@ -33,7 +34,7 @@ def fake_quant_copy(preparation: TorchPreparation, record: Record) -> nn.Module:
     """A fake-quantized copy of the folded model; the record must be complete."""
     model = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
-        module, entry = model.get_submodule(name), record[name]
+        module, entry = layer_module(model, name), record[name]
         setattr(module, MARK, True)
         if weights.balance is not None:
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)

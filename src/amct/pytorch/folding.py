@@ -11,11 +11,14 @@ from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.numerics.fold import ChannelAffine, fold_after
 from amct.pytorch.capture.layer_types import BATCH_NORMS, layer_type
+from amct.pytorch.capture.program_graph import call_name
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from amct.model import Graph
     from amct.pytorch.capture.trace import Traced
 
 _HEADS = frozenset(name for name, kind in KIND_OF_TORCH_TYPE.items() if kind.folds_batch_norm)
@@ -27,8 +30,10 @@ Fused = Folded[nn.Module]
 def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Fused:
     """Copy the model and fold every batch norm that is the only reader of a convolution's or linear layer's output.
 
-    A folded batch norm becomes nn.Identity; a layer without bias gets one. Batch norms that are not folded are reported
-    with the reason. The model may be in train mode; the copy is in eval mode.
+    A layer that is called several times takes a batch norm that reads the output of each of its calls.
+    A folded batch norm becomes nn.Identity; a subclass that does more after normalizing (an activation) keeps the rest.
+    A layer without bias gets one. Batch norms that are not folded are reported with the reason. The model may be in
+    train mode; the copy is in eval mode.
 
     Args:
         traced: the model.
@@ -46,22 +51,47 @@ def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) 
         return Fused.unchanged(model, _batch_norms(model), reason)
     shared = _shared_parameters(model)
 
+    graph = traced.graph
+
     def refuse(head: Node, norm: Node) -> str | None:
-        return _refusal(model, head, norm, shared)
+        pairs = _pairs_of_calls(traced, graph, head, norm)
+        problems = (_refusal(model, *pair, shared) for pair in pairs)
+        return _call_problem(head, norm) if not pairs else next((problem for problem in problems if problem), None)
 
     def fold(head: Node, norm: Node) -> None:
-        _fold(model, head, norm)
+        if head.name == _path(head):  # once, not for each call
+            _fold(model, head, norm)
 
-    fusions, skips = fold_batch_norms(traced.graph, PATTERN, fold, skip=skip, refuse=refuse)
-    return Fused(model=model, fusions=fusions, skips=skips)
+    fusions, skips = fold_batch_norms(graph, PATTERN, fold, skip=skip, refuse=refuse)
+    once = {layer: norm for layer, norm in fusions.items() if layer == _path(graph[layer])}
+    return Fused(model=model, fusions=once, skips=skips)
+
+
+def _pairs_of_calls(traced: Traced, graph: Graph, head: Node, norm: Node) -> list[tuple[Node, Node]]:
+    """Every call of a layer with the call of the batch norm that reads it; empty if some call has no such partner."""
+    if head.attributes["calls"] == norm.attributes["calls"] == 1:
+        return [(head, norm)]
+    facts = traced.layers.get(_path(head))
+    if facts is None or facts.calls != norm.attributes["calls"]:
+        return []
+    pairs = []
+    for call in range(facts.calls):
+        layer = graph[call_name(_path(head), call)]
+        reader = graph.sole_consumer(layer)
+        if reader is None or reader.name != call_name(_path(norm), call):
+            return []
+        pairs.append((layer, reader))
+    return pairs
+
+
+def _call_problem(head: Node, norm: Node) -> str:
+    node = head if head.attributes["calls"] != 1 else norm
+    return f'"{_path(node)}" is called {node.attributes["calls"]} times'
 
 
 def _refusal(model: nn.Module, head: Node, norm_node: Node, shared: Collection[int]) -> str | None:
-    layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
+    layer, norm = layer_module(model, _path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    for node in (head, norm_node):
-        if node.attributes["calls"] != 1:
-            return f'"{_path(node)}" is called {node.attributes["calls"]} times'
     return _norm_problem(norm, norm_node) or _layer_problem(layer, head, shared) or _shape_problem(layer, norm, head)
 
 
@@ -70,7 +100,9 @@ def _norm_problem(norm: nn.modules.batchnorm._BatchNorm, node: Node) -> str | No
         return "it keeps no running statistics (track_running_stats=False)"
     if not norm.affine:
         return "it has no weight and bias (affine=False)"
-    return None if node.attributes["exact"] else f"{node.attributes['class']} does more than normalize"
+    if node.attributes["exact"] or node.attributes["normalizes_first"]:
+        return None
+    return f"{node.attributes['class']} changes its input before it normalizes, or reads it elsewhere"
 
 
 def _layer_problem(layer: nn.Module, node: Node, shared: Collection[int]) -> str | None:
@@ -100,7 +132,7 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
 
 def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
     """Fold one pair in place; a non-finite result raises an error and leaves both unchanged."""
-    layer, norm = model.get_submodule(_path(head)), model.get_submodule(_path(norm_node))
+    layer, norm = layer_module(model, _path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
     assert norm.running_mean is not None
     assert norm.running_var is not None
@@ -112,7 +144,20 @@ def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
     folded = fold_after(weight, bias, kind, getattr(layer, "groups", 1), affine)
     for name, value in zip(("weight", "bias"), folded, strict=True):
         layer.register_parameter(name, nn.Parameter(value, requires_grad=weight.requires_grad))
-    _replace(model, _path(norm_node), nn.Identity())
+    if norm_node.attributes["exact"]:
+        _replace(model, _path(norm_node), nn.Identity())
+    else:
+        _neutralize(norm)
+
+
+def _neutralize(norm: nn.modules.batchnorm._BatchNorm) -> None:
+    """Let a batch norm that does more (an activation) pass its input on unchanged: (x - 0) / sqrt(1 + 0) · 1 + 0."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    norm.eps = 0.0
+    with torch.no_grad():
+        for tensor, value in ((norm.running_mean, 0), (norm.running_var, 1), (norm.weight, 1), (norm.bias, 0)):
+            tensor.fill_(value)
 
 
 def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:

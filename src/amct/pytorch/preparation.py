@@ -20,8 +20,9 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.comparing import TorchRun
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.folding import Fused, fuse
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights, weight_parts
-from amct.pytorch.model_copy import copy_model
+from amct.pytorch.model_copy import as_array, copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
 from amct.pytorch.watch.intermediate_tensors import find_tensors
@@ -29,6 +30,7 @@ from amct.pytorch.watch.intermediate_tensors import find_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
 
@@ -56,11 +58,16 @@ class TorchPreparation(Preparation):
     traced: Traced
     fused: Fused
 
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """How often each layer is called in one forward, if more than once."""
+        return {name: facts.calls for name, facts in self.traced.layers.items() if facts.calls > 1}
+
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model with fake-quantized weights."""
         model = copy_model(self.fused.model)
         for name, weights in self.weights.items():
-            put_weights(model.get_submodule(name), {key: weight.clone() for key, weight in weights.rounded.items()})
+            put_weights(layer_module(model, name), {key: weight.clone() for key, weight in weights.rounded.items()})
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
@@ -75,7 +82,7 @@ class TorchPreparation(Preparation):
             return float_onnx(self.traced, self.fused, opset=opset)
         model = copy_model(self.fused.model, share_tensors=True)
         for name, weights in rounded.items():
-            put_weights(model.get_submodule(name), weights.unbalanced())
+            put_weights(layer_module(model, name), weights.unbalanced())
         return float_onnx(self.traced, replace(self.fused, model=model), opset=opset)
 
     @cached_property
@@ -144,6 +151,18 @@ class TorchPreparation(Preparation):
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return tensors[0].shape[0] if tensors else 1
 
+    @property
+    def any_batch_size(self) -> bool:
+        """Whether the first axis of every input is dynamic."""
+        names = self.traced.names
+        return all(0 in names.axes.get(name, {}) for name in names.inputs)
+
+    def onnx_inputs(self, arguments: Arguments) -> dict[str, NDArray[Any]]:
+        """The tensors among the arguments of the forward, by the input names of the ONNX files."""
+        args, kwargs = arguments
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return {name: as_array(tensor) for name, tensor in zip(self.traced.names.inputs, tensors, strict=True)}
+
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded model as ONNX."""
         onnx = self.default_onnx if opset in (None, DEFAULT_OPSET) else self.float_onnx(opset or DEFAULT_OPSET)
@@ -178,7 +197,7 @@ def prepare(
     fused = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
     weights: dict[str, LayerWeights] = {}
     for layer in chosen:
-        module = fused.model.get_submodule(layer.name)
+        module = layer_module(fused.model, layer.name)
         weights[layer.name] = quantize_weights(
             layer,
             weight_parts(module),

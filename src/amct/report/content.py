@@ -165,10 +165,11 @@ class LayerNote:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSize:
-    """A file that belongs to the report, with its size in bytes."""
+    """A file that belongs to the report, with its size in bytes and what was measured when it was checked."""
 
     name: str
     size: int
+    check: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

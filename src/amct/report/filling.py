@@ -15,6 +15,7 @@ import torch
 
 from amct import __version__
 from amct.errors import FileError
+from amct.model.quant_json import QUANT_JSON, read_quant_json
 from amct.report.activations import InputStatistics
 from amct.report.content import Figure, FileSize, InputContent, LayerContent, LayerNote, ReportContent, WeightRanges
 from amct.report.measuring import OUTPUT
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.model import Skip
+    from amct.model.quant_json import FileCheck
     from amct.report.measuring import Measured
 
 LARGEST_OUTPUTS = 4
@@ -146,7 +148,7 @@ def report_content(
         model=subject.model,
         measured_on=measured_on or batches,
         figures=tuple(_figures(measured, (before, after))),
-        files=tuple(_file_size(Path(file)) for file in files),
+        files=_file_sizes([Path(file) for file in files]),
         layers=tuple(layer.content(measured) for layer in subject.layers),
         fused=subject.fused,
         skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in subject.skipped),
@@ -156,11 +158,19 @@ def report_content(
     )
 
 
-def _file_size(path: Path) -> FileSize:
+def _file_sizes(paths: Sequence[Path]) -> tuple[FileSize, ...]:
+    """The files with their sizes, and the numbers that a quant.json among them has of their check."""
+    documents = [read_quant_json(path) for path in paths if path.name.endswith(QUANT_JSON) and path.is_file()]
+    checks = {name: entry.check for document in documents for name, entry in document.files.items()}
+    return tuple(_file_size(path, checks.get(path.name)) for path in paths)
+
+
+def _file_size(path: Path, check: FileCheck | None) -> FileSize:
     try:
-        return FileSize(name=path.name, size=path.stat().st_size)
+        size = path.stat().st_size
     except OSError as error:
         raise FileError(f'files: "{path}" cannot be read: {error.strerror}') from error
+    return FileSize(name=path.name, size=size, check=check.text() if check is not None else "")
 
 
 def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[Figure]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
-from amct.report.similarity import Comparison
+from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from amct.numerics.similarity import LayerComparison
     from amct.report.activations import InputStatistics
     from amct.report.content import ActivationContent, ReportContent
-    from amct.report.similarity import LayerComparison
 
 Metric = Callable[[Any, Any], float]
 """``metric(output, batch)`` returns the mean over the samples of a batch; ``batch`` is an item of the data."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from amct.printable import escaped, printable, shortened
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -28,7 +30,8 @@ def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
     lines = [f"{name}: {len(record)} layers quantized, {folded} batch norms folded"]
     lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
     if skipped:
-        width = max(len(skip.layer) for skip in skipped)
+        names = [escaped(shortened(skip.layer)) for skip in skipped]
+        width = max(map(len, names))
         lines.append(f"{len(skipped)} left as they are:")
-        lines += [f"  {skip.layer:<{width}}  {skip.reason}" for skip in skipped]
-    return "\n".join(lines)
+        lines += [f"  {name:<{width}}  {skip.reason}" for name, skip in zip(names, skipped, strict=True)]
+    return printable("\n".join(lines))

@@ -41,6 +41,9 @@ def record_forward(node: Node, bottoms: list[Blob]) -> Record:
     parameters = [_leaf(blob, needs) for blob, needs in zip(layer.blobs, layer.parameter_needs_gradient, strict=True)]
     with torch.enable_grad():
         tops = layer.forward(inputs, parameters)
+        exact = layer.forward_on_integers([each.detach() for each in inputs])
+        if exact is not None:
+            tops = _with_gradient_of(exact, tops)
     return Record(inputs, parameters, tops)
 
 
@@ -76,3 +79,22 @@ def _add_parameter_gradients(layer: Layer, record: Record, gradients: object) ->
             gradient: torch.Tensor | None = next(gradients)  # type: ignore[call-overload]
             if gradient is not None:
                 blob.set_gradient(blob.gradient.to(gradient.device) + gradient.reshape(blob.shape))
+
+
+class _ValueOf(torch.autograd.Function):
+    """The value of the second tensor with the gradient of the first."""
+
+    @staticmethod
+    def forward(ctx: object, carrier: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        del ctx, carrier
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        del ctx
+        return gradients[0], None
+
+
+def _with_gradient_of(values: Sequence[torch.Tensor], carriers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values, with the gradients of other tensors of the same shapes."""
+    return [_ValueOf.apply(carrier, value) for carrier, value in zip(carriers, values, strict=True)]  # type: ignore[no-untyped-call]

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from amct.caffe.engine.layers.quantization import InputFactors
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
     from amct.numerics.weight_kind import WeightKind
@@ -142,8 +143,16 @@ class Layer:
         """Compute the tops."""
         raise NotImplementedError
 
+    def forward_on_integers(self, bottoms: list[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """The tops computed from the integers of fake-quantized bottoms and weights; None to use ``forward``."""
+        del bottoms
+        return None
+
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Receive the other layers of the net, by name and in order, after all are set up."""
+
+    def take_input_factors(self, index: int, factors: InputFactors) -> None:
+        """Receive the factors of a bottom that a Quant layer fake-quantizes for this layer."""
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """(scale, shift) per channel if that is all the layer does at inference, else None."""
@@ -174,7 +183,10 @@ class Layer:
 
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Run forward on blobs, without gradients."""
-        results = self.forward([blob.tensor for blob in bottoms], [blob.tensor for blob in self.blobs])
+        given = [blob.tensor for blob in bottoms]
+        results = self.forward_on_integers(given)
+        if results is None:
+            results = self.forward(given, [blob.tensor for blob in self.blobs])
         for blob, value in zip(tops, results, strict=True):
             blob.set_tensor(value)
 
@@ -222,12 +234,12 @@ class Layer:
 
     @contextmanager
     def naming_errors(self, bottoms: list[Shape]) -> Iterator[None]:
-        """Turn an error of Python in ``setup`` or ``reshape`` into a ModelError that names this layer."""
+        """Turn an error of Python or torch in ``setup`` or ``reshape`` into a ModelError that names this layer."""
         try:
             yield
         except AmctError:
             raise
-        except (ValueError, IndexError, ArithmeticError) as error:
+        except (ValueError, IndexError, ArithmeticError, RuntimeError, MemoryError) as error:
             raise self.error(f"does not fit its bottoms {bottoms}: {error}") from error
 
     def error(self, message: str) -> ModelError:

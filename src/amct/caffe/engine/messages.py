@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from amct.atomic import check_whole
-from amct.errors import FileError
+from amct.caffe.engine.parse_help import with_layers_named
+from amct.errors import FileError, ParseError
 from amct.schema import ExtraField, descriptor, message_class, parse_text
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def parse_message(text: str, name: str, source: str = "prototxt", schema: Custom
         ParseError: The text is not a prototxt of that message, with line and column.
     """
     found = descriptor(f"caffe.{name}", schema="caffe", extra=_extra) if schema is None else schema.descriptor(name)
-    return parse_text(text, found, source).to_message()
+    try:
+        return parse_text(text, found, source).to_message()
+    except ParseError as error:
+        raise with_layers_named(error, text) from None
 
 
 def read_text_file(path: str | os.PathLike[str]) -> str:

@@ -18,7 +18,7 @@ from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.plan import Plan, Step, build_plan
-from amct.errors import ArgumentError, ModelError, did_you_mean
+from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
     import os
@@ -271,6 +271,19 @@ class Net:
             for each in [node] if step.chain is None else step.chain.nodes:
                 self._reshape_node(each)
             step.shapes = shapes
+        try:
+            self._compute(step)
+        except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
+            if isinstance(error, AmctError) or layer.type == "Python":  # errors of the user's own code stay as they are
+                raise
+            raise layer.error(f"cannot run on its bottoms {shapes}: {str(error).splitlines()[0]}") from error
+        for blob in step.mirrors:
+            blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
+        for blob in step.release:
+            blob.values.release()
+
+    def _compute(self, step: Step) -> None:
+        node, layer = step.node, step.node.layer
         if step.chain is not None:
             step.tops[0].set_tensor(step.chain.run(step.bottoms[0].tensor))
         elif node.needs_backward and layer.uses_autograd:
@@ -281,10 +294,6 @@ class Net:
         else:
             layer.may_overwrite = step.overwrite
             layer.run(step.bottoms, step.tops)
-        for blob in step.mirrors:
-            blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
-        for blob in step.release:
-            blob.values.release()
 
     def _reshape_node(self, node: Node) -> None:
         layer = node.layer

@@ -77,8 +77,8 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
     if found is None:
         where = f'layer "{layer_name}": ' if layer_name else ""
         raise UnsupportedLayerError(
-            f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, _registered)} Known types: '
-            f"{', '.join(sorted(_registered))}. To add one, write a class with @register({type_name!r}) in "
+            f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, layer_types())} Known types: '
+            f"{', '.join(layer_types())}. To add one, write a class with @register({type_name!r}) in "
             "amct/caffe/engine/layers (docs/caffe-layers.md shows how), or make it a Python layer."
         )
     return found
@@ -97,6 +97,6 @@ def implementation_of(parameter: ProtoMessage) -> str:
 
 
 def layer_types() -> list[str]:
-    """Every known layer type, sorted."""
+    """Every layer type that a prototxt can name, sorted; not the variants that ``implementation_of`` chooses."""
     _load_all()
     return sorted(name for name in _registered if " " not in name)

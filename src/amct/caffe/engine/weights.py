@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,14 @@ import numpy as np
 import torch
 
 from amct.atomic import FileGroup, check_whole, open_write
+from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
 from amct.caffe.engine.wire import StoredBlob, StoredLayer, blob_parts, layer_parts, read_blob, read_weights
 from amct.errors import FileError, ModelError, ParseError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-    import h5py
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+WEIGHTS_GROUP = "data"
+"""The group of an HDF5 caffemodel that holds the weights."""
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
@@ -190,9 +191,7 @@ def save_hdf5(graph: Graph, path: str | os.PathLike[str], *, with_diff: bool = F
 
 def write_hdf5(graph: Graph, path: Path, *, with_diff: bool = False) -> None:
     """Write an HDF5 caffemodel to this path directly, for a caller that commits several files together."""
-    import h5py
-
-    with h5py.File(path, "w") as file:
+    with hdf5_library().File(path, "w") as file:
         groups = [("data", False), *([("diff", True)] if with_diff else [])]
         for group_name, is_diff in groups:
             group = file.create_group(group_name)
@@ -211,38 +210,31 @@ def load_hdf5(graph: Graph, path: str | os.PathLike[str]) -> None:
         ParseError: It is not an HDF5 caffemodel.
         ModelError: Number of blobs or shapes differ.
     """
-    with open_hdf5(path) as data:
+    check_whole(path)
+    with Hdf5File(path) as file:
+        check_has_weights(file, path)
         for node in graph.nodes:
-            if node.layer.name in data:
-                _load_group(graph, node, data[node.layer.name], str(path))
+            _load_layer(graph, node, file, str(path))
 
 
-@contextmanager
-def open_hdf5(path: str | os.PathLike[str]) -> Iterator[h5py.Group]:
-    """The weights of an HDF5 caffemodel: ``<layer>/<index>``.
+def check_has_weights(file: Hdf5File, path: str | os.PathLike[str]) -> None:
+    """Check that an HDF5 file is a caffemodel: ``/data/<layer>/<index>``.
 
     Raises:
-        FileError: The file cannot be read.
-        ParseError: It is not an HDF5 caffemodel.
+        ParseError: It is not.
     """
-    import h5py
-
-    check_whole(path)
-    try:
-        with h5py.File(path, "r") as file:
-            if "data" not in file:
-                raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "data"')
-            yield file["data"]
-    except OSError as error:
-        raise FileError(f"Couldn't open {path}: {error}") from error
+    if not file.has(WEIGHTS_GROUP):
+        raise ParseError(f'{path}: not an HDF5 caffemodel: it has no group "{WEIGHTS_GROUP}"')
 
 
-def _load_group(graph: Graph, node: Node, group: h5py.Group, source: str) -> None:
-    stored: dict[str, NumberArray] = {name: item[()] for name, item in group.items() if name.isdigit()}
+def _load_layer(graph: Graph, node: Node, file: Hdf5File, source: str) -> None:
+    if not file.has(WEIGHTS_GROUP, node.layer.name):
+        return
+    stored = [name for name in file.names(WEIGHTS_GROUP, node.layer.name) if name.isdigit()]
     if len(stored) > len(node.layer.blobs):
         _check_blob_count(node.layer, len(stored), source)
     for index, blob in enumerate(node.layer.blobs):
-        values = stored.get(str(index))
+        values = file.array(WEIGHTS_GROUP, node.layer.name, str(index))
         if values is not None:
             _copy_blob(node.layer, index, StoredBlob(values.shape, values.reshape(-1)), source)
         elif graph.owner_of[node.index, index].blob is blob:

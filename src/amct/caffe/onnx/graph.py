@@ -4,7 +4,7 @@ Nodes have the names of their layers, tensors those of their blobs. Where layers
 blob's name and earlier ones are named ``<blob>.<layer>``. Layers that are the identity at inference (Split, Dropout)
 have no node. The batch size is dynamic if all inputs share it and every layer supports that.
 
-Losses and Accuracy are not part of a deployed model, and DetectionOutput has no ONNX operator: the file ends before
+Losses and Accuracy are not part of a deployed model, and boxes of detectors have no ONNX operator: the file ends before
 them, their inputs become its outputs, and a note reports it.
 """
 
@@ -25,11 +25,13 @@ from amct.caffe.engine.layers.dummy_data import DummyData
 from amct.caffe.engine.layers.input import Input, Parameter
 from amct.caffe.engine.layers.loss_base import LossLayer
 from amct.caffe.engine.layers.selection import Silence
+from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net
 from amct.caffe.onnx.forms.place import FollowsBatchError, Place
 from amct.caffe.onnx.forms.registry import form_of
 from amct.caffe.onnx.forms.writer import OnnxWriter
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
+from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ExportError, did_you_mean
 from amct.export.writer import check_opset, save_model
 
@@ -46,7 +48,12 @@ logger = logging.getLogger(__name__)
 DEFAULT_OPSET = 18
 BATCH = "batch"
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # opset -> IR version, from ONNX
-_ENDS = frozenset({"Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss"})
+_ENDS = frozenset(
+    {
+        "Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss",
+        "YoloDetectionOutput", "Yolov3DetectionOutput",
+    }
+)  # fmt: skip
 """Layer types, in addition to losses, before which the exported graph ends."""
 
 
@@ -111,6 +118,7 @@ def export_onnx(
     *,
     opset: int = DEFAULT_OPSET,
     outputs: Sequence[str] | None = None,
+    custom_proto: str | os.PathLike[str] | None = None,
 ) -> tuple[str, ...]:
     """Write a Caffe model as a float ONNX file; returns the notes, if there are any.
 
@@ -120,6 +128,7 @@ def export_onnx(
         path: The file to write.
         opset: 16 to 21.
         outputs: The output blobs; by default the net's outputs.
+        custom_proto: A ``custom.proto`` with messages of your own layers.
 
     Raises:
         FileError, ParseError, ModelError: The files cannot be read or are not a net.
@@ -128,7 +137,8 @@ def export_onnx(
     """
     check_file_name(path, "path")
     check_opset(opset)
-    net = Net.from_file(prototxt, phase=TEST, with_gradients=False)
+    parameter = read_message(prototxt, "NetParameter", custom_schema(custom_proto))
+    net = Net(parameter, phase=TEST, with_gradients=False)
     net.load_weights(caffemodel)
     exported = float_onnx(net, opset=opset, outputs=outputs)
     save_model(Path(path), exported.model)

@@ -44,6 +44,7 @@ def quantized_onnx(
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
     opset: int = DEFAULT_OPSET,
+    float_tensors: Collection[str] = (),
 ) -> ExportedModel:
     """Convert a quantized net to a QDQ model, in memory.
 
@@ -51,9 +52,10 @@ def quantized_onnx(
         net: The folded float net of the TEST phase; non-uniform (SNQ) weights must already be quantized in it.
         record: The factors of its layers.
         tensors: Factors of the blobs of ``tensors_to_observe``; None (nothing was observed) means ``exact``.
-        placement: The tensors to quantize: ``fast`` or ``exact``.
+        placement: The tensors to quantize: ``fast``, ``exact`` or ``auto``.
         target: The integer types: ``portable``, ``vnni`` or ``exact8``.
         opset: 16 to 21; activations of more than 8 bits need 21.
+        float_tensors: Blobs between layers that ``fast`` leaves float.
 
     Raises:
         RecordError: The record belongs to another model, or a layer lacks the factors of its input.
@@ -64,7 +66,13 @@ def quantized_onnx(
     exported = parts.exported
     observed = None if tensors is None else {**tensors, **parts.tensors()}
     result = qdq_model(
-        exported.model, parts.bindings, parts.factors, tensors=observed, placement=placement, target=target
+        exported.model,
+        parts.bindings,
+        parts.factors,
+        tensors=observed,
+        placement=placement,
+        target=target,
+        float_tensors=float_tensors,
     )
     if observed is None or Placement(placement) is Placement.EXACT:
         result = _with_data_only(result, exported, parts, Target(target))

@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from amct.caffe.proto_merge.merge import CustomSchema, MergeResult, load_custom_schema, merge_files
+from amct.caffe.proto_merge.merge import CustomSchema, MergeResult, custom_schema, load_custom_schema, merge_files
 
-__all__ = ["CustomSchema", "MergeResult", "load_custom_schema", "merge_files"]
+__all__ = ["CustomSchema", "MergeResult", "custom_schema", "load_custom_schema", "merge_files"]

@@ -67,6 +67,13 @@ class CustomSchema:
 
     result: MergeResult
 
+    @classmethod
+    def of(cls, message: ProtoMessage) -> CustomSchema:
+        """The schema of a message that was read with a custom.proto."""
+        file = FileDescriptorProto()
+        message.DESCRIPTOR.file.CopyToProto(file)
+        return cls(MergeResult(file))
+
     @cached_property
     def _pool(self) -> DescriptorPool:
         pool = DescriptorPool()
@@ -89,6 +96,11 @@ def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
         FileError, ParseError, ConfigError: It cannot be read, is not a .proto file, or conflicts.
     """
     return CustomSchema(merge(_read(custom), _ours()))
+
+
+def custom_schema(custom: str | os.PathLike[str] | CustomSchema | None) -> CustomSchema | None:
+    """The schema of a custom.proto, for functions to which none may be given; errors as ``load_custom_schema``."""
+    return custom if custom is None or isinstance(custom, CustomSchema) else load_custom_schema(custom)
 
 
 def merge_files(

@@ -35,6 +35,7 @@ SCALARS = {
     )
 }  # fmt: skip
 _LARGEST_NUMBER = 2**29 - 1
+_ENUM_LIMIT = 2**31
 _RESERVED_NUMBERS = range(19000, 20000)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "'": "'", "0": "\0"}
 _SKIPPED = ("option", "reserved", "extensions")
@@ -222,8 +223,11 @@ def _enum(stream: TokenStream, enum: EnumDescriptorProto) -> None:
             continue
         stream.expect("sign", "=")
         negative = stream.accept("-")
-        number = _whole(stream, stream.expect("number"))
-        enum.value.add(name=name.text, number=-number if negative else number)
+        token = stream.expect("number")
+        number = -_whole(stream, token) if negative else _whole(stream, token)
+        if not -_ENUM_LIMIT <= number < _ENUM_LIMIT:
+            raise stream.error(f"expected a number of 32 bits, found {number}", token.offset)
+        enum.value.add(name=name.text, number=number)
         if stream.accept("["):
             while not stream.accept("]"):
                 if stream.take().kind == "end":

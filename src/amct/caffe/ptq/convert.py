@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_model
+from amct.caffe.ptq.checking import reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
 from amct.caffe.ptq.save import SaveNotes, prefix_of, save_results
 from amct.errors import RecordError
-from amct.export.saving import SaveRequest
+from amct.export.saving import SavedContent, SaveRequest
 from amct.record import normalize_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -35,7 +37,11 @@ DATA_TYPES = (
 
 
 def convert_model(
-    model_file: AnyPath, weights_file: AnyPath, scale_offset_record_file: AnyPath, save_path: AnyPath
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    scale_offset_record_file: AnyPath,
+    save_path: AnyPath,
+    custom_proto: AnyPath | None = None,
 ) -> None:
     """Write the fake-quant and the deploy model of a float model and a record of its factors.
 
@@ -47,6 +53,7 @@ def convert_model(
         weights_file: Its caffemodel.
         scale_offset_record_file: The record; also the older form with ``scale_d`` directly in ``value``.
         save_path: Folder and prefix of the files, such as ``results/model``.
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
@@ -61,14 +68,15 @@ def convert_model(
         "weights_file": (weights_file, paths),
         "scale_offset_record_file": (scale_offset_record_file, paths),
     }
-    check_types("convert_model", {**arguments, "save_path": (save_path, paths)})
+    others = {"save_path": (save_path, paths), "custom_proto": (custom_proto, (*paths, type(None)))}
+    check_types("convert_model", {**arguments, **others})
     log.start("amct_caffe")
     for name, (value, _) in arguments.items():
         input_file(value, name)
     record = read_caffe_record(scale_offset_record_file)
     for warning in record.warnings:
         logger.warning("%s", warning)
-    original = read_model(model_file, weights_file)
+    original = read_model(model_file, weights_file, custom_proto)
     check_global_statistics(original.net)
     model = original.copy()
     fusion = fuse(model, skip=[name for name, entry in record.items() if entry.skip_fusion])
@@ -84,8 +92,15 @@ def convert_model(
         fusion=fusion,
         not_quantized={layer.name: reason for layer in model.layers if layer.name not in record.layers},
     )
-    request = SaveRequest(where=prefix_of(save_path), formats=("fake_quant", "deploy"), with_record=True)
-    save_results(Results(model, weights, record, may_raise_scale=False), request, notes=notes)
+    request = SaveRequest(
+        where=prefix_of(save_path),
+        formats=("fake_quant", "deploy"),
+        with_record=True,
+        record_file=Path(scale_offset_record_file),
+    )
+    results = Results(model, weights, record, may_raise_scale=False)
+    reference = reference_beside(Path(scale_offset_record_file), results)
+    save_results(results, request, notes=notes, content=SavedContent(record=record, reference=reference))
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:
@@ -104,6 +119,11 @@ def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> Ca
     record = normalize_record(record, layers)
     by_name = {layer.name: layer for layer in model.layers}
     for name, entry in record.items():
+        if name not in by_name:  # accepted so far because of its object_layer
+            raise RecordError(
+                f'{record.source}: the key "{name}" is no layer of the model; its object_layer is '
+                f'"{entry.object_layer}". Write the name of the layer as the key'
+            )
         layer = by_name[name]
         if layer.type not in FEEDFORWARD_TYPES:
             continue

@@ -52,6 +52,7 @@ def equalize_model(
     equalized_weights_file: AnyPath,
     *,
     inputs: BatchInputs | None = None,
+    custom_proto: AnyPath | None = None,
 ) -> list[str]:
     """Write an equivalent float model whose channels have more equal ranges, to be quantized instead.
 
@@ -65,6 +66,7 @@ def equalize_model(
         equalized_model_file: Where the new prototxt is written.
         equalized_weights_file: Where the new caffemodel is written.
         inputs: Turns a batch into the net's inputs; needed when the batch is not in one of the standard forms.
+        custom_proto: A ``custom.proto`` with messages of your own layers.
 
     Returns:
         The layers whose output channels were changed.
@@ -84,7 +86,7 @@ def equalize_model(
     input_file(model_file, "model_file")
     input_file(weights_file, "weights_file")
     files = [output_file(paths[name], name) for name in list(paths)[2:]]
-    model = read_model(model_file, weights_file)
+    model = read_model(model_file, weights_file, custom_proto)
     check_global_statistics(model.net)
     fuse(model, skip=())
     found = find_factors(model, caffe_batches(data, inputs))

@@ -1,4 +1,4 @@
-"""Folding: merges BatchNorm, Scale and Bias into the weights of the layer before (or behind) them.
+"""Folding: merges BatchNorm, BN, Scale and Bias into the weights of the layer before (or behind) them.
 
 Three passes, exact up to float rounding: layers behind a weighted layer are folded into it; a BatchNorm (and Scale)
 before a convolution without padding is folded into that convolution; the remaining ones that are to be quantized are
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from amct.caffe.engine.layers.bn import bn_affine, uses_batch_statistics
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
 from amct.caffe.ptq.weight_layout import layout_of
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AFFINE_TYPES = ("BatchNorm", "Scale", "Bias")
-STAGES = tuple(frozenset({name}) for name in AFFINE_TYPES)
+NORMALIZATIONS = frozenset({"BatchNorm", "BN"})
+STAGES = (NORMALIZATIONS, frozenset({"Scale"}), frozenset({"Bias"}))
+AFFINE_TYPES = frozenset().union(*STAGES)
 AFTER = FusionPattern(heads=frozenset(FEEDFORWARD_TYPES), stages=STAGES)
 BEFORE = FusionPattern(heads=frozenset({"Convolution", "DepthwiseConv"}), stages=STAGES[:2])
 IMAGE_RANK = 4
@@ -113,7 +115,7 @@ def _fuse_before(model: CaffeModel, report: FusionReport, *, skip: Collection[st
 
     fusions, skips = find_leading_fusions(model.topology(), BEFORE, skip=skip, refuse=refuse)
     for fusion in fusions:
-        if not any(node.op == "BatchNorm" for node in fusion.folded):
+        if not any(node.op in NORMALIZATIONS for node in fusion.folded):
             continue
         _fold(model, fusion, report, fold_before)
         names = [node.name for node in fusion.folded]
@@ -142,6 +144,8 @@ def _not_per_channel(model: CaffeModel, layer: ProtoMessage) -> str | None:
         if options.HasField("use_global_stats") and not options.use_global_stats:
             return f'"{layer.name}" uses the statistics of each batch'
         return None
+    if layer.type == "BN":
+        return _bn_not_per_channel(layer)
     options = layer.scale_param if layer.type == "Scale" else layer.bias_param
     if len(layer.bottom) != 1:
         return f'the factors of "{layer.name}" are a second bottom'
@@ -150,13 +154,21 @@ def _not_per_channel(model: CaffeModel, layer: ProtoMessage) -> str | None:
     return None
 
 
+def _bn_not_per_channel(layer: ProtoMessage) -> str | None:
+    if uses_batch_statistics(layer):
+        return f'"{layer.name}" uses the statistics of each batch; bn_mode: INFERENCE uses stored ones'
+    return None
+
+
 def affine_of(layer: ProtoMessage, blobs: list[torch.Tensor]) -> ChannelAffine:
-    """The per-channel affine function of a BatchNorm, Scale or Bias layer."""
+    """The per-channel affine function of a BatchNorm, BN, Scale or Bias layer."""
     if layer.type == "BatchNorm":
         mean, variance, weight = (blob.double() for blob in blobs)
         total = float(weight)
         factor = 0.0 if total == 0 else 1.0 / total
         return ChannelAffine.batch_norm(mean * factor, variance * factor, layer.batch_norm_param.eps)
+    if layer.type == "BN":
+        return bn_affine(layer, blobs)
     if layer.type == "Scale":
         return ChannelAffine.scale(blobs[0], blobs[1] if layer.scale_param.bias_term else None)
     return ChannelAffine.bias(blobs[0])
@@ -258,12 +270,16 @@ def _accelerate_one(model: CaffeModel, name: str, report: FusionReport, skip: Co
 def _affine_chain(model: CaffeModel, name: str, skip: Collection[str]) -> list[str]:
     graph = model.topology()
     chain = [name]
-    stage = AFFINE_TYPES.index(model.layer(name).type)
+    stage = _stage(model.layer(name).type)
     while (following := graph.sole_consumer(graph[chain[-1]])) is not None:
-        if following.op not in AFFINE_TYPES[stage + 1 :] or following.name in skip:
+        if following.op not in frozenset().union(*STAGES[stage + 1 :]) or following.name in skip:
             break
         if _not_per_channel(model, model.layer(following.name)) is not None:
             break
-        stage = AFFINE_TYPES.index(following.op)
+        stage = _stage(following.op)
         chain.append(following.name)
     return chain
+
+
+def _stage(kind: str) -> int:
+    return next(index for index, kinds in enumerate(STAGES) if kind in kinds)

@@ -6,14 +6,17 @@ import logging
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
-from amct.caffe.onnx.graph import DEFAULT_OPSET
+from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.onnx.quant import NARROW, other_format, quantized_onnx, tensors_to_observe
 from amct.caffe.running import build_net
 from amct.errors import ExportError
+from amct.export.check.checking import Subject
+from amct.export.exported import ExportedModel
 from amct.export.formats import file_name
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
 from amct.export.writer import add_model
+from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
     from amct.export.formats import Exported
-    from amct.export.saving import SaveRequest
+    from amct.export.saving import SavedContent, SaveRequest
     from amct.export.writer import SavePath
     from amct.numerics.observer import TensorObserver
 
@@ -36,12 +39,14 @@ logger = logging.getLogger(__name__)
 def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     """The layer types whose weights in the QDQ file are the integers of the deploy model.
 
-    All others are rounded again from the float weights: to 7 bits for every CPU, with a scale per output.
+    All others stay float or are rounded again from the float weights: to 7 bits for every CPU, with a scale per output.
     """
     if target == Target.PORTABLE.value:
         return ()
-    rescaled = placement == Placement.FAST.value and target == Target.VNNI.value
-    return tuple(each for each in FEEDFORWARD_TYPES if not (rescaled and each == "InnerProduct"))
+    others: set[LayerKind] = set()
+    if placement != Placement.EXACT.value:
+        others = {LayerKind.CONV_TRANSPOSE} | ({LayerKind.LINEAR} if target == Target.VNNI.value else set())
+    return tuple(each for each in FEEDFORWARD_TYPES if KIND_OF_CAFFE_TYPE[each] not in others)
 
 
 def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorObserver]:
@@ -99,10 +104,37 @@ def _exported(
             return other_format(name, net, results.record, tensors, options=options, opset=opset)
         net = build_net(results.float_model(rounded=types_with_ready_integers(options.placement, options.target)))
         return quantized_onnx(
-            net, results.record, tensors, placement=options.placement, target=options.target, opset=opset
+            net,
+            results.record,
+            tensors,
+            placement=options.placement,
+            target=options.target,
+            opset=opset,
+            float_tensors=options.float_tensors,
         )
     except ExportError as error:
         return error
+
+
+def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) -> Subject:
+    """The float and the simulated ONNX model with which the ONNX files are compared."""
+    assert content.reference is not None
+    tensors = content.tensors or {}
+
+    def export(name: str, used: Mapping[str, TensorFactors]) -> ExportedModel:
+        found = _exported(name, results, used, request)
+        if not isinstance(found, ExportedModel):
+            raise found if isinstance(found, ExportError) else ExportError(f"format {name} is no ONNX model")
+        return found
+
+    opset = request.opset if request.opset is not None else DEFAULT_OPSET
+    return Subject(
+        reference=content.reference,
+        original=float_onnx(build_net(results.float_model()), opset=opset).model,
+        simulate=lambda: export("fake_quant", tensors),
+        export_qdq=lambda left: export("qdq", {name: each for name, each in tensors.items() if name not in left}),
+        tensors=tensors,
+    )
 
 
 def add_exported(group: FileGroup, where: SavePath, name: str, result: Exported) -> list[Path]:

@@ -18,6 +18,8 @@ from amct.numerics.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
+from amct.numerics.weight_grid import bias_integers, dequantized_bias, lowest_scale
+from amct.numerics.weight_grid import sum_scale as step_of_sums
 from amct.record import CaffeLayerRecord
 
 if TYPE_CHECKING:
@@ -86,17 +88,25 @@ class QuantizedMatrix:
     def times(self, multiplier: torch.Tensor) -> QuantizedMatrix:
         """Multiply each output channel: scales absorb the magnitude, integers the sign, without any rounding."""
         if self.clustered is not None:
-            return self._with_clusters(absorb_multiplier(self.clustered, multiplier))
+            return self._with_clusters(absorb_multiplier(self.clustered, multiplier)).with_readable_scale()
         scale = self.factors.scale.double() * multiplier.double().abs()
         vanished = scale < SMALLEST_SCALE
         sign = torch.where(vanished, torch.zeros_like(multiplier), torch.sign(multiplier)).to(torch.int8)
         rows = channels_first(self.integers, self.layout.kind, self.layout.groups) * sign.reshape(-1, 1)
         scale = torch.where(vanished, torch.ones_like(scale), scale).float()
-        return replace(
+        made = replace(
             self,
             factors=WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32)),
             integers=from_channels_first(rows, self.integers.shape, self.layout.kind, self.layout.groups),
         )
+        return made.with_readable_scale()
+
+    def with_readable_scale(self) -> QuantizedMatrix:
+        """The same weight with the smallest scale of the same dequantized values, which a reader of them finds."""
+        rows = channels_first(self.integers, self.layout.kind, self.layout.groups)
+        factors = replace(self.factors, scale=lowest_scale(rows, self.factors.scale))
+        clustered = None if self.clustered is None else replace(self.clustered, factors=factors)
+        return replace(self, factors=factors, clustered=clustered)
 
     def _with_clusters(self, clustered: ClusteredWeight) -> QuantizedMatrix:
         integers = decode(clustered.indices, clustered.table, self.layout.kind, self.layout.groups)
@@ -158,7 +168,8 @@ def quantize_weights(
     chosen = settings or ArqSettings()
     try:
         if layer.type in RECURRENT_TYPES:
-            return QuantizedWeights(layer=layer.name, matrices=tuple(_recurrent(blobs, scale)))
+            matrices = tuple(matrix.with_readable_scale() for matrix in _recurrent(blobs, scale))
+            return QuantizedWeights(layer=layer.name, matrices=matrices)
         layout = layout_of(layer, blobs[0])
         channel_wise = chosen.channel_wise and layout.kind is not WeightKind.LINEAR
         if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
@@ -167,7 +178,7 @@ def quantize_weights(
             matrix = _clustered(layout, chosen, channel_wise)
         else:
             matrix = _rounded(layout, _uniform_factors(layout, channel_wise, scale), rounding)
-        return QuantizedWeights(layer=layer.name, matrices=(matrix,))
+        return QuantizedWeights(layer=layer.name, matrices=(matrix.with_readable_scale(),))
     except AmctError as error:
         raise CalibrationError(
             f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
@@ -250,18 +261,12 @@ class IntegerLayer:
     @property
     def real_bias(self) -> torch.Tensor | None:
         """The dequantized bias, of the first bottom."""
-        return real_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
-
-
-def real_bias(bias: torch.Tensor, sum_scale: torch.Tensor) -> torch.Tensor:
-    """Dequantize a bias."""
-    return (bias.double() * sum_scale.double()).float()
+        return dequantized_bias(self.biases[0], self.sum_scales[0]) if self.biases else None
 
 
 def sum_scale(matrix: QuantizedMatrix, scale_data: float) -> torch.Tensor:
     """The accumulator scale of a matrix and its data, one or one per output channel."""
-    data = torch.tensor(scale_data, dtype=torch.float32)
-    return (matrix.factors.scale.double() * data.double()).float()
+    return step_of_sums(matrix.factors.scale, torch.tensor(scale_data, dtype=torch.float32))
 
 
 def with_bias(
@@ -304,9 +309,17 @@ def fitted_bias(
                     channels,
                 )
                 matrix = matrix.with_scale(fit.scale_weight)
-        return matrix, tuple(quantize_bias(bias, matrix.factors.scale, scale) for scale in scales)
+        return matrix, _biases(matrix, bias, scales)
     except AmctError as error:
         raise CalibrationError(f'layer "{layer}": {error}') from error
+
+
+def _biases(matrix: QuantizedMatrix, bias: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The integer bias for each data scale; the first one as a reader finds it in its dequantized values."""
+    scale = matrix.factors.scale
+    first, *others = (quantize_bias(bias, scale, each) for each in scales)
+    step = step_of_sums(scale, scales[0])
+    return bias_integers(dequantized_bias(first, step), step), *others
 
 
 def may_overflow(matrix: QuantizedMatrix, bias: torch.Tensor | None, bits: int, offset: int) -> bool:

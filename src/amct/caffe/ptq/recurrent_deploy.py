@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, known, may_overflow, real_bias, sum_scale
+from amct.caffe.ptq.quantized_weights import QuantizedWeights, fitted_bias, known, may_overflow, sum_scale
+from amct.numerics.weight_grid import dequantized_bias
 from amct.record import DataFactors
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class IntegerRecurrent:
         found = {place: matrix.real() for place, matrix in matrices.items()}
         for place, bias in self.biases.items():
             scale = known(self.inputs[place - 1].scale)
-            found[place] = real_bias(bias, sum_scale(matrices[place - 1], scale))
+            found[place] = dequantized_bias(bias, sum_scale(matrices[place - 1], scale))
         return [found[place] for place in sorted(found)]
 
     def overflowing(self) -> Iterator[int]:

@@ -11,6 +11,7 @@ from amct import atomic, log
 from amct.arguments import check_types
 from amct.atomic import FileGroup
 from amct.caffe.model_files import write_model
+from amct.caffe.ptq.checking import check_save, pair_of, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.caffe.ptq.qdq import add_exported, export_onnx_formats
@@ -18,7 +19,7 @@ from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
 from amct.export.formats import file_name
-from amct.export.saving import SaveRequest, file_entry
+from amct.export.saving import SavedContent, SaveRequest, file_entry
 from amct.export.writer import SavePath
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.folding import FusionReport
-    from amct.export.binding import TensorFactors
     from amct.export.formats import Exported
+    from amct.model.quant_json import FileCheck
     from amct.record import CaffeRecord
 
 logger = logging.getLogger(__name__)
@@ -61,9 +62,16 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     check_save_type("save_model", save_type)
     log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
-    request = SaveRequest(where=prefix_of(save_path), formats=_CAFFE_FORMATS[save_type], with_record=True)
-    save_results(results_of(graph), request, notes=SaveNotes.of(graph))
+    request = SaveRequest(
+        where=prefix_of(save_path),
+        formats=_CAFFE_FORMATS[save_type],
+        with_record=True,
+        record_file=graph.calibration_record,
+    )
+    results = results_of(graph)
     assert graph.calibration_record is not None
+    content = SavedContent(record=results.record, reference=reference_beside(graph.calibration_record, results))
+    save_results(results, request, notes=SaveNotes.of(graph), content=content)
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
 
@@ -126,7 +134,11 @@ class SaveNotes:
 
 
 def save_results(
-    results: Results, request: SaveRequest, *, notes: SaveNotes, tensors: Mapping[str, TensorFactors] | None = None
+    results: Results,
+    request: SaveRequest,
+    *,
+    notes: SaveNotes,
+    content: SavedContent,
 ) -> list[Path]:
     """Write all files of a result as one group and return their paths.
 
@@ -138,10 +150,11 @@ def save_results(
         results: The quantized model.
         request: The formats and the save path.
         notes: Further content of ``quant.json``.
-        tensors: Factors of the blobs between layers, for the QDQ file.
+        content: The factors of the blobs between layers, for the QDQ file, and what the files are compared with.
 
     Raises:
         ArgumentError: The exporters do not support the opset.
+        ExportError: A written file cannot be used; nothing was saved.
         FileError: The files cannot be written; none was.
     """
     where = request.where
@@ -152,21 +165,14 @@ def save_results(
     if "deploy" in request.formats:
         nets["deploy"] = results.deploy()
     onnx_formats = [name for name in request.formats if name not in nets]
-    exported, not_written = export_onnx_formats(results, onnx_formats, tensors or {}, request)
-    document = replace(
-        quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
-        config=results.config,
-        equalized=tuple(results.equalized),
-        not_written=not_written,
-        files={where.file(file_name(name)).name: _file_entry(name, result) for name, result in exported.items()},
-    )
+    exported, not_written = export_onnx_formats(results, onnx_formats, content.tensors or {}, request)
     pairs = {kind: net.model for kind, net in nets.items()}
     if results.equalized:
         pairs["equalized"] = results.folded_model
     written: list[Path] = [where.quant_json] if request.formats else []
     with FileGroup() as group:
         for kind, model in pairs.items():
-            files = where.file(f"{kind}_model.prototxt"), where.file(f"{kind}_weights.caffemodel")
+            files = pair_of(where, kind)
             write_model(group, model, *files)
             written += files
         if request.with_record:
@@ -177,13 +183,28 @@ def save_results(
         for name, result in exported.items():
             written += add_exported(group, where, name, result)
         if request.formats:
+            checks = check_save(group, results, request, content, [*nets], exported)
+            document = replace(
+                quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
+                config=results.config,
+                equalized=tuple(results.equalized),
+                not_written=not_written,
+                related=request.related(),
+                files=_file_entries(where, exported, checks),
+            )
             write_quant_json(group, where.quant_json, document)
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), where.folder)
     return written
 
 
-def _file_entry(name: str, result: Exported) -> FileEntry:
-    return FileEntry(format=name) if isinstance(result, bytes) else file_entry(name, result)
+def _file_entries(
+    where: SavePath, exported: Mapping[str, Exported], checks: Mapping[Path, FileCheck]
+) -> dict[str, FileEntry]:
+    files = {path: FileEntry(format=path.suffix.lstrip("."), check=check) for path, check in checks.items()}
+    for name, result in exported.items():
+        path = where.file(file_name(name))
+        files[path] = file_entry(name, result, checks.get(path))
+    return {path.name: entry for path, entry in files.items()}
 
 
 def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> QuantJson:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeVar, overlo
 
 import numpy as np
 
+from amct.atomic import is_file
 from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.data_layers.memory_data import MemoryData
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
 from amct.caffe.engine.python_layers import BlobList
-from amct.caffe.proto_merge import load_custom_schema
+from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
@@ -63,9 +64,9 @@ class Net(EngineNet):
         options = _read_arguments(args, kwargs)
         path, weights = options["network_file"], options["weights"]
         for file in (path, weights):
-            if file is not None and not Path(file).is_file():
+            if file is not None and not is_file(file):
                 raise NetFileError(f"Could not open file {file}")
-        schema = load_custom_schema(options["custom_proto"]) if options.get("custom_proto") else None
+        schema = custom_schema(options.get("custom_proto") or None)
         super().__init__(
             read_message(path, "NetParameter", schema),
             phase=options["phase"],

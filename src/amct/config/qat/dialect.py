@@ -96,7 +96,7 @@ class QatDialect(Dialect):
         expander = QatExpander(simple, self, problems)
         quantizable = layers.quantizable(self.types)
         if not quantizable:
-            problems.add(f"the model has no layer that can be quantized. Types that can: {', '.join(self.types)}.")
+            problems.add(layers.why_none_quantizable(tuple(self.types)))
         elif not any(expander.enabled(layer)[0] for layer in quantizable):
             problems.add(
                 f"every layer that can be quantized ({len(quantizable)}) is switched off. Leave at least one.",

@@ -116,7 +116,7 @@ def _check_something_left(
 ) -> None:
     quantizable = layers.quantizable(types)
     if not quantizable:
-        problems.add(f"the model has no layer that can be quantized. Types that can: {', '.join(types)}.")
+        problems.add(layers.why_none_quantizable(types))
     elif all(config.skipped(layer) for layer in quantizable):
         first = config.skipped(quantizable[0])
         problems.add(

@@ -124,6 +124,14 @@ class OnnxGraph(TensorIndex[NodeProto]):
             return len(self._initializers[tensor].dims)
         return next((len(each.shape.dim) for each in self._declared(tensor) if each.HasField("shape")), None)
 
+    def dimension(self, tensor: str, axis: int) -> int | None:
+        """The declared size of one dimension of a tensor; None if it is not declared or not fixed."""
+        shapes = (each.shape.dim for each in self._declared(tensor) if each.HasField("shape"))
+        dims = next(shapes, ())
+        if not -len(dims) <= axis < len(dims) or not dims[axis].HasField("dim_value"):
+            return None
+        return int(dims[axis].dim_value)
+
     def _declared(self, tensor: str) -> Iterator[TypeProto.Tensor]:
         """The declarations of a tensor."""
         declared = self._value_info.get(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ import torch
 from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
+from amct.export.binding import further_node
 from amct.export.exported import LayerReport
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
-from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight
+from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight, row_chunks
 from amct.numerics.error_cancelling import round_cancelling_errors
 
 if TYPE_CHECKING:
@@ -31,9 +33,15 @@ _IMAGE_RANK = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One bound layer. Weights are in the layer's own layout (linear: ``[Cout, Cin]``), independent of ONNX's."""
+    """One node of a bound layer.
 
-    name: str
+    Weights are in the layer's own layout (linear: ``[Cout, Cin]``), independent of ONNX's.
+    """
+
+    layer: str
+    """Its name in the record."""
+    call: int = 0
+    """The number of the node among those of the layer."""
     kind: LayerKind
     node: NodeProto
     factors: LayerFactors
@@ -50,6 +58,11 @@ class Layer:
     element_type: int = TensorProto.FLOAT
     rescaled: bool = False
     """Whether the output channels are divided by the balance factors of the next layer."""
+
+    @property
+    def name(self) -> str:
+        """The name of its node, from which the names of everything added for it are made."""
+        return further_node(self.layer, self.call) if self.call else self.layer
 
     @property
     def reader(self) -> NodeProto:
@@ -123,7 +136,7 @@ class Layer:
         Returns the integers of ``bits`` bits and the scales. Rounding errors cancel (``round_cancelling_errors``).
         """
         assert self.weight is not None
-        weight = torch.tensor(np.asarray(self.weight, dtype=np.float32))
+        weight = _as_tensor(self.weight)
         try:
             factors = arq(weight, kind=self.kind.weight_kind, bits=bits, groups=self.groups)
             integers = round_cancelling_errors(weight, factors.scale, bits)
@@ -136,10 +149,15 @@ class Layer:
     ) -> NDArray[np.float64]:
         """Bias correction: the mean error of each output from weight rounding; ``mean`` is the mean of each input."""
         assert self.weight is not None
-        error = self.weight - integers * scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
-        by_channel = error.reshape(*error.shape[:2], -1).sum(2)
-        inputs = np.repeat(mean.reshape(self.groups, -1), self.channels_out // self.groups, axis=0)
-        return np.asarray((by_channel * inputs).sum(1))
+        weight, wide = self.weight, scales.astype(np.float64).reshape(-1, *[1] * (self.weight.ndim - 1))
+        group = np.repeat(np.arange(self.groups), self.channels_out // self.groups)
+        means = mean.reshape(self.groups, -1)
+        found = []
+        for part in row_chunks(len(weight), weight.size):
+            error = weight[part] - integers[part] * (wide[part] if len(wide) > 1 else wide)
+            by_channel = error.reshape(*error.shape[:2], -1).sum(2)
+            found.append((by_channel * means[group[part]]).sum(1))
+        return np.concatenate(found)
 
     def row_scales(self) -> NDArray[np.float32]:
         """Scales of W: one, or one per output channel (those per gate repeated)."""
@@ -200,17 +218,25 @@ class Layer:
     def _rounded(self, weight: NDArray[Any], scales: NDArray[np.float32], bits: int) -> NDArray[np.int8]:
         tensor = torch.tensor(scales)
         factors = WeightFactors(tensor, torch.zeros_like(tensor, dtype=torch.int32))
-        as_float = torch.tensor(np.asarray(weight, dtype=np.float32))
+        as_float = _as_tensor(weight)
         try:
             return quantize_weight(as_float, factors, self.kind.weight_kind, bits, self.groups).numpy()
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
 
 
+def _as_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A float32 tensor, which shares the memory of a float32 array: it is only read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.asarray(array, dtype=np.float32))
+
+
 def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:
     """The report of a layer; ``output`` is its output tensor in the float model, if it was renamed since."""
     return LayerReport(
-        layer=layer.name,
+        layer=layer.layer,
+        node=layer.name,
         type=layer.kind.torch_type(layer.weight.ndim if layer.weight is not None else _IMAGE_RANK) or layer.kind.value,
         kind=layer.kind,
         operator=layer.node.op_type,

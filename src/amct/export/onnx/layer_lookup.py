@@ -6,6 +6,8 @@ that names the layer, the node and the expected form.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -43,7 +45,7 @@ def find_layers(
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
 
     Raises:
-        ExportError: a node does not match its binding, a layer is bound twice, or factors belong to no binding.
+        ExportError: a node does not match its binding or is bound twice, or factors belong to no binding.
     """
     _check_names(bindings, factors)
     graph = OnnxGraph(model)
@@ -51,22 +53,28 @@ def find_layers(
         graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; runtimes do not support it
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     bound = [binding for binding in bindings if binding.layer in factors]
-    layers = [find_layer(graph, binding, factors[binding.layer]) for binding in bound]
+    calls: Counter[str] = Counter()
+    layers = []
+    for binding in bound:
+        found = find_layer(graph, binding, factors[binding.layer])
+        layers.append(replace(found, call=calls[binding.layer]))
+        calls[binding.layer] += 1
     layers.sort(key=lambda layer: position[layer.node.name])
     for layer in layers:
         graph.rename_node(layer.node, layer.name)
         if layer.pad is not None:
             graph.rename_node(layer.pad, f"{layer.name}_pad")
-    skipped = [Skip(b.layer, "it has no quantization factors") for b in bindings if b.layer not in factors]
+    without = dict.fromkeys(binding.layer for binding in bindings if binding.layer not in factors)
+    skipped = [Skip(name, "it has no quantization factors") for name in without]
     return graph, layers, skipped
 
 
 def _check_names(bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]) -> None:
     names = [binding.layer for binding in bindings]
     nodes = [binding.node for binding in bindings]
-    repeated = sorted({name for seen in (names, nodes) for name in seen if seen.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(nodes).items() if count > 1)
     if repeated:
-        raise ExportError(f"layers and nodes can be bound once only; bound more than once: {', '.join(repeated)}")
+        raise ExportError(f"a node can be bound once only; bound more than once: {', '.join(repeated)}")
     unknown = sorted(set(factors) - set(names))
     if unknown:
         raise ExportError(
@@ -99,7 +107,7 @@ def _find_pool(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors, n
     if factors.scale_w.size != 1:
         _refuse(binding, node, f"expected 1 scale_w, got {factors.scale_w.size}")
     return Layer(
-        name=binding.layer,
+        layer=binding.layer,
         kind=binding.kind,
         node=node,
         factors=factors,
@@ -137,7 +145,7 @@ def _find_convolution(graph: OnnxGraph, binding: LayerBinding, factors: LayerFac
     channels_out = weight.shape[1] * groups if transposed else weight.shape[0]
     _check_factors(binding, node, factors, channels_in=channels_in, counts=(1, channels_out), weight=weight)
     return Layer(
-        name=binding.layer,
+        layer=binding.layer,
         kind=binding.kind,
         node=node,
         factors=factors,
@@ -164,7 +172,7 @@ def _find_linear(graph: OnnxGraph, binding: LayerBinding, factors: LayerFactors,
         bias, bias_node = _added_bias(graph, node, weight.shape[0])
     _check_factors(binding, node, factors, channels_in=weight.shape[1], counts=(1, weight.shape[0]), weight=weight)
     return Layer(
-        name=binding.layer,
+        layer=binding.layer,
         kind=binding.kind,
         node=node,
         factors=factors,
@@ -212,7 +220,7 @@ def _find_recurrent(graph: OnnxGraph, binding: LayerBinding, factors: LayerFacto
         _refuse(binding, node, f"expected {_either(counts)} scale_r, got {factors.scale_r.size}")
     bias = _optional_constant(graph, binding, node, 3, "bias")
     return Layer(
-        name=binding.layer,
+        layer=binding.layer,
         kind=binding.kind,
         node=node,
         factors=factors,

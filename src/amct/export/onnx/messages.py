@@ -121,3 +121,9 @@ def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None
             getattr(target, field.name).CopyFrom(value)
         else:
             setattr(target, field.name, value)
+
+
+def first_line(error: BaseException) -> str:
+    """The message of an ONNX or onnxruntime error, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

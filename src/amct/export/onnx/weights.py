@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from onnx import NodeProto
 
@@ -47,6 +50,27 @@ def replace_bias(graph: OnnxGraph, layer: Layer, bias: NDArray[Any]) -> str:
 
 
 _SUFFIX = {1: "weight", 2: "recurrent_weight", 3: "bias"}
+
+
+def share_weights(graph: OnnxGraph, layers: Sequence[Layer]) -> None:
+    """Make the nodes of a layer that is computed several times read the same stored weights again.
+
+    Each node was given its own; equal ones are stored once.
+    """
+    repeated = {layer.layer for layer in layers if layer.call}
+    stored: dict[tuple[object, ...], str] = {}
+    for layer in layers:
+        if layer.layer not in repeated:
+            continue
+        operands = (*layer.node.input[1:], *(layer.bias_node.input if layer.bias_node is not None else ()))
+        makers = (graph.producer(name) for name in operands)
+        for node in (layer.node, layer.bias_node, *makers):
+            for index, name in enumerate(node.input if node is not None else ()):
+                if node is not None and graph.is_initializer(name):
+                    array = graph.constant(name)
+                    assert array is not None
+                    key = (layer.layer, str(array.dtype), array.shape, sha256(array.tobytes()).digest())
+                    graph.set_input(node, index, stored.setdefault(key, name))
 
 
 def owned_name(graph: OnnxGraph, node: NodeProto, index: int, fallback: str) -> str:

@@ -1,7 +1,8 @@
 """The QDQ file: standard QuantizeLinear/DequantizeLinear, which onnxruntime (and others) replace by integer kernels.
 
 Placement ``exact`` quantizes the layer inputs and weights of the record. ``fast`` (default) also quantizes the tensors
-between layers (``placement.py``) and needs their factors. The target selects the integer types (``nodes.py``).
+between layers (``placement.py``) and needs their factors. ``auto`` times both and float for each part of the model
+(``auto.py``). The target selects the integer types (``nodes.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.qdq.balance import balance_inputs, fold_balance
+from amct.export.onnx.weights import share_weights
+from amct.export.qdq.auto import fastest_placement
+from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
+from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, Target, layer_input_factors
-from amct.export.qdq.placement import FastPlacement, FastPlanner
+from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
 from amct.model import Skip
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ class Placement(str, Enum):
 
     FAST = "fast"
     EXACT = "exact"
+    AUTO = "auto"
 
 
 def qdq_model(
@@ -51,6 +56,7 @@ def qdq_model(
     tensors: Mapping[str, TensorFactors] | None = None,
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
+    float_tensors: Collection[str] = (),
 ) -> ExportedModel:
     """Convert a float ONNX model to its QDQ form.
 
@@ -61,11 +67,14 @@ def qdq_model(
         tensors: factors of the tensors between layers, by ONNX name; None (nothing was observed) means ``exact``.
         placement: the tensors to quantize.
         target: the integer types.
+        float_tensors: tensors between layers that placement ``fast`` leaves float, by ONNX name; layers still read them
+            quantized where the record says so.
 
     Raises:
         ExportError: a node does not match its binding, or its opset is too old.
         ArgumentError: the placement or target is unknown.
     """
+    placement = choice(Placement, placement, "placement")
     graph, layers, skipped = find_layers(model, bindings, factors)
     if graph.opset < OLDEST_OPSET:
         raise ExportError(
@@ -73,18 +82,32 @@ def qdq_model(
             "export it with a newer one"
         )
     nodes = QdqNodes(graph, choice(Target, target, "target"))
+    can_be_fast = tensors is not None and all(layer.is_wide_float for layer in layers)
+    if placement is Placement.AUTO and can_be_fast:
+
+        def export(left_float: frozenset[str], float_layers: frozenset[str]) -> ExportedModel:
+            kept = {name: each for name, each in factors.items() if name not in float_layers}
+            left_float = left_float.union(float_tensors)
+            return qdq_model(model, bindings, kept, tensors=tensors, target=target, float_tensors=left_float)
+
+        return fastest_placement(graph, layers, model, export)
     placed = FastPlacement()
-    if choice(Placement, placement, "placement") is Placement.FAST:
-        if tensors is not None and all(layer.is_wide_float for layer in layers):
+    if placement is not Placement.EXACT:
+        if tensors is not None and can_be_fast:
             nodes.fast = True
-            layers = fold_balance(graph, layers)
-            placed = FastPlanner(graph, layers, tensors.get).run()
+            kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
+            skipped += _leave_float(graph, kept_float)
+            layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
+            planner = FastPlanner(
+                graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors)
+            )
+            placed = planner.run()
             if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
                 layers = balance_inputs(layers, placed, tensors)
                 nodes.means = _means(layers, tensors)
                 layers = fold_balance(graph, layers)
         else:
-            nodes.notes.append(_why_exact(tensors))
+            nodes.notes.append(_why_exact(tensors, placement))
     reports = []
     for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
         before, output = len(graph.nodes), layer.output
@@ -95,6 +118,7 @@ def qdq_model(
         report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])], output)
         reports.append(replace(report, weight_bits=nodes.weight_bits(layer) if layer.kind.has_weights else None))
     rescaled = tuple(layer.name for layer in layers if layer.rescaled)
+    share_weights(graph, layers)
     exported = graph.build()
     write_metadata(exported, rescaled=rescaled)
     return ExportedModel(
@@ -130,17 +154,36 @@ def observed_tensors(
     layers = []
     for layer in found:
         factors = placeholder
-        if layer.name in balanced:
+        if layer.layer in balanced:
             factors = replace(factors, balance=np.ones(layer.channels_in, dtype=np.float32))
-        if layer.name in other_bits:
+        if layer.layer in other_bits:
             factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
-    layers = fold_balance(graph, layers)
+    kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
+    layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
     placed = FastPlanner(
-        graph, layers, lambda tensor: _RequestedFactors(scale=1.0, zero_point=-128, tensor=tensor)
+        graph,
+        [*layers, *kept_float],
+        lambda tensor: _RequestedFactors(scale=1.0, zero_point=-128, tensor=tensor),
+        imprecise_sums(graph),
     ).run()
     used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
     return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors)))
+
+
+def _leave_float(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Skip]:
+    """Leave layers float in placement ``fast``; returns them with the reason."""
+    for layer in layers:
+        if layer.factors.weight_is_balanced:
+            graph.set_input(layer.node, 0, insert_balance(graph, layer, layer.node.input[0]))
+    return [
+        Skip(
+            layer.name,
+            f"onnxruntime has no integer kernel for {layer.node.op_type}: in the QDQ file of placement "
+            f'"{Placement.FAST.value}" it stays float, "{Placement.EXACT.value}" quantizes it',
+        )
+        for layer in layers
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +220,11 @@ def choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
         raise ArgumentError(f"{argument}: expected one of {choices}, got {value!r}") from error
 
 
-def _why_exact(tensors: Mapping[str, TensorFactors] | None) -> str:
+def _why_exact(tensors: Mapping[str, TensorFactors] | None, placement: Placement) -> str:
     reason = "the model is not float32 throughout"
     if tensors is None:
         reason = "no factors of the tensors between layers were given"
-    return f'{reason}: placement "exact" instead of "fast"'
+    return f'{reason}: placement "exact" instead of "{placement.value}"'
 
 
 def _with_shared_quantizers(

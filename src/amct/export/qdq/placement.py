@@ -8,7 +8,8 @@ Concat only if all inputs and the output are. So a tensor gets factors, in this 
 3. the tensor whose values it holds (Slice, Gather, pooling, …).
 
 An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
-Elementwise operators are quantized only if their inputs are already integer. The rest stays float, with a reason.
+Elementwise operators are quantized only if their inputs are already integer. The rest stays float, with a reason;
+``float_tensors.py`` has the tensors that stay float because their rounding error would be too large.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import numpy as np
 from amct.export.binding import TensorFactors
 from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
+from amct.export.qdq.float_tensors import PROBABILITY_STEP
 from amct.export.qdq.nodes import layer_input_factors
 from amct.model import Skip
 from amct.model.kinds import LayerKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from onnx import NodeProto
 
@@ -46,6 +48,11 @@ ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
 ACTIVATIONS = frozenset({"Relu", "Clip"})
 
 _LOWEST = -128
+
+
+def has_integer_kernel(layer: Layer) -> bool:
+    """Whether onnxruntime can compute a layer in integers; otherwise quantizers only make it slower."""
+    return layer.kind is not LayerKind.CONV_TRANSPOSE and not layer.kind.is_recurrent
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,25 @@ class FastPlacement:
 
 
 class FastPlanner:
-    """Decides placement ``fast`` for one graph, node by node in graph order."""
+    """Decides placement ``fast`` for one graph, node by node in graph order.
+
+    ``float_tensors`` are read quantized by layers only; its values are the reasons.
+    """
 
     def __init__(
-        self, graph: OnnxGraph, layers: Sequence[Layer], observed: Callable[[str], TensorFactors | None]
+        self,
+        graph: OnnxGraph,
+        layers: Sequence[Layer],
+        observed: Callable[[str], TensorFactors | None],
+        float_tensors: Mapping[str, str],
     ) -> None:
         self.graph = graph
         self._observed = observed
-        self._layer_of = {id(layer.node): layer for layer in layers}
+        self._layer_of = {id(layer.node): layer for layer in layers if has_integer_kernel(layer)}
         self._bias_nodes = {id(layer.bias_node) for layer in layers if layer.bias_node is not None}
         self._required: dict[str, TensorFactors] = {}
         self._excluded: set[str] = set()
+        self._float = float_tensors
         self._known: dict[str, TensorFactors | None] = {}
         self.plan = FastPlacement()
         for layer in layers:
@@ -148,10 +163,8 @@ class FastPlanner:
         data = [name for name in node.input if name and not self.graph.is_constant(name)]
         if not any(self._is_integer(name) for name in data):
             return
-        missing = [name for name in data if self._factors(name) is None]
-        output = self._behind_activation(node)
-        if self._factors(output) is None:
-            missing.append(output)
+        needed = [*data, self._behind_activation(node)]
+        missing = [name for name in needed if name in self._float or self._factors(name) is None]
         if missing:
             for name in missing:
                 self._skip(name, f"{node.op_type} stays float")
@@ -167,7 +180,7 @@ class FastPlanner:
         """Place a product of two computed matrices, as in attention; its output may stay float."""
         if any(self.graph.is_constant(name) for name in node.input):
             return
-        if all(self._factors(name) is not None for name in node.input):
+        if all(name not in self._float and self._factors(name) is not None for name in node.input):
             for name in node.input:
                 self._quantize_for(name, node)
 
@@ -177,7 +190,8 @@ class FastPlanner:
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
             return
-        if any(self._leads_to_integers(name) for name in _moved(node)):
+        moved = _moved(node)
+        if any(self._leads_to_integers(name) for name in moved) and not any(name in self._float for name in moved):
             self._quantize_moved(node)
 
     # -- quantized tensors ----------------------------------------------------------------------------------------
@@ -202,7 +216,7 @@ class FastPlanner:
     def _require_output(self, node: NodeProto, consequence: str) -> None:
         output = self._behind_activation(node)
         factors = self._factors(output)
-        if factors is None:
+        if factors is None or output in self._float:
             self._skip(output, consequence)
         else:
             self._keep_integer(output, factors)
@@ -210,7 +224,7 @@ class FastPlanner:
     def _skip(self, tensor: str, consequence: str) -> None:
         if any(skip.layer == tensor for skip in self.plan.skipped):
             return
-        reason = "no factors were observed for this tensor"
+        reason = self._float.get(tensor, "no factors were observed for this tensor")
         if tensor in self._excluded:
             reason = "it feeds a layer of another bit width"
         self.plan.skipped.append(Skip(tensor, f"{reason}; {consequence}"))
@@ -231,6 +245,8 @@ class FastPlanner:
         if user is None or user.op_type not in ACTIVATIONS:
             return output
         factors = self._factors(user.output[0])
+        if user.output[0] in self._float:
+            return user.output[0]
         if factors is None and self._factors(output) is not None:
             return output
         if factors is None or self._absorbs(user, factors):
@@ -279,7 +295,7 @@ class FastPlanner:
         if found is not None and found.bits == 8 and found.mean is None:
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
-            return TensorFactors(scale=1 / 255, zero_point=_LOWEST)
+            return TensorFactors(scale=PROBABILITY_STEP, zero_point=_LOWEST)
         return self._factors(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
     def _of_readers(self, tensor: str) -> TensorFactors | None:

@@ -34,6 +34,8 @@ def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tens
     if traced.graph is None or layer not in traced.graph:
         return None
     norm = fused.fusions.get(layer)
+    if norm is not None and not traced.graph[norm].attributes["exact"]:
+        return None  # the batch norm has an activation inside
     reader = traced.graph.sole_consumer(traced.graph[norm if norm is not None else layer])
     if reader is None or len(reader.inputs) != 1:
         return None

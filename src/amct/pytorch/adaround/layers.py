@@ -25,6 +25,7 @@ from amct.numerics.integer import ConvolutionGeometry
 from amct.ptq.weights import layer_error
 from amct.pytorch.adaround.activation_after import activation_after
 from amct.pytorch.adaround.output_cache import OutputCache
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights
 from amct.pytorch.watch.layer_hooks import Balance, given_input
 
@@ -59,7 +60,7 @@ def learn_rounding(
     batches = list(data())  # read once: a loader may shuffle, and inputs and target outputs must match
     quantized = preparation.quantized_copy()
     for name, weights in preparation.weights.items():
-        module = quantized.get_submodule(name)
+        module = layer_module(quantized, name)
         if weights.balance is not None:
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
     cache = OutputCache(quantized, [layer.name for layer in layers])
@@ -71,7 +72,7 @@ def learn_rounding(
             target = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
             found = _learn_layer(layer, preparation, inputs, target, fast=fast)
-            put_weights(quantized.get_submodule(layer.name), found.rounded)
+            put_weights(layer_module(quantized, layer.name), found.rounded)
             cache.finish(layer.name)
             learned[layer.name] = found
             advance()
@@ -82,7 +83,7 @@ def _learn_layer(
     layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], *, fast: bool
 ) -> LayerWeights:
     before = preparation.weights[layer.name]
-    module = preparation.fused.model.get_submodule(layer.name)
+    module = layer_module(preparation.fused.model, layer.name)
     if not inputs:
         raise CalibrationError(f'layer "{layer.name}": no data reaches it, so AdaRound cannot learn; use ARQ for it')
     pairs, notes = _merged(module, inputs, target)
@@ -189,19 +190,24 @@ def _collect(
 ) -> dict[str, list[Tensor]]:
     """The inputs, or the outputs, of some layers over all data; each forward ends after the last of them.
 
+    A layer called several times in one forward learns from the first call.
     ``begin`` is called with the number of each batch before it runs.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
+    noted: set[str] = set()  # in this batch
     handles = []
 
     def note(name: str, value: object) -> None:
+        if name in noted:
+            return
+        noted.add(name)
         if isinstance(value, Tensor):
             found[name].append(value.detach().clone())
         if name == names[-1]:
             raise _StopForward
 
     for name in names:
-        module = model.get_submodule(name)
+        module = layer_module(model, name)
         if inputs:
             hook = lambda _, args, kwargs, name=name: note(name, given_input(args, kwargs))  # noqa: E731  a closure each
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -210,6 +216,7 @@ def _collect(
     try:
         with torch.no_grad():
             for number, (args, kwargs) in enumerate(batches):
+                noted.clear()
                 if begin is not None:
                     begin(number)
                 with suppress(_StopForward):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from amct.pytorch.functional.layers import named_layers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -35,7 +37,7 @@ class OutputCache:
         self._called_often: set[str] = set()
         self._batch = 0
         self._all_finished = True
-        for name, module in model.named_modules():
+        for name, module in named_layers(model):
             if module is not model and next(module.parameters(), None) is not None:
                 module.forward = _CachedForward(self, name, module.forward)  # only on this instance
 

@@ -88,6 +88,11 @@ def type_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a layer in the topology: of a quantizable type, a head of folding, or a batch norm."""
+    return layer_type(type_name(module)) is not None or isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
 def layer_type(name: str) -> LayerType | None:
     """The entry of a type name, including types that only take part in folding."""
     return _ALL.get(name)
@@ -99,7 +104,9 @@ def own_weight(module: nn.Module) -> torch.Tensor | None:
     return weight if isinstance(weight, torch.Tensor) else None
 
 
-def layer_facts(name: str, module: nn.Module, input_shapes: tuple[tuple[int | None, ...], ...]) -> LayerFacts:
+def layer_facts(
+    name: str, module: nn.Module, input_shapes: tuple[tuple[int | None, ...], ...], calls: int = 1
+) -> LayerFacts:
     """The properties of a layer of a quantizable type."""
     kind = type_name(module)
     weight = own_weight(module)
@@ -117,6 +124,7 @@ def layer_facts(name: str, module: nn.Module, input_shapes: tuple[tuple[int | No
         dtype=str(torch.float32 if weight is None else weight.dtype).removeprefix("torch."),
         input_shapes=input_shapes,
         attributes=settings,
+        calls=calls,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import linecache
 import logging
+import re
 import sys
 import sysconfig
 import warnings
@@ -16,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from amct.pytorch.capture.program_rewrites import rewrite
 from amct.pytorch.capture.recurrent import make_opaque
+from amct.pytorch.capture.returned_tensors import return_tensors
 from amct.pytorch.model_copy import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from torch import nn
@@ -36,9 +40,12 @@ _LIBRARY_FOLDERS = (
 
 _EXPORTER_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
-    r"The tensor attributes? .*_flat_weights",  # nn.RNNBase keeps its weights in a second list
+    r"The tensor attributes? .* assigned during export",  # the copy is discarded; nn.RNNBase does it itself
 )
 """Warnings that torch's exporters cause themselves."""
+
+_INNER_ERROR = re.compile(r"got \w+\((['\"])(.+?)\1\)", re.DOTALL)
+"""The error that torch.compile quotes in a message of its own."""
 
 _DATA_DEPENDENT = "GuardOnDataDependentSymNode"  # by name: importing its module takes a second
 
@@ -65,8 +72,13 @@ def capture(
     The captured copy shares the model's tensors, which are read but never written. ``open_axes`` lists, for each input
     tensor, the axes with dynamic size and their labels; None fixes every size.
     """
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        reason = f'module "{scripted[0]}" is a ScriptModule; use the nn.Module that it was made from'
+        return CaptureFailure(reason=reason)
     duplicate = copy_model(model, share_tensors=True)
     make_opaque(duplicate)
+    return_tensors(duplicate)
     args, kwargs, shapes = inputs.args, inputs.kwargs, None
     if open_axes is not None:
         args, kwargs = _grown((args, kwargs), open_axes)
@@ -76,6 +88,7 @@ def capture(
         # On failure torch prints its partial graph to stderr; output of a success is passed through.
         with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
+            rewrite(program)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
         return failure_of(error)
     sys.stderr.write(said.getvalue())
@@ -113,6 +126,12 @@ def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, 
     return {name: pytree.tree_map(of_leaf, value) for name, value in arguments.items()}
 
 
+def uncompiled() -> AbstractContextManager[None]:
+    """A context in which ``torch.cond`` and compiled functions run as plain Python, so that hooks see each call."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
     """Silence warnings of torch's exporters that the user cannot act on."""
@@ -136,7 +155,9 @@ def failure_of(error: BaseException) -> CaptureFailure:
     if _DATA_DEPENDENT in {base.__name__ for base in type(error).__mro__}:
         reason = "what is executed depends on values of tensors, which a captured program cannot follow"
     else:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        inner = _INNER_ERROR.search(str(error))
+        lines = (inner[2] if inner else str(error)).splitlines()
+        reason = next((line.strip() for line in lines if line.strip()), type(error).__name__)
     frame = _users_frame(error)
     if frame is None:
         return CaptureFailure(reason=reason, detail=str(error))

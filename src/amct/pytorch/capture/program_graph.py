@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.model import Graph, Node
-from amct.pytorch.capture.layer_types import layer_type, type_name
+from amct.pytorch.capture.layer_types import is_layer, layer_type, type_name
+from amct.pytorch.functional.layers import named_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ class LayerCall:
 
     ``problem`` says why the call differs from the plain layer (a subclass with its own forward); ``exact`` means that
     it returns the result of its one operation unchanged, so that a following layer can be folded in.
+    ``normalizes_first`` means of a batch norm that all else it does (an activation) reads the normalized values only.
     """
 
     name: str
@@ -47,6 +49,7 @@ class LayerCall:
     outputs: tuple[Value, ...] = ()
     problem: str | None = None
     exact: bool = False
+    normalizes_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,11 @@ class ProgramGraph:
     functional: Sequence[Operation]  # weighted operations outside of quantizable layers
 
 
+def call_name(layer: str, call: int) -> str:
+    """The name of the node of one call of a layer, counted from 0."""
+    return f"{layer}@{call}" if call else layer
+
+
 def program_graph(program: Program, model: nn.Module) -> ProgramGraph:
     """Group the operations by layer; ``model`` is the model that was captured."""
     builder = _Builder(program, model)
@@ -67,7 +75,7 @@ def program_graph(program: Program, model: nn.Module) -> ProgramGraph:
 class _Builder:
     def __init__(self, program: Program, model: nn.Module) -> None:
         self.program = program
-        self.modules = dict(model.named_modules())
+        self.modules = dict(named_layers(model))
         stored = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self.tensors = {name: id(tensor) for name, tensor in stored}
         self.groups: dict[str, list[Operation]] = {}
@@ -96,15 +104,14 @@ class _Builder:
         """The outermost quantizable layer or batch norm whose call contains the operation."""
         for caller in operation.callers:
             module = self.modules.get(caller.path) if caller.path else None
-            if module is not None and (layer_type(type_name(module)) or _is_batch_norm(module)):
+            if module is not None and is_layer(module):
                 return caller
         return None
 
     def _call(self, owner: ModuleCall) -> LayerCall:
         if owner.key not in self.calls:
             earlier = sum(call.path == owner.path for call in self.calls.values())
-            name = f"{owner.path}@{earlier}" if earlier else owner.path
-            self.calls[owner.key] = LayerCall(name=name, path=owner.path)
+            self.calls[owner.key] = LayerCall(name=call_name(owner.path, earlier), path=owner.path)
         return self.calls[owner.key]
 
     # -- edges -----------------------------------------------------------------------------------------------------
@@ -144,6 +151,7 @@ class _Builder:
                 "class": type(module).__name__,
                 "calls": calls,
                 "exact": call.exact and call.problem is None,
+                "normalizes_first": call.normalizes_first,
                 "shapes": tuple(value.shape for value in call.outputs),
             },
         )
@@ -171,8 +179,10 @@ class _Builder:
                 f"its forward computes the weight it uses ({main.where}); with torch.nn.utils.parametrize call "
                 "remove_parametrizations first, with weight_norm remove_weight_norm"
             )
-        if not entry and [operation.kind for operation in call.operations] != ["batch_norm"]:
-            call.problem = "its forward does more than normalize"
+        if not entry:
+            call.normalizes_first = call.problem is None and self._normalizes_first(module, call, main)
+            if [operation.kind for operation in call.operations] != ["batch_norm"]:
+                call.problem = "its forward does more than normalize"
 
     def _reads_input(self, call: LayerCall, main: Operation) -> bool:
         """Whether the operation reads the module's input, at most zero-padded or rearranged."""
@@ -184,6 +194,20 @@ class _Builder:
                 return False
             value = maker.operand(0)
         return value is not None and not value.constant
+
+    def _normalizes_first(self, module: nn.Module, call: LayerCall, main: Operation) -> bool:
+        """Whether a batch norm's operation, with its own settings, is the only reader of the module's input."""
+        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+        given = main.operand(0)
+        readers = [operation for operation in call.operations if given in operation.operands]
+        training, _, eps = main.arguments[5:8]
+        return (
+            call.inputs == (given,)
+            and readers == [main]
+            and not training
+            and eps == module.eps
+            and self._uses_own_parameters(module, main, (1, 2, 3, 4))
+        )
 
     def _uses_own_parameters(self, module: nn.Module, main: Operation, positions: tuple[int, ...]) -> bool:
         """Whether weight and bias are the module's own tensors, unmodified."""
@@ -219,7 +243,3 @@ def _pads_with_zeros(operation: Operation) -> bool:
 
 def _unique(values: Iterator[Value]) -> tuple[Value, ...]:
     return tuple({id(value): value for value in values}.values())
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amct.pytorch.capture.program_rewrites import plain_name
+from amct.pytorch.functional.layers import layer_name
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,7 +43,7 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Operation:
-    """One aten operation; ``arguments`` are the positional ones, with tensors as ``Value``."""
+    """One operation; ``arguments`` are the positional ones, with tensors as ``Value``."""
 
     kind: str  # the operation's name without namespace, overload and in-place suffix: "conv2d", "relu"
     name: str
@@ -50,6 +53,7 @@ class Operation:
     constant: bool
     callers: tuple[ModuleCall, ...]  # outermost first
     where: str  # file:line of the innermost code outside torch
+    has_graphs: bool = False  # it runs graphs of its own, as torch.cond does
 
     def operand(self, position: int) -> Value | None:
         """The tensor at a positional argument; None if it is not a tensor."""
@@ -74,7 +78,7 @@ class Program:
 def read_program(program: ExportedProgram) -> Program:
     """Read every operation that returns a tensor; size arithmetic and assertions are omitted."""
     reader = _Reader(program)
-    outputs = reader.read(program.graph, prefix="")
+    outputs = reader.read()
     returned = set(program.graph_signature.user_outputs)
     return Program(
         inputs=reader.inputs,
@@ -84,27 +88,20 @@ def read_program(program: ExportedProgram) -> Program:
 
 
 @dataclass(eq=False)
-class _Several:
-    """The results of an operation with several results, before they are unpacked."""
-
-    operation: Operation | None = None
-    items: Sequence[Value] = ()
-
-
-@dataclass(eq=False)
 class _Reader:
     program: ExportedProgram
     inputs: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    known: dict[fx.Node, Value | _Several] = field(default_factory=dict)
+    known: dict[fx.Node, Value | Operation] = field(default_factory=dict)
+    """The value of a node, or the operation with several results that are not unpacked yet."""
 
-    def read(self, graph: fx.Graph, prefix: str) -> list[Value]:
-        """Read one graph; returns its outputs."""
-        for node in graph.nodes:
-            if node.op == "placeholder" and node not in self.known:
+    def read(self) -> list[Value]:
+        """Read the graph; returns its outputs."""
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
-                self._call(node, prefix)
+                self._call(node)
             elif node.op == "output":
                 found = (self.known.get(source) for source in node.all_input_nodes)
                 return [value for value in found if isinstance(value, Value) and value.shape is not None]
@@ -112,11 +109,12 @@ class _Reader:
 
     def __post_init__(self) -> None:
         signature = self.program.graph_signature
-        self.stored: dict[str, str] = {
+        stored = {
             **signature.inputs_to_parameters,
             **signature.inputs_to_buffers,
             **signature.inputs_to_lifted_tensor_constants,
         }
+        self.stored = {node: plain_name(target) for node, target in stored.items()}
 
     def _placeholder(self, node: fx.Node) -> None:
         stored = self.stored.get(node.name)
@@ -125,32 +123,32 @@ class _Reader:
         if stored is None and value.shape is not None:
             self.inputs.append(value)
 
-    def _call(self, node: fx.Node, prefix: str) -> None:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            self._region(node, prefix)
-        elif node.target is operator.getitem and isinstance(self.known.get(_node(node.args[0])), _Several):
-            self._item(node, prefix)
+    def _call(self, node: fx.Node) -> None:
+        source = self.known.get(_node(node.args[0])) if node.target is operator.getitem else None
+        if isinstance(source, Operation):
+            self._item(node, source)
         elif _makes_tensors(node.meta.get("val")):
-            self._operation(node, prefix)
+            self._operation(node)
 
-    def _operation(self, node: fx.Node, prefix: str) -> None:
+    def _operation(self, node: fx.Node) -> None:
         arguments: Any = fx.map_arg(node.args, self._resolved)  # type: ignore[arg-type]  # maps to any type
         found = (self.known.get(source) for source in node.all_input_nodes)
         operands = tuple(value for value in found if isinstance(value, Value) and value.shape is not None)
         made = Operation(
             kind=_kind(node),
-            name=prefix + node.name,
+            name=node.name,
             arguments=tuple(arguments),
             operands=operands,
             results=[],
             constant=all(value.constant for value in operands),
             callers=_callers(node),
             where=_where(node),
+            has_graphs=isinstance(node.target, torch._ops.HigherOrderOperator),
         )
         self.operations.append(made)
         shape = _shape(node.meta.get("val"))
         if shape is None:
-            self.known[node] = _Several(operation=made)
+            self.known[node] = made
         else:
             made.results.append(Value(made.name, constant=made.constant, shape=shape))
             self.known[node] = made.results[0]
@@ -159,29 +157,10 @@ class _Reader:
         value = self.known.get(node)
         return value if isinstance(value, Value) and value.shape is not None else node.name
 
-    def _item(self, node: fx.Node, prefix: str) -> None:
-        source = self.known[_node(node.args[0])]
-        assert isinstance(source, _Several)
-        if source.operation is None:
-            self.known[node] = source.items[int(node.args[1])]  # type: ignore[arg-type]
-            return
-        value = Value(prefix + node.name, constant=source.operation.constant, shape=_shape(node.meta.get("val")))
-        source.operation.results.append(value)
+    def _item(self, node: fx.Node, source: Operation) -> None:
+        value = Value(node.name, constant=source.constant, shape=_shape(node.meta.get("val")))
+        source.results.append(value)
         self.known[node] = value
-
-    def _region(self, node: fx.Node, prefix: str) -> None:
-        """Read the graph of an autocast region as part of this one."""
-        body = next((source for source in node.all_input_nodes if source.op == "get_attr"), None)
-        owner = node.graph.owning_module
-        if body is None or owner is None:
-            return
-        inner = owner.get_submodule(str(body.target))
-        assert isinstance(inner, fx.GraphModule)
-        arguments = node.args[node.args.index(body) + 1 :]
-        for placeholder, argument in zip(inner.graph.find_nodes(op="placeholder"), arguments, strict=True):
-            if isinstance(argument, fx.Node) and argument in self.known:
-                self.known[placeholder] = self.known[argument]
-        self.known[node] = _Several(items=self.read(inner.graph, f"{prefix}{node.name}."))
 
 
 def _node(argument: object) -> fx.Node:
@@ -209,7 +188,12 @@ def _kind(node: fx.Node) -> str:
 
 def _callers(node: fx.Node) -> tuple[ModuleCall, ...]:
     stack = node.meta.get("nn_module_stack") or {}
-    return tuple(ModuleCall(path=str(path).partition("@")[0], key=key) for key, (path, _) in stack.items())
+    return tuple(ModuleCall(path=_layer_of(path), key=key) for key, (path, _) in stack.items())
+
+
+def _layer_of(path: object) -> str:
+    """The layer at a path of torch.export, which ends in ``@1`` for the second call of a module."""
+    return layer_name(str(path).partition("@")[0])
 
 
 def _where(node: fx.Node) -> str:
@@ -236,7 +220,7 @@ def unused_modules(program: ExportedProgram) -> frozenset[str]:
             live.add(node)
         if node.op == "call_function":
             stack = node.meta.get("nn_module_stack") or {}
-            paths = {str(path).partition("@")[0] for path, _ in stack.values()}
+            paths = {_layer_of(path) for path, _ in stack.values()}
             called |= paths
             if node in live:
                 used |= paths

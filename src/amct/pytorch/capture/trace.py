@@ -28,9 +28,11 @@ from amct.pytorch.capture.layer_types import (
     type_name,
 )
 from amct.pytorch.capture.operators import refuse_operators
-from amct.pytorch.capture.program import CaptureFailure, capture
+from amct.pytorch.capture.parametrizations import with_plain_weights
+from amct.pytorch.capture.program import CaptureFailure, capture, uncompiled
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
-from amct.pytorch.capture.program_reader import read_program, unused_modules
+from amct.pytorch.capture.program_reader import Program, read_program, unused_modules
+from amct.pytorch.functional.layers import functional_layers, layer_module, named_layers
 from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.onnx.io_names import IoNames
 
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FUNCTION = "function"
+"""The type of a functional call in a list of layers."""
+
 _FIXED_AXIS = re.compile(r"marked L\['(\w+)'\].*?size\(\)\[(\d+)\] as dynamic but .*? constant \((\d+)\)")
 """torch.export's message for a dynamic axis whose size the model fixes."""
 
@@ -50,7 +55,8 @@ class Traced:
     """The result of tracing a model.
 
     Attributes:
-        model: The user's own model, unwrapped; never changed.
+        model: The user's own model, unwrapped, or the copy that has its functional layers; never changed. If torch
+            computes some of its weights in each forward (weight_norm), a copy that has their values.
         inputs: The example input as arguments of a call.
         names: Requested names of inputs and outputs, and the dynamic axes.
         layers: The quantizable layers by name, in execution order.
@@ -73,8 +79,10 @@ class Traced:
 
     def config_layers(self) -> LayerList:
         """The modules in the form that the config package reads."""
-        reasons = {skip.layer: skip.reason for skip in self.skips}
-        return LayerList(_config_layer(name, kind, self, reasons) for name, kind in self.module_types.items() if name)
+        reasons = {**_used_by_functional_layers(self.model), **{skip.layer: skip.reason for skip in self.skips}}
+        modules = [_config_layer(name, kind, self, reasons) for name, kind in self.module_types.items() if name]
+        others = [name for name in reasons if name not in self.module_types]
+        return LayerList([*modules, *(LayerInfo(name=name, type=FUNCTION, refusal=reasons[name]) for name in others)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +101,7 @@ def trace(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
+    repeated_layers: bool = False,
 ) -> Traced:
     """Find the layers and the topology of a model from one example input; the model is not changed.
 
@@ -102,6 +111,7 @@ def trace(
         input_names: names of the input tensors in an exported file, in order; further inputs keep the forward's names.
         output_names: names of the outputs, in order.
         dynamic_axes: axes with dynamic size, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
+        repeated_layers: whether a module that is called several times in one forward is a layer.
 
     Raises:
         ArgumentTypeError: ``model`` is not an nn.Module.
@@ -112,7 +122,8 @@ def trace(
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
     refuse_operators(model)
-    _refuse_lazy(model)
+    _refuse_modules(model)
+    model = with_plain_weights(model)
     inputs = example_inputs(model, input_data)
     names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
     program = _captured(model, inputs, names)
@@ -122,11 +133,12 @@ def trace(
             type(model).__name__,
             program,
         )
-        return _from_calls(model, inputs, names, program)
-    found = program_graph(read_program(program), model)
+        return _from_calls(model, inputs, names, program, repeated_layers)
+    read = read_program(program)
+    found = program_graph(read, model)
     unused = unused_modules(program)
     calls = {path: [_as_call(call, path in unused) for call in calls] for path, calls in found.calls.items()}
-    layers, skips = _quantizable_layers(model, calls)
+    layers, skips = _quantizable_layers(model, calls, repeated_layers, _in_branches(read))
     skips = (*skips, *_functional_skips(found, model), *_other_skips(model))
     return Traced(
         model=model,
@@ -155,9 +167,11 @@ def _captured(model: nn.Module, inputs: ExampleInputs, names: IoNames) -> Export
     )
 
 
-def _from_calls(model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure) -> Traced:
+def _from_calls(
+    model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure, repeated_layers: bool
+) -> Traced:
     calls = _watch_calls(model, inputs)
-    layers, skips = _quantizable_layers(model, calls)
+    layers, skips = _quantizable_layers(model, calls, repeated_layers)
     return Traced(
         model=model,
         inputs=inputs,
@@ -177,11 +191,11 @@ def _watch_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call
     """
     duplicate = copy_model(model)
     calls: dict[str, list[Call]] = {}
-    for name, module in duplicate.named_modules():
+    for name, module in named_layers(duplicate):
         if quantizable_type(module):
             module.register_forward_pre_hook(_noting(calls, name), with_kwargs=True)
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad(), uncompiled():
             duplicate(*inputs.args, **inputs.kwargs)
     except Exception as error:
         raise ModelError(
@@ -210,22 +224,41 @@ def _as_call(call: LayerCall, unused: bool) -> Call:
 
 
 def _quantizable_layers(
-    model: nn.Module, calls: Mapping[str, Sequence[Call]]
+    model: nn.Module,
+    calls: Mapping[str, Sequence[Call]],
+    repeated_layers: bool,
+    branches: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, LayerFacts], tuple[Skip, ...]]:
-    """The quantizable layers in the order of ``calls``, and the skipped ones in model order."""
+    """The quantizable layers in the order of ``calls``, and the skipped ones in model order.
+
+    ``branches`` has the operation that runs a module in one of its graphs, by the module's path.
+    """
     layers: dict[str, LayerFacts] = {}
     skips: list[Skip] = []
     sharing = _sharing(model)
-    modules = {name: module for name, module in model.named_modules() if quantizable_type(module)}
+    used = _used_by_functional_layers(model)
+    modules = {name: module for name, module in named_layers(model) if quantizable_type(module)}
     for name in [path for path in calls if path in modules] + [path for path in modules if path not in calls]:
         module = modules[name]
-        reason = _refusal(name, module, calls.get(name, ()), sharing)
+        if name in used and name not in calls:
+            continue
+        own = calls.get(name, ())
+        reason = _repetition(own, repeated_layers) or _refusal(name, module, own, sharing)
+        if name not in calls and branches and name in branches:
+            reason = f"it is called inside {branches[name]}; only layers outside of such operations can be quantized"
         if reason:
             skips.append(Skip(name, reason))
         else:
-            layers[name] = layer_facts(name, module, calls[name][0].input_shapes)
+            layers[name] = layer_facts(name, module, own[0].input_shapes, calls=len(own))
     order = {name: position for position, name in enumerate(modules)}
     return layers, tuple(sorted(skips, key=lambda skip: order[skip.layer]))
+
+
+def _in_branches(program: Program) -> dict[str, str]:
+    """The modules whose parameters an operation with graphs of its own (``torch.cond``) reads."""
+    operations = [operation for operation in program.operations if operation.has_graphs]
+    read = ((value.parameter, operation.kind) for operation in operations for value in operation.operands)
+    return {parameter.rpartition(".")[0]: kind for parameter, kind in read if parameter is not None}
 
 
 def _refusal(name: str, module: nn.Module, calls: Sequence[Call], sharing: Mapping[int, Sequence[str]]) -> str | None:
@@ -233,13 +266,18 @@ def _refusal(name: str, module: nn.Module, calls: Sequence[Call], sharing: Mappi
         return "the model is this one layer; put it into a module (nn.Sequential) so that it can be exchanged"
     if not calls:
         return "it is not called in forward (a functional call may use its weight)"
-    if len(calls) > 1:
-        return f"it is called {len(calls)} times in one forward; only a module called once can be quantized"
     weight = own_weight(module)
     partners = [other for other in sharing.get(id(weight), ()) if other != name] if weight is not None else []
     if partners:
         return f'it shares its weight with "{partners[0]}"; a shared weight cannot be quantized'
-    return setting_problem(module) or _input_problem(module, calls[0]) or calls[0].problem
+    problems = (_input_problem(module, call) or call.problem for call in calls)
+    return setting_problem(module) or next((problem for problem in problems if problem), None)
+
+
+def _repetition(calls: Sequence[Call], allowed: bool) -> str | None:
+    if allowed or len(calls) < 2:
+        return None
+    return f"it is called {len(calls)} times in one forward; only a module called once can be quantized"
 
 
 def _input_problem(module: nn.Module, call: Call) -> str | None:
@@ -256,7 +294,7 @@ def _input_problem(module: nn.Module, call: Call) -> str | None:
 def _sharing(model: nn.Module) -> dict[int, list[str]]:
     """Names of the quantizable modules by the identity of their weight."""
     found: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    for name, module in named_layers(model):
         weight = own_weight(module) if quantizable_type(module) else None
         if weight is not None:
             found.setdefault(id(weight), []).append(name)
@@ -265,9 +303,12 @@ def _sharing(model: nn.Module) -> dict[int, list[str]]:
 
 def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
     """Weighted operations in the user's own forward; those in a torch.nn module are reported as that module."""
+    reported = {skip.layer.partition("[")[0] for skip in _functional_problems(model)}
     for operation in found.functional:
+        if any(value.parameter in reported for value in operation.operands):
+            continue
         owner = operation.callers[-1].path if operation.callers else ""
-        if _is_torch_module(model.get_submodule(owner)):
+        if _is_torch_module(layer_module(model, owner)):
             continue
         place = f" at {operation.where}" if operation.where else ""
         weights = ", ".join(value.parameter for value in operation.operands if value.parameter) or "a computed weight"
@@ -280,7 +321,11 @@ def _functional_skips(found: ProgramGraph, model: nn.Module) -> Iterator[Skip]:
 
 def _other_skips(model: nn.Module) -> Iterator[Skip]:
     """Modules of torch.nn with parameters but without a quantized form; folding reports batch norms."""
-    for name, module in model.named_modules():
+    yield from _functional_problems(model)
+    used = _used_by_functional_layers(model)
+    for name, module in named_layers(model):
+        if name in used:
+            continue
         has_parameters = next(module.parameters(recurse=False), None) is not None
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if _is_torch_module(module) and has_parameters and not is_norm and not quantizable_type(module):
@@ -292,7 +337,24 @@ def _is_torch_module(module: nn.Module) -> bool:
 
 
 def _module_types(model: nn.Module) -> dict[str, str]:
-    return {name: type_name(module) for name, module in model.named_modules()}
+    return {name: type_name(module) for name, module in named_layers(model)}
+
+
+def _functional_problems(model: nn.Module) -> tuple[Skip, ...]:
+    layers = functional_layers(model)
+    return layers.problems if layers is not None else ()
+
+
+def _used_by_functional_layers(model: nn.Module) -> dict[str, str]:
+    """The modules whose parameters are functional layers, with these layers in the form of a reason."""
+    layers = functional_layers(model)
+    found: dict[str, list[str]] = {}
+    for name, source in layers.sources.items() if layers is not None else ():
+        found.setdefault(source.parameter.rpartition(".")[0], []).append(name)
+    return {
+        owner: f"functional calls use its parameters; name the layer {' or '.join(names)}"
+        for owner, names in found.items()
+    }
 
 
 def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, str]) -> LayerInfo:
@@ -302,7 +364,16 @@ def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, st
     return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=facts.can_pack)
 
 
-def _refuse_lazy(model: nn.Module) -> None:
+def _refuse_modules(model: nn.Module) -> None:
+    """Reject weights without values and names that cannot be looked up."""
     for name, module in model.named_modules():
-        if any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        parameters = list(module.parameters(recurse=False))
+        if any(torch.nn.parameter.is_lazy(parameter) for parameter in parameters):
             raise ModelError(f'"{name}" ({type(module).__name__}) has no weights yet; run the model once before')
+        if any(parameter.is_meta for parameter in parameters):
+            raise ModelError(
+                f'"{name}" ({type(module).__name__}) is on the meta device and has no values; load its weights before'
+            )
+        dotted = next((child for child, _ in module.named_children() if "." in child), None)
+        if dotted is not None:
+            raise ModelError(f'the name of module "{dotted}" in {type(module).__name__} contains a dot; rename it')

@@ -7,6 +7,7 @@ norms, and gives nodes the names of their layers and inputs and outputs the name
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,10 @@ from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.program import failure_of, quiet_exporters
+from amct.pytorch.capture.program_rewrites import plain_name
+from amct.pytorch.functional.layers import layer_name
 from amct.pytorch.model_copy import as_array
+from amct.pytorch.onnx.decomposition import quickly_decomposed
 from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs
 from amct.pytorch.onnx.opset import lower_opset
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 18
 _LOWEST_OF_TORCH = 18  # torch.onnx silently uses this opset for lower requests
@@ -79,33 +85,45 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
             f"{traced.failure}. Calibration works without; to export, express this by operations on tensors"
         )
     converted = _converted(traced.program, max(opset, _LOWEST_OF_TORCH))
+    _restore_names(converted.model)
     _put_parameters(converted.model, fused.model)
     tensors = ProgramTensors(traced.program, converted)
     name_inputs_and_outputs(converted.model, traced.names)
     name_dimensions(converted.model, traced.names)
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
-    placed = place_layers(_simplified(converted.model), fused, kinds)
+    calls = {name: facts.calls for name, facts in traced.layers.items()}
+    placed = place_layers(_simplified(converted.model), fused, kinds, calls)
     model = with_explicit_pool_padding(lower_opset(placed.model, opset))
     _finish(model, opset)
     _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
-    bindings = tuple(LayerBinding(layer=name, kind=kind, node=name) for name, kind in kinds.items())
+    bindings = tuple(
+        LayerBinding(layer=name, kind=kind, node=node) for name, kind in kinds.items() for node in placed.nodes[name]
+    )
     return FloatOnnx(model=model, bindings=bindings, tensors=tensors.names_in(model, placed.replaced, placed.changed))
 
 
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
     try:
-        with quiet_exporters():
-            return torch.onnx.export(
-                program,
-                (),
-                dynamo=True,
-                opset_version=opset,
-                optimize=False,  # its optimizer would fold batch norms that the user wants to keep
-                verbose=False,
-                custom_translation_table=dict(translations()),
-            )
+        return _translated(quickly_decomposed(program), opset)
+    except Exception as error:  # noqa: BLE001  torch.onnx raises many types
+        logger.debug("the program is traced again for its export: %s", _root_cause(error))
+    try:
+        return _translated(program, opset)
     except Exception as error:
         raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
+
+
+def _translated(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
+    with quiet_exporters():
+        return torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            opset_version=opset,
+            optimize=False,  # its optimizer would fold batch norms that the user wants to keep
+            verbose=False,
+            custom_translation_table=dict(translations()),
+        )
 
 
 def _root_cause(error: BaseException) -> str:
@@ -116,7 +134,16 @@ def _root_cause(error: BaseException) -> str:
 
 
 def _stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    """The parameters and buffers by name; those of a functional layer begin with its name."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {layer_name(name): tensor for name, tensor in named}
+
+
+def _restore_names(model: Any) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
+    """Give the initializers the names of the user's model; names with quotes are escaped in a captured program."""
+    for initializer in list(model.graph.initializers.values()):
+        if initializer.name != plain_name(initializer.name):
+            initializer.name = plain_name(initializer.name)
 
 
 def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
@@ -128,9 +155,11 @@ def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onn
     from onnxscript import ir
 
     stored = _stored_tensors(source)
-    for name, initializer in model.graph.initializers.items():
+    for initializer in list(model.graph.initializers.values()):
+        name = layer_name(initializer.name)
         if name not in stored:
             continue
+        initializer.name = name
         if stored[name].numel() <= _LARGEST_CONSTANT:
             initializer.const_value = ir.tensor(as_array(stored[name]), name=name)
         else:

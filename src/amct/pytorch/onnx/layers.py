@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from amct.errors import ExportError
+from amct.export.binding import further_node
 from amct.export.onnx.graph import OnnxGraph
+from amct.pytorch.functional.layers import layer_module, layer_name
 from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.recurrent import onnx_parameters
 
@@ -37,53 +39,85 @@ class Placed:
     Attributes:
         model: The model; the values of ``parameters`` are not stored yet.
         parameters: Initializers created here, by name.
+        nodes: The nodes of each layer, by name.
         replaced: For every removed tensor, the tensor that now has its values.
         changed: Tensors whose values differ from the program: outputs of layers with a folded batch norm.
     """
 
     model: ModelProto
     parameters: Mapping[str, torch.Tensor]
+    nodes: Mapping[str, Sequence[str]]
     replaced: Mapping[str, str]
     changed: Collection[str]
 
 
-def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind]) -> Placed:
+def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind], calls: Mapping[str, int]) -> Placed:
     """Name and complete the nodes of the layers, and remove the folded batch norms.
+
+    ``calls``: how often each layer is called.
 
     Raises:
         ExportError: a layer has no node of its kind, or several.
     """
     placing = _Placing(model)
     nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
+    named: dict[str, list[str]] = {}
     for layer in dict.fromkeys([*kinds, *fused.fusions]):
         operators = kinds[layer].operators if layer in kinds else _WEIGHTED
-        placing.complete(_main_node(layer, nodes[layer], operators), layer, fused.model.get_submodule(layer))
+        own = _main_nodes(layer, nodes[layer], operators, calls.get(layer, 1))
+        for call, node in enumerate(own):
+            placing.graph.rename_node(node, further_node(layer, call) if call else layer)
+            placing.complete(node, own, layer, layer_module(fused.model, layer))
+        named[layer] = [node.name for node in own]
     for norm in fused.fusions.values():
-        placing.bypass_norm(nodes[norm])
+        is_gone = isinstance(fused.model.get_submodule(norm), nn.Identity)  # else it still has its activation
+        gone = [node for node in nodes[norm] if is_gone or node.op_type == "BatchNormalization"]
+        for of_one_call in _by_operation(gone):
+            placing.bypass_norm(of_one_call)
     for node in [node for node in placing.graph.nodes if node.op_type == "Identity"]:
         placing.bypass(node.input[0], node.output[0], [node])
     return Placed(
-        model=placing.graph.build(), parameters=placing.parameters, replaced=placing.replaced, changed=placing.changed
+        model=placing.graph.build(),
+        parameters=placing.parameters,
+        nodes=named,
+        replaced=placing.replaced,
+        changed=placing.changed,
     )
 
 
 def _nodes_by_module(graph: OnnxGraph, modules: set[str]) -> dict[str, list[NodeProto]]:
     found: dict[str, list[NodeProto]] = {module: [] for module in modules}
     for node in graph.nodes:
-        scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
-        for module in modules.intersection(ast.literal_eval(scopes)):
+        for module in modules.intersection(map(layer_name, _scopes(node))):
             found[module].append(node)
     return found
 
 
-def _main_node(layer: str, nodes: Iterable[NodeProto], operators: tuple[str, ...]) -> NodeProto:
+def _scopes(node: NodeProto) -> list[str]:
+    """The modules whose calls contain a node, outermost first, and the operation of the program that it is made of."""
+    text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
+    scopes: list[str] = ast.literal_eval(text)
+    return scopes
+
+
+def _by_operation(nodes: Iterable[NodeProto]) -> list[list[NodeProto]]:
+    """The nodes of each operation of the program: of each call of a batch norm."""
+    found: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        found.setdefault(_scopes(node)[-1], []).append(node)
+    return list(found.values())
+
+
+def _main_nodes(layer: str, nodes: Iterable[NodeProto], operators: tuple[str, ...], calls: int) -> list[NodeProto]:
+    """The node of each call of a layer; a call whose result is not used has none."""
     found = [node for node in nodes if node.op_type in operators]
-    if len(found) != 1:
+    if not 1 <= len(found) <= calls:
+        expected = "one" if calls == 1 else f"1 to {calls}"
         raise ExportError(
-            f'layer "{layer}": expected one {" or ".join(operators)} in the exported graph, found '
+            f'layer "{layer}": expected {expected} {" or ".join(operators)} in the exported graph, found '
             f"{', '.join(node.op_type for node in nodes) or 'nothing'}; skip the layer"
         )
-    return found[0]
+    return found
 
 
 class _Placing:
@@ -95,23 +129,23 @@ class _Placing:
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
-    def complete(self, node: NodeProto, layer: str, module: nn.Module) -> None:
-        """Give a layer's main node the layer's name, and its weight and bias as initializers."""
-        self.graph.rename_node(node, layer)
+    def complete(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
+        """Give a main node of a layer its weight and bias as initializers; ``nodes`` are all of the layer."""
         if isinstance(module, nn.RNNBase):
             for index, (name, tensor) in enumerate(zip("WRB", onnx_parameters(module), strict=True), start=1):
                 self._put(node, index, f"{layer}.{name}", tensor)
             self.graph.set_attribute(node, "hidden_size", module.hidden_size)
         elif node.op_type == "MatMul":
-            self._complete_product(node, layer, module)
+            self._complete_product(node, nodes, layer, module)
         elif node.op_type in _WEIGHTED:
             for index, name in ((1, "weight"), (2, "bias")):
                 self._put(node, index, f"{layer}.{name}", getattr(module, name))
 
-    def _complete_product(self, node: NodeProto, layer: str, module: nn.Module) -> None:
+    def _complete_product(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
         """Complete a MatMul (a linear layer on more than two dimensions), which reads the weight transposed."""
         transpose = self.graph.producer(node.input[1])
-        if transpose is not None and self.graph.only_consumer(transpose.input[0]) is None:
+        own = {id(self.graph.producer(each.input[1])) for each in nodes}
+        if transpose is not None and any(id(user) not in own for user in self.graph.consumers(transpose.input[0])):
             return  # shared with an embedding: transposing at run time keeps one copy in the file
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
@@ -134,6 +168,7 @@ class _Placing:
     def bypass_norm(self, nodes: Sequence[NodeProto]) -> None:
         """Connect all readers of a batch norm to its input."""
         graph = self.graph
+        nodes = [node for node in nodes if not self._is_shared_constant(node, nodes)]
         made = {output for node in nodes for output in node.output}
         reads = {name for node in nodes for name in node.input if name and name not in made}
         inside = {id(node) for node in nodes}
@@ -146,6 +181,12 @@ class _Placing:
         assert len(sources) == len(written) == 1  # a batch norm has one input and one output
         self.changed.add(sources[0])
         self.bypass(sources[0], written[0], nodes)
+
+    def _is_shared_constant(self, node: NodeProto, nodes: Sequence[NodeProto]) -> bool:
+        """Whether others than ``nodes`` read a constant: torch stores equal ones once, such as two equal epsilons."""
+        inside = {id(other) for other in nodes}
+        readers = [user for name in node.output for user in self.graph.consumers(name)]
+        return node.op_type == "Constant" and any(id(user) not in inside for user in readers)
 
     def bypass(self, source: str, target: str, nodes: Sequence[NodeProto]) -> None:
         """Remove nodes that copy ``source`` to ``target`` unchanged; a graph output keeps its name."""

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import ModelProto
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from amct import __version__
-from amct.atomic import check_whole, read_bytes
+from amct.atomic import Snapshot, read_bytes
 from amct.config.plan import config_text
-from amct.errors import ArgumentError, ExportError, FileError, ParseError
+from amct.errors import ArgumentError, ExportError, ParseError
+from amct.export.onnx.checked import check_nodes, check_tensors, decode_model, load_external
 from amct.export.onnx.messages import tensor_array
 from amct.export.writer import save_model
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
@@ -125,12 +125,12 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
     file = Path(path)
     if not file.exists():
         raise ArgumentError(f'modfied_onnx_file: "{file}" does not exist; quantize_model writes it')
-    model = ModelProto()
-    try:
-        model.ParseFromString(read_bytes(file))
-    except DecodeError as error:
-        raise ParseError(f'"{file}" is not an ONNX model') from error
+    snapshot = Snapshot(file)
+    model = decode_model(read_bytes(file), f'"{file}"')
     text = next((entry.value for entry in model.metadata_props if entry.key == KEY), None)
+    check_nodes(f'"{file}"', model)
+    load_external(f'"{file}"', model, file.parent)
+    check_tensors(f'"{file}"', model)
     try:
         notes = FileNotes.model_validate_json(text) if text is not None else _notes_of_nodes(model)
     except ValidationError as error:
@@ -139,18 +139,9 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
         raise ExportError(notes.failure)
     if not model.graph.node:
         raise ParseError(f'"{file}" is not an ONNX model: it has no nodes')
-    _load_external(model, file)
+    snapshot.check_unchanged()
     del model.metadata_props[:]
     return model, notes
-
-
-def _load_external(model: ModelProto, file: Path) -> None:
-    entries = (entry for tensor in model.graph.initializer for entry in tensor.external_data)
-    check_whole(*{file.parent / entry.value for entry in entries if entry.key == "location"})
-    try:
-        onnx.load_external_data_for_model(model, str(file.parent))
-    except (OSError, onnx.checker.ValidationError) as error:
-        raise FileError(f'"{file}": tensors that it keeps in files of their own cannot be read: {error}') from error
 
 
 def _notes_of_nodes(model: ModelProto) -> FileNotes:

@@ -151,6 +151,8 @@ def _wrapped_pad(graph: _Graph, node: NodeProto) -> None:
     sides = [side for side in sides if any(side[1:])]
     tensor = node.input[0]
     graph.remove_node(node)
+    if not sides:
+        graph.add_node("Identity", node.name, [tensor], list(node.output))
     for axis, before, after in sides:
         parts = [tensor]
         if before:

@@ -8,6 +8,7 @@ from amct.calibration import BalanceSession
 from amct.ptq.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.folding import fuse
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.watch.layer_hooks import given_input, run_in_context
 
@@ -29,7 +30,7 @@ def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[st
     model = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers).model
     plans = {layer.name: layer for layer in plan.balanced}
     order = [name for name in traced.layers if name in plans]
-    parts = {name: weight_parts(model.get_submodule(name))[0] for name in order}
+    parts = {name: weight_parts(layer_module(model, name))[0] for name in order}
 
     def update(maxima: Mapping[str, Tensor]) -> None:
         found = [name for name in order if name in maxima]
@@ -37,7 +38,7 @@ def balancing_model(traced: Traced, plan: Plan, on_factors: Callable[[Mapping[st
 
     session = BalanceSession(order, update)
     for name in order:
-        module = model.get_submodule(name)
+        module = layer_module(model, name)
         setattr(module, MARK, True)
         module.register_forward_pre_hook(_observing(session, name, parts[name].kind.channel_axis), with_kwargs=True)
     run_in_context(model, lambda _: session.batch())

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from amct.calibration import CalibrationSession, RecordFiles
 from amct.calibration.layer_records import plan_streams
+from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.capture.operators import MARK
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_in_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationResult
@@ -53,19 +56,23 @@ def start_calibration(
     model = preparation.quantized_copy()
     files = None
     if record_file is not None:
-        files = RecordFiles(record_file, stale=[tensor_factors_path(record_file)])
+        files = RecordFiles(record_file, stale=[tensor_factors_path(record_file), batch_path(record_file)])
+    kept = KeptBatch(preparation) if record_file is not None else None
     cleanup: list[Callable[[], None]] = []
 
     def end(result: CalibrationResult) -> None:
         if files is not None:
-            text = tensor_factors_text(observed_factors(result.tensors)) if intermediate is not None else None
-            beside = {tensor_factors_path(files.record): text} if text is not None else {}
+            beside: dict[Path, str | Callable[[bytes], bytes]] = {}
+            if intermediate is not None:
+                beside[tensor_factors_path(files.record)] = tensor_factors_text(observed_factors(result.tensors))
+            if kept is not None and (inputs := kept.inputs) is not None:
+                beside[batch_path(files.record)] = lambda record: encode_batch(inputs, record)
             files.complete(preparation.complete_record(result), beside)
         for undo in cleanup:
             undo()
 
     recurrent = [
-        name for name in preparation.weights if isinstance(preparation.fused.model.get_submodule(name), nn.RNNBase)
+        name for name in preparation.weights if isinstance(layer_module(preparation.fused.model, name), nn.RNNBase)
     ]
     session = CalibrationSession(
         plan_streams(preparation.layer_plans, recurrent),
@@ -73,19 +80,44 @@ def start_calibration(
         on_progress=files.note if files is not None else None,
         on_end=end,
     )
-    cleanup += _attach(model, preparation, session, intermediate)
+    cleanup += _attach(model, preparation, session, intermediate, kept)
     if files is not None:
         files.begin(preparation.record(), session.progress)
     return CalibrationModel(model=model, session=session)
 
 
+class KeptBatch:
+    """The inputs of the first batch, kept for the check of the saved files."""
+
+    def __init__(self, preparation: TorchPreparation) -> None:
+        self._preparation = preparation
+        self._seen = False
+        self.inputs: dict[str, NDArray[Any]] | None = None
+
+    def see(self, arguments: Arguments) -> None:
+        """Keep a copy of the first batch, or of its first samples, within the limit of memory."""
+        if self._seen:
+            return
+        self._seen = True
+        found = self._preparation.onnx_inputs(arguments)
+        if self._preparation.any_batch_size:
+            kept = some_samples(found)
+        else:
+            kept = found if sum(array.nbytes for array in found.values()) <= LARGEST_BATCH else None
+        self.inputs = None if kept is None else {name: array.copy() for name, array in kept.items()}
+
+
 def _attach(
-    model: nn.Module, preparation: TorchPreparation, session: CalibrationSession, intermediate: TensorWatch | None
+    model: nn.Module,
+    preparation: TorchPreparation,
+    session: CalibrationSession,
+    intermediate: TensorWatch | None,
+    kept: KeptBatch | None,
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
     for name, weights in preparation.weights.items():
-        module = model.get_submodule(name)
+        module = layer_module(model, name)
         setattr(module, MARK, True)
         if weights.balance is not None:  # kept after calibration: the weights stay balanced
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
@@ -94,6 +126,8 @@ def _attach(
 
     @contextmanager
     def forward_context(arguments: Arguments) -> Iterator[None]:
+        if kept is not None:
+            kept.see(arguments)
         with session.batch():
             if attached is None:
                 yield

@@ -9,6 +9,7 @@ Inputs and outputs of layers are observed by hooks on the layers.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,9 @@ from amct.errors import ModelError
 from amct.numerics.min_max import MinMaxObserver
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import tensor_fingerprint
-from amct.pytorch.capture.program import quiet_exporters
+from amct.pytorch.capture.program import quiet_exporters, uncompiled
+from amct.pytorch.capture.program_graph import call_name
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.watch.call_sites import CallSite, OperationWatch
 from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
@@ -48,14 +51,14 @@ class TensorWatch:
 
     Attributes:
         inputs: Inputs of the model, by position.
-        layers: Outputs of layers, by layer.
+        layers: Outputs of layers, by layer and number of its call in the forward.
         operations: Results of other operations, by call site.
         missing: Tensors whose call site was not found; they get no factors.
         given: The layer inputs that are observed per channel.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
-    layers: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[tuple[str, int], str] = field(default_factory=dict)
     operations: Mapping[CallSite, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     given: Sequence[LayerInput] = ()
@@ -79,11 +82,12 @@ class AttachedTensorWatch:
         self._model = model
         self._session = session
         self._handles: list[RemovableHandle] = []
-        for path, name in watch.layers.items():
-            self._handles.append(model.get_submodule(path).register_forward_hook(self._output_hook(name)))
+        self._calls: Counter[str] = Counter()
+        for layer in dict.fromkeys(layer for layer, _ in watch.layers):
+            self._handles.append(layer_module(model, layer).register_forward_hook(self._output_hook(layer)))
         for given in watch.given:
             hook = self._input_hook(given.tensor)
-            self._handles.append(model.get_submodule(given.layer).register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(layer_module(model, given.layer).register_forward_pre_hook(hook, with_kwargs=True))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)
@@ -92,6 +96,7 @@ class AttachedTensorWatch:
     @contextmanager
     def forward(self, arguments: Arguments) -> Iterator[None]:
         """The context of one forward pass."""
+        self._calls.clear()
         if self._watch.inputs:
             self._observe_inputs(arguments)
         if self._operations is None:
@@ -107,10 +112,12 @@ class AttachedTensorWatch:
         if self._operations is not None:
             self._operations.detach()
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, layer: str) -> Callable[..., None]:
         def show(_: nn.Module, __: object, output: object) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            if isinstance(tensor, torch.Tensor):
+            name = self._watch.layers.get((layer, self._calls[layer]))
+            self._calls[layer] += 1
+            if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
                     self._session.observe_tensor(name, tensor)
 
@@ -161,16 +168,23 @@ def find_tensors(
         onnx_names: the ONNX name of each activation of the topology (``FloatOnnx.tensors``).
     """
     assert traced.graph is not None
-    hooked_layer = {layer: layer for layer in traced.layers} | {norm: layer for layer, norm in fusions.items()}
+    hooked: dict[str, tuple[str, int]] = {}
+    for head, facts in traced.layers.items():
+        norm = fusions.get(head, head)
+        # A norm that is not exact still has its activation, so that its own output is observed.
+        is_gone = norm != head and traced.graph[norm].attributes["exact"]
+        for call in range(facts.calls):
+            hooked[call_name(head, call)] = (head, call)
+            hooked[call_name(norm, call)] = (head if is_gone else norm, call)
     inputs: dict[int, str] = {}
-    layers: dict[str, str] = {}
+    layers: dict[tuple[str, int], str] = {}
     others: dict[str, str] = {}  # by the tensor of the topology
     missing: list[str] = []
     for name in wanted:
         aliases = [tensor for tensor, onnx_name in onnx_names.items() if onnx_name == name]
         producers = [traced.graph.producer(tensor) for tensor in aliases]
         given = next((tensor for tensor in aliases if tensor in traced.graph.inputs), None)
-        layer = next((hooked_layer[node.name] for node in producers if node and node.name in hooked_layer), None)
+        layer = next((hooked[node.name] for node in producers if node and node.name in hooked), None)
         if given is not None:
             inputs[traced.graph.inputs.index(given)] = name
         elif layer is not None:
@@ -182,7 +196,7 @@ def find_tensors(
     operations, lost = _find_operations(traced, others) if others else ({}, [])
     missing += lost
     if missing:
-        logger.info("not observed, because their call sites in the forward were not found: %s", ", ".join(missing))
+        logger.debug("not observed, because their call sites in the forward were not found: %s", ", ".join(missing))
     return TensorWatch(inputs=inputs, layers=layers, operations=operations, missing=tuple(missing))
 
 
@@ -201,7 +215,7 @@ def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[Cal
     model = copy_model(traced.model)
     watch = OperationWatch(model, note, None)
     args, kwargs = _cloned(traced)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), watch.forward():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), watch.forward():
         model(*args, **kwargs)
     assert traced.graph is not None
     found: dict[CallSite, str] = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amct.calibration.session import HIDDEN
 from amct.numerics.affine import fake_quantize
 from amct.numerics.dmq import balance_activation
+from amct.pytorch.capture.program import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,5 +148,5 @@ class _ForwardInContext:
         with torch.no_grad():
             if self.context is None:
                 return self.forward(*args, **kwargs)
-            with self.context((args, kwargs)):
+            with uncompiled(), self.context((args, kwargs)):
                 return self.forward(*args, **kwargs)

@@ -17,6 +17,7 @@ _V1_SPECIAL = {
     "NONE": "",
     "ABSVAL": "AbsVal",
     "ARGMAX": "ArgMax",
+    "BN": "BN",
     "BNLL": "BNLL",
     "HDF5_DATA": "HDF5Data",
     "HDF5_OUTPUT": "HDF5Output",

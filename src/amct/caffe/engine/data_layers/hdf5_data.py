@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from amct.atomic import is_file
 from amct.caffe.engine.data_layers.prefetch import PrefetchLayer
+from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
 from amct.caffe.engine.registry import register
-from amct.errors import AmctError, FileError, ParseError
+from amct.errors import FileError, ParseError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Shape
@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[np.float32]
 
 logger = logging.getLogger(__name__)
-
-
-def hdf5_library() -> ModuleType:
-    """The h5py package.
-
-    Raises:
-        AmctError: It is not installed.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        raise AmctError("HDF5 files need the h5py package, which is not installed: pip install amct[caffe]") from error
-    return h5py  # type: ignore[no-any-return]  # it ships no types
 
 
 class _RowBatches:
@@ -117,32 +104,29 @@ def read_datasets(path: str, names: list[str]) -> list[Rows]:
         FileError: The file cannot be opened.
         ParseError: A dataset is missing, has no axis, or holds no numbers.
     """
-    h5py = hdf5_library()
-    if not Path(path).is_file():
+    hdf5_library()
+    if not is_file(path):
         raise FileError(f"Failed opening HDF5 file: {path}: there is no such file (looked for in {Path.cwd()})")
     try:
-        file = h5py.File(path, "r")
-    except OSError as error:
+        opened = Hdf5File(path)
+    except FileError as error:
         raise ParseError(f"Failed opening HDF5 file: {path}: {error}") from error
-    with file:
-        arrays = []
-        for name in names:
-            dataset = file.get(name)
-            if not isinstance(dataset, h5py.Dataset):
-                raise ParseError(
-                    f'{path}: Failed to find HDF5 dataset "{name}" (named after the top). The file has: '
-                    f"{', '.join(sorted(file)) or 'nothing'}"
-                )
-            if dataset.dtype.kind not in "fiu" or not dataset.shape:
-                raise ParseError(
-                    f'{path}: dataset "{name}" must hold numbers along at least one axis, it is {dataset.dtype} of '
-                    f"shape {dataset.shape}"
-                )
-            try:
-                arrays.append(dataset[()].astype(np.float32))
-            except OSError as error:
-                raise ParseError(f'{path}: dataset "{name}" is damaged: {error}') from error
-        return arrays
+    with opened as file:
+        return [_dataset(file, name, path) for name in names]
+
+
+def _dataset(file: Hdf5File, name: str, path: str) -> Rows:
+    values = file.array(name)
+    if values is None:
+        raise ParseError(
+            f'{path}: Failed to find HDF5 dataset "{name}" (named after the top). The file has: '
+            f"{', '.join(sorted(file.names())) or 'nothing'}"
+        )
+    if not values.shape:
+        raise ParseError(
+            f'{path}: dataset "{name}" must hold numbers along at least one axis, it is {values.dtype} of shape ()'
+        )
+    return values.astype(np.float32)
 
 
 @register("HDF5Data")
@@ -160,12 +144,13 @@ class HDF5Data(PrefetchLayer):
             raise self.error("hdf5_data_param needs source (a text file that lists HDF5 files) and batch_size > 0")
         try:
             files = Path(options.source).read_text(encoding="utf-8").split()
-        except OSError as error:
-            raise FileError(f"Failed to open source file: {options.source}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise ParseError(
                 f"{options.source}: not a text file; source must list HDF5 files, one a line, not be one itself"
             ) from error
+        except (OSError, ValueError) as error:  # ValueError: the path contains a NUL character
+            reason = getattr(error, "strerror", None) or error
+            raise FileError(f"Failed to open source file: {options.source}: {reason}") from error
         if not files:
             raise self.error(f"Must have at least 1 HDF5 filename listed in {options.source}")
         seed = self.new_seed() if options.shuffle else None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.data_layers.hdf5_data import hdf5_library
+from amct.atomic import is_file, is_folder
+from amct.caffe.engine.hdf5 import hdf5_library
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
+from amct.caffe.engine.weights import is_hdf5
 from amct.errors import FileError
 
 if TYPE_CHECKING:
@@ -33,8 +35,13 @@ class HDF5Output(Layer):
         if not name:
             raise self.error("hdf5_output_param needs file_name")
         self._path = Path(name)
-        if not self._path.absolute().parent.is_dir():
+        if not is_folder(self._path.absolute().parent):
             raise FileError(f'layer "{self.name}": Failed to open HDF5 file {name}: its folder does not exist')
+        if is_file(self._path) and not is_hdf5(self._path):  # a prototxt of someone else must not replace any file
+            raise FileError(
+                f'layer "{self.name}": {name} exists and is no HDF5 file, so it is not replaced; remove it, or write '
+                "another file_name"
+            )
         self._is_new = True
         hdf5_library()
 

@@ -146,19 +146,21 @@ class Threshold(Elementwise):
 class Dropout(Elementwise):
     """Training: each value becomes 0 with probability p = dropout_ratio, else x / (1 - p). Testing: the identity.
 
-    With ``scale_train: false`` (Faster R-CNN) training does not divide, and testing multiplies by 1 - p.
+    With ``scale_train: false`` (Faster R-CNN) training does not divide, and testing multiplies by 1 - p. With
+    ``sample_weights_test`` (Bayesian SegNet) testing drops values as training does.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the ratio and scale_train."""
         self.ratio: float = self.parameter.dropout_param.dropout_ratio
         self.scale_train: bool = self.parameter.dropout_param.scale_train
+        self.drops: bool = self.is_training or getattr(self.parameter.dropout_param, "sample_weights_test", False)
         if not 0.0 < self.ratio < 1.0:
             raise self.error(f"dropout_ratio must lie between 0 and 1, got {self.ratio}")
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """Drop and scale in training; in testing the identity or a multiplication by 1 - p."""
-        if self.is_training:
+        if self.drops:
             kept = functional.dropout(bottom, self.ratio, training=True)
             return kept if self.scale_train else kept * (1 - self.ratio)
         if not self.scale_train:
@@ -167,7 +169,7 @@ class Dropout(Elementwise):
 
     def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         """The identity at inference, if ``scale_train`` is set."""
-        return None if self.is_training or not self.scale_train else (None, None)
+        return None if self.drops or not self.scale_train else (None, None)
 
 
 @register("PReLU")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from amct.caffe.engine import packed
-from amct.caffe.engine.layer import Folded, Layer
+from amct.caffe.engine.layer import Folded
+from amct.caffe.engine.layers.fake_quantized import FakeQuantized
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
+from amct.numerics.arq import channels_first, from_channels_first
+from amct.numerics.integer import ConvolutionGeometry, integer_convolution
 from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
+
+    Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 IMAGE_AXES = 2
 MAX_SPATIAL_AXES = 3
@@ -91,12 +98,14 @@ def _sizes(
     return tuple(given * axes if len(given) == 1 else given)[:axes]
 
 
-class _BaseConvolution(Layer):
+class _BaseConvolution(FakeQuantized):
     """The common part of Convolution and Deconvolution; the axes before ``axis`` are merged into one batch axis."""
 
     bottom_count = (1, None)
     top_count = (1, None)
     same_count = True
+    transposed = False
+    kind = WeightKind.CONV
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create weight and bias."""
@@ -156,15 +165,44 @@ class _BaseConvolution(Layer):
         bias = parameters[1] if len(parameters) > 1 else None
         return [self._one(bottom, parameters[0], bias) for bottom in bottoms]
 
-    def _one(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as (num_output, values)."""
+        return channels_first(weight, self.kind, self.group)
+
+    def weight_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The weight in the layer's own layout."""
+        return from_channels_first(rows, self.weight_shape(), self.kind, self.group)
+
+    def integer_sums(
+        self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offset: int = 0
+    ) -> torch.Tensor:
+        """The exact integer convolution; the padding value is ``offset``, the integer for zero."""
+        plain = self.spatial_axes == 0
+        geometry = ConvolutionGeometry(
+            stride=1 if plain else self.window.stride,
+            padding=0 if plain else self.window.pad,
+            dilation=1 if plain else self.window.dilation,
+            groups=self.group,
+            transposed=self.transposed,
+        )
+        return self._one(bottom, weight, bias, partial(integer_convolution, geometry=geometry, offset=offset))
+
+    def _one(
+        self,
+        bottom: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        convolve: Convolve | None = None,
+    ) -> torch.Tensor:
+        convolve = convolve or self.convolve
         if self.axis == 1 and self.spatial_axes == IMAGE_AXES:
-            return self.convolve(bottom, weight, bias)
+            return convolve(bottom, weight, bias)
         lead, rest = bottom.shape[: self.axis], bottom.shape[self.axis :]
         flat = bottom.reshape(count(lead), *rest)
         if self.spatial_axes == 0:
-            result = self.convolve(flat.unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
+            result = convolve(flat.unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
         else:
-            result = self.convolve(flat, weight, bias)
+            result = convolve(flat, weight, bias)
         return result.reshape(*lead, *result.shape[1:])
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -232,6 +270,8 @@ class Deconvolution(_BaseConvolution):
     """Transposed convolution: (N, C, H, W) to (N, num_output, H', W'); weight (C, num_output / group, kernel...)."""
 
     fold_kind: WeightKind | None = WeightKind.CONV_TRANSPOSE
+    transposed = True
+    kind = WeightKind.CONV_TRANSPOSE
 
     def weight_shape(self) -> Shape:
         """(C, num_output / group, kernel...)."""

@@ -84,6 +84,8 @@ class DetectionOutput(Layer):
                 self.options.code_type,
                 is_scaled=self.options.variance_encoded_in_target,
             )
+            if getattr(self.options, "clip", False):
+                decoded = decoded.clamp(0, 1)
             found = self._keep_best(self._detect(decoded, scores[picture]))
             for label in sorted(found):
                 boxes = decoded[:, 0 if self.location_classes == 1 else label]

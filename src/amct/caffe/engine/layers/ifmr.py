@@ -12,9 +12,10 @@ import json
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from amct import log
+from amct.atomic import read_bytes, write_bytes
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
 from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
@@ -24,15 +25,17 @@ from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
 from amct.errors import AmctError, CalibrationError
+from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
 from amct.record import update_inputs
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
     from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult
@@ -56,6 +59,7 @@ class IFMR(Layer):
         if not self.options.object_layer:
             raise self.error("ifmr_param needs object_layer")
         self.session: CalibrationSession | None = None
+        self.kept: _KeptInputs | None = None
         self._log_started = False
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
@@ -67,7 +71,7 @@ class IFMR(Layer):
         file = self.options.record_file_path
         sharing = [each for each in layers.values() if isinstance(each, IFMR) and each.options.record_file_path == file]
         if file and sharing[-1] is self:
-            start_session(sharing, record_file=file)
+            start_session(sharing, record_file=file, inputs=_plain_inputs(layers))
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Let the session observe the bottom, and return it."""
@@ -77,6 +81,8 @@ class IFMR(Layer):
         if options.record_file_path and not self._log_started:
             log.start("amct_caffe")
             self._log_started = True
+        if self.kept is not None:
+            self.kept.see(self.parameter.bottom[0], bottoms[0])
         for layer in reversed(options.object_layer):  # only the stream of the first layer has an observer
             self.session.observe(layer, bottoms[0], caffe_stream(options.index), ends_batch=options.reports_progress)
         return [bottoms[0]]
@@ -160,8 +166,20 @@ class IfmrLayerObserver(IfmrObserver):
             raise CalibrationError(f"{kind} scale is illegal: {error}") from error
 
 
+def _plain_inputs(layers: Mapping[str, Layer]) -> frozenset[str]:
+    """The input blobs of a net; none if a layer changes one of them in place."""
+    tops = [(layer.parameter.type == "Input", name) for layer in layers.values() for name in layer.parameter.top]
+    inputs = {name for is_input, name in tops if is_input}
+    changed = any(name in inputs for is_input, name in tops if not is_input)
+    return frozenset() if changed else frozenset(inputs)
+
+
 def start_session(
-    layers: Sequence[IFMR], *, tensors: Mapping[str, TensorObserver] | None = None, record_file: str = ""
+    layers: Sequence[IFMR],
+    *,
+    tensors: Mapping[str, TensorObserver] | None = None,
+    record_file: str = "",
+    inputs: Collection[str] = (),
 ) -> CalibrationSession:
     """Start the session shared by the IFMR layers of a net.
 
@@ -169,6 +187,7 @@ def start_session(
         layers: the IFMR layers, in the order of the net.
         tensors: observers of blobs between layers.
         record_file: the file for the factors; empty: the factors are only in the session's result.
+        inputs: the input blobs of the net; their first batch is kept beside the record file, if IFMR layers see them.
 
     Raises:
         CalibrationError: there is no IFMR layer.
@@ -177,7 +196,10 @@ def start_session(
     by_name = {layer.name: layer for layer in layers}
     streams = [stream for layer in layers for stream in layer.streams(by_name)]
     if record_file:
-        file = _RecordFile(record_file)
+        kept = _KeptInputs(inputs)
+        for layer in layers:
+            layer.kept = kept
+        file = _RecordFile(record_file, kept)
         session = CalibrationSession(
             streams, tensors=tensors, on_progress=file.note, on_ready=file.write, on_end=file.complete
         )
@@ -188,11 +210,37 @@ def start_session(
     return session
 
 
+class _KeptInputs:
+    """The input blobs of the first batch, kept for the check of the saved files."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._missing = set(names)
+        self._alone = len(self._missing) == 1
+        self._found: dict[str, NDArray[Any]] = {}
+
+    def see(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep the first tensor of an input blob within the limit of memory; of an only input, its first samples."""
+        if name not in self._missing:
+            return
+        self._missing.remove(name)
+        self._found[name] = tensor.detach().cpu().numpy()
+        size = sum(array.nbytes for array in self._found.values())
+        kept = some_samples(self._found) if self._alone or size <= LARGEST_BATCH else None
+        self._found = {} if kept is None else {each: array.copy() for each, array in kept.items()}
+        if kept is None:
+            self._missing.clear()
+
+    def batch(self) -> dict[str, NDArray[Any]] | None:
+        """All inputs; None if IFMR layers did not see them all, or they are too large."""
+        return None if self._missing or not self._found else self._found
+
+
 @dataclass(frozen=True)
 class _RecordFile:
-    """The record file of a calibration and its progress file."""
+    """The record file of a calibration, its progress file and the kept batch."""
 
     path: str
+    kept: _KeptInputs
 
     def note(self, progress: Mapping[str, Progress]) -> None:
         logger.info("calibration: %d/%d batches", *max(progress.values()))
@@ -207,4 +255,7 @@ class _RecordFile:
 
     def complete(self, result: CalibrationResult) -> None:
         self.write(result)
+        batch = self.kept.batch()
+        if batch is not None:
+            write_bytes(batch_path(self.path), encode_batch(batch, read_bytes(self.path)))
         progress_path(self.path).unlink(missing_ok=True)

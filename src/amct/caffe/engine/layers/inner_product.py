@@ -8,8 +8,10 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layers.fake_quantized import FakeQuantized
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
+from amct.numerics.integer import integer_linear
 from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @register("InnerProduct")
-class InnerProduct(Layer):
+class InnerProduct(FakeQuantized):
     """y = x W^T + b, where x is the bottom flattened from ``axis`` on.
 
     The weight is (num_output, inputs), or (inputs, num_output) with ``transpose``.
@@ -54,10 +56,26 @@ class InnerProduct(Layer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x W^T + b."""
         bottom = bottoms[0]
-        weight = parameters[0].t() if self.options.transpose else parameters[0]
+        weight = self.weight_rows(parameters[0])
         bias = parameters[1] if len(parameters) > 1 else None
         flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
         return [functional.linear(flat, weight, bias).reshape(*bottom.shape[: self.axis], self.outputs)]
+
+    def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as (num_output, inputs)."""
+        return weight.t() if self.options.transpose else weight
+
+    def weight_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The weight in the layer's own layout."""
+        return rows.t() if self.options.transpose else rows
+
+    def integer_sums(
+        self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offset: int = 0
+    ) -> torch.Tensor:
+        """The exact integer matrix product."""
+        flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
+        sums = integer_linear(flat, self.weight_rows(weight), bias, offset=offset)
+        return sums.reshape(*bottom.shape[: self.axis], self.outputs)
 
 
 @register("Embed")

@@ -20,7 +20,6 @@ from amct.caffe.engine.registry import find_layer_class, layer_class, register
 from amct.caffe.engine.shapes import count
 from amct.errors import AmctError
 from amct.numerics.arq import WeightKind, from_channels_first
-from amct.numerics.integer import ConvolutionGeometry, integer_convolution, integer_linear
 from amct.numerics.snq import CLUSTERS, decode, unpack_nibbles
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class _IntegerWeights(Layer):
 
     keeps_integers = True
     fold_kind: WeightKind | None = None
-    kind = WeightKind.CONV
+    kind: WeightKind
     weight_groups = 1
 
     def make_integer_blobs(self, outputs: int) -> None:
@@ -104,8 +103,6 @@ class _IntegerWeights(Layer):
 
 
 class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
-    transposed = False
-
     def setup(self, bottoms: list[Shape]) -> None:
         """Set up the float layer, then the integer blobs."""
         super().setup(bottoms)
@@ -115,24 +112,10 @@ class _IntegerConvolution(_IntegerWeights, _BaseConvolution):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute the exact integer sums."""
         weight = self.integer_weight()
-        sums = []
-        for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True)):
-            self._offset = int(factors.offset)
-            sums.append(self._one(factors.integers(bottom), weight, self.integer_bias(index)))
-        return sums
-
-    def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Convolve one bottom; the padding value is its ``offset``, the integer for zero."""
-        window = self.window
-        plain = self.spatial_axes == 0
-        geometry = ConvolutionGeometry(
-            stride=1 if plain else window.stride,
-            padding=0 if plain else window.pad,
-            dilation=1 if plain else window.dilation,
-            groups=self.group,
-            transposed=self.transposed,
-        )
-        return integer_convolution(bottom, weight, bias, geometry=geometry, offset=self._offset)
+        return [
+            self.integer_sums(factors.integers(bottom), weight, self.integer_bias(index), int(factors.offset))
+            for index, (bottom, factors) in enumerate(zip(bottoms, self.factors, strict=True))
+        ]
 
 
 @register("Convolution on integers")
@@ -143,9 +126,6 @@ class IntegerConvolution(_IntegerConvolution, Convolution):
 @register("Deconvolution on integers")
 class IntegerDeconvolution(_IntegerConvolution, Deconvolution):
     """The transposed convolution of int8 or int16 data with int8 weights."""
-
-    transposed = True
-    kind = WeightKind.CONV_TRANSPOSE
 
 
 @register("DepthwiseConv on integers")
@@ -170,16 +150,13 @@ class IntegerInnerProduct(_IntegerWeights, InnerProduct):
 
     def from_kind(self, weight: torch.Tensor) -> torch.Tensor:
         """Convert a weight to the layer's layout: ``[inputs, outputs]`` with ``transpose``."""
-        return weight.t() if self.options.transpose else weight
+        return self.weight_of_rows(weight)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Compute the exact integer sums."""
-        weight, (factors,) = self.integer_weight(), self.factors
-        rows = weight.t() if self.options.transpose else weight
+        (factors,) = self.factors
         bottom = factors.integers(bottoms[0])
-        flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
-        sums = integer_linear(flat, rows, self.integer_bias(0), offset=int(factors.offset))
-        return [sums.reshape(*bottom.shape[: self.axis], self.outputs)]
+        return [self.integer_sums(bottom, self.integer_weight(), self.integer_bias(0), int(factors.offset))]
 
 
 @register("data on integers")

@@ -45,8 +45,9 @@ class LRN(Layer):
         if options.norm_region == WITHIN_CHANNEL:
             base = 1.0 + options.alpha * functional.avg_pool2d(squares, size, 1, half)
         else:
-            padded = functional.pad(squares, (0, 0, 0, 0, half, half))
-            sums = functional.avg_pool3d(padded.unsqueeze(1), (size, 1, 1), 1, divisor_override=1).squeeze(1)
+            reach = min(half, bottom.shape[1])  # a larger window adds only zeros
+            padded = functional.pad(squares, (0, 0, 0, 0, reach, reach))
+            sums = functional.avg_pool3d(padded.unsqueeze(1), (2 * reach + 1, 1, 1), 1, divisor_override=1).squeeze(1)
             base = options.k + options.alpha / size * sums
         return [bottom * base.pow(-options.beta)]
 

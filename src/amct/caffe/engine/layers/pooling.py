@@ -1,7 +1,7 @@
 """Pooling with Caffe's window rules, and SPP, which is built from it.
 
-The output size is rounded up (unless ``round_mode`` is FLOOR); a last window that would start in the padding is
-dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded image.
+The output size is rounded up (unless ``round_mode`` is FLOOR or ``ceil_mode`` false); a last window that would start
+in the padding is dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded image.
 """
 
 from __future__ import annotations
@@ -195,9 +195,15 @@ class Pooling(Layer):
         kernel, stride, pad = (size_pair(self.options, name) for name in ("kernel", "stride", "pad"))
         if self.options.global_pooling:
             kernel = (shape[2], shape[3])
-        window = PoolWindow(kernel=kernel, stride=stride, pad=pad, floor=self.options.round_mode == FLOOR)
-        if min(window.kernel) <= 0 or min(window.stride) <= 0:
-            raise self.error(f"Filter dimensions cannot be zero: kernel {window.kernel}, stride {window.stride}")
+        if min(kernel) <= 0 or min(stride) <= 0:
+            raise self.error(f"Filter dimensions cannot be zero: kernel {kernel}, stride {stride}")
+        # Beyond the padded image all windows are equally empty: a larger stride would only need more memory.
+        reachable = (
+            min(step, size + 2 * margin + 1) for step, size, margin in zip(stride, shape[2:], pad, strict=True)
+        )
+        stride = (next(reachable), next(reachable))
+        floor = self.options.round_mode == FLOOR or not getattr(self.options, "ceil_mode", True)
+        window = PoolWindow(kernel=kernel, stride=stride, pad=pad, floor=floor)
         if any(pad >= size for pad, size in zip(window.pad, window.kernel, strict=True)):
             raise self.error(f"pad {window.pad} must be smaller than the kernel {window.kernel}")
         return window
@@ -209,6 +215,9 @@ class Pooling(Layer):
         height, width = self.window.output(bottoms[0][2:])
         if height <= 0 or width <= 0:
             raise self.error(f"the kernel {self.window.kernel} is larger than the padded input {bottoms[0]}")
+        if self.options.pool == STOCHASTIC:
+            values = (*bottoms[0][:2], *self.window.kernel, height * width)
+            self.context.check_size(values, f'the values of all windows of layer "{self.name}"')
         return [(*bottoms[0][:2], height, width)] * len(self.top_blobs)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:

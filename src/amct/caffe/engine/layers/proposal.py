@@ -40,6 +40,9 @@ class Proposal(Layer):
         self.anchors = anchors(
             options.base_size, tuple(options.ratio) or DEFAULT_RATIOS, tuple(options.scale) or DEFAULT_SCALES
         )
+        self.overlap: float = options.nms_thresh if options.HasField("nms_thresh") else options.iou_threshold
+        if options.HasField("nms_thresh") and options.HasField("iou_threshold"):
+            raise self.error("nms_thresh and iou_threshold are two names of one number; give one of them")
         if options.post_nms_topn <= 0:
             raise self.error(f"post_nms_topn must be > 0, got {options.post_nms_topn}")
 
@@ -77,7 +80,7 @@ class Proposal(Layer):
         order = large[scores[large].argsort(descending=True, stable=True)]
         if options.pre_nms_topn > 0:
             order = order[: options.pre_nms_topn]
-        kept = order[list(islice(suppress(boxes[order], options.iou_threshold, pixel=1), options.post_nms_topn))]
+        kept = order[list(islice(suppress(boxes[order], self.overlap, pixel=1), options.post_nms_topn))]
         regions = torch.cat([boxes.new_zeros(len(kept), 1), boxes[kept]], 1)
         second = torch.tensor([float(len(kept))]) if options.output_actual_rois_num else scores[kept].unsqueeze(1)
         return [regions, second][: len(self.top_blobs)]

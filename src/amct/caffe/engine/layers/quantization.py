@@ -12,7 +12,7 @@ from amct.errors import AmctError
 from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.messages import ProtoMessage
@@ -35,6 +35,11 @@ class InputFactors:
         """The data type of the integers."""
         return torch.int8 if self.bits <= 8 else torch.int16
 
+    def steps(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The integers minus the offset of a fake-quantized blob; None if it holds NaN or infinity."""
+        steps = (x.detach() / self.scale.to(x.device)).round_()
+        return steps.to(torch.int32) if bool(torch.isfinite(steps.sum())) else None
+
     def integers(self, x: torch.Tensor) -> torch.Tensor:
         """The integers of a blob, cast from float if the blob was read as a NumPy array."""
         return x.round().to(self.dtype) if x.is_floating_point() else x
@@ -42,6 +47,14 @@ class InputFactors:
     def real(self, x: torch.Tensor) -> torch.Tensor:
         """Dequantize a blob of integers."""
         return dequantize(self.integers(x), self.scale, self.offset)
+
+
+def real_sums(sums: torch.Tensor, step: torch.Tensor, axis: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Dequantize accumulator sums by one step, or by one per channel along ``axis``: float64, rounded once."""
+    after = [1] * (sums.dim() - axis % sums.dim() - 1)
+    scale = step.double() if step.numel() == 1 else step.double().reshape(-1, *after)
+    real = sums.double() * scale
+    return (real if bias is None else real + bias.double().reshape(-1, *after)).float()
 
 
 @register("Quant")
@@ -53,6 +66,14 @@ class Quant(Layer):
         self.options = self.parameter.quant_param
         self.has_gradients = not self.options.integers
         self.factors = InputFactors(self, self.options)
+
+    def connect(self, layers: Mapping[str, Layer]) -> None:
+        """Tell the layer that reads the fake-quantized top its factors."""
+        reader, index = layers.get(self.options.object_layer), self.options.index
+        if reader is None or self.options.integers:
+            return
+        if self.parameter.top[0] == next(iter(reader.parameter.bottom[index : index + 1]), None):
+            reader.take_input_factors(index, self.factors)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Fake-quantize with the straight-through gradient, or quantize to integers."""
@@ -80,10 +101,7 @@ class DeQuant(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Multiply in float64 and round once to float32."""
-        sums, scale = bottoms[0], parameters[0].double()
-        if self.per_channel:
-            scale = scale.reshape(1, -1, *[1] * (sums.dim() - 2))
-        return [(sums.double() * scale).float()]
+        return [real_sums(bottoms[0], parameters[0], axis=1)]
 
 
 @register("AntiQuant")

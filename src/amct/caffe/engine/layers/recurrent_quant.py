@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.layers.gru import GRU
-from amct.caffe.engine.layers.quantization import InputFactors
+from amct.caffe.engine.layers.quantization import InputFactors, real_sums
 from amct.caffe.engine.layers.recurrent import EVERY_ROW, LSTM, RNN, STATIC, Recurrent
 from amct.caffe.engine.registry import register
 from amct.numerics.affine import fake_quantize, integer_range, quantize
 from amct.numerics.integer import integer_linear
+from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,10 @@ MATRIX_AXES = 2
 
 
 class QuantizedRecurrent(Recurrent):
-    """The common part of fake-quantized recurrent layers; the float layer is the second base class."""
+    """The common part of fake-quantized recurrent layers; the float layer is the second base class.
+
+    As in ``fake_quantized.py`` the sums are computed from the integers of data and matrices.
+    """
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Set up the float layer; the scale of the hidden state is 1 / (largest integer)."""
@@ -35,6 +39,50 @@ class QuantizedRecurrent(Recurrent):
         self.bits: int = self.parameter.lstm_quant_param.num_bits_d
         self.hidden_scale = torch.tensor(1.0 / integer_range(self.bits)[1])
         self.zero = torch.zeros((), dtype=torch.int32)
+        self.multiplied = (0, STATIC) if self.has_static else (0,)  # bottoms, and also the places of their matrices
+        self.input_scales: dict[int, torch.Tensor] = {}
+
+    def take_input_factors(self, index: int, factors: InputFactors) -> None:
+        """Keep the scale of a bottom."""
+        self.input_scales[index] = factors.scale
+
+    def scale_of(self, place: int) -> torch.Tensor | None:
+        """The scale of the data that the matrix at this place multiplies; None if it is not known."""
+        return self.input_scales.get(place) if place in self.multiplied else self.hidden_scale
+
+    def product(
+        self,
+        x: torch.Tensor,
+        parameters: list[torch.Tensor],
+        blob: int,
+        *,
+        rows: slice = EVERY_ROW,
+        bias: int | None = None,
+    ) -> torch.Tensor:
+        """Exact sums, dequantized once; float products where data or matrix are on no grid."""
+        place, scale = blob % len(parameters), self.scale_of(blob % len(parameters))
+        vector = None if bias is None else bias % len(parameters)
+        if torch.is_grad_enabled() or scale is None or not bool(torch.isfinite(x).all()):
+            return super().product(x, parameters, blob, rows=rows, bias=bias)
+        sources = [self.blobs[each] for each in (place, vector) if each is not None]
+        found = self.derived(f"integers {place}", sources, lambda: self._integers(place, vector, scale))
+        if found is None:
+            return super().product(x, parameters, blob, rows=rows, bias=bias)
+        matrix, added, step = found
+        sums = integer_linear((x / scale).round().to(torch.int32), matrix[rows], added)
+        return real_sums(sums, step, axis=-1)
+
+    def _integers(
+        self, place: int, bias: int | None, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None:
+        """The integers of a matrix and its bias, and the steps of the sums."""
+        vector = None if bias is None else self.blobs[bias].tensor
+        found = find_integer_weights(self.blobs[place].tensor, vector, scale)
+        if found is None:
+            return None
+        if vector is None:
+            return found.integers, None, sum_scale(found.scale, scale)
+        return found.integers, *integer_bias(found, vector, scale)
 
     def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
         """The fake-quantized hidden state."""
@@ -69,7 +117,6 @@ class IntegerRecurrent(QuantizedRecurrent):
         if len(inputs) != len(bottoms):
             raise self.error(f"integer_param has {len(inputs)} inputs, the layer {len(bottoms)} bottoms")
         self.factors = [InputFactors(self, each) for each in inputs]
-        self.multiplied = (0, STATIC) if self.has_static else (0,)  # also the places of their matrices
         scales = list(self.parameter.lstm_quant_param.scale_w)
         places = [place for place, blob in enumerate(self.blobs) if len(blob.shape) == MATRIX_AXES]
         if len(scales) != len(places):
@@ -102,8 +149,7 @@ class IntegerRecurrent(QuantizedRecurrent):
         matrix = _integers(parameters[blob], torch.int8)[rows]
         added = None if bias is None else _integers(parameters[bias], torch.int32)
         sums = integer_linear(x, matrix, added, offset=int(offset))
-        step = (scale.double() * self.weight_scales[place].double()).float()
-        return (sums.double() * step.double()).float()
+        return real_sums(sums, sum_scale(self.weight_scales[place], scale), axis=-1)
 
     def rounded(self, hidden: torch.Tensor) -> torch.Tensor:
         """The quantized hidden state."""

@@ -59,7 +59,9 @@ def _given(options: ProtoMessage, name: str) -> float | None:
 class Upsample(_MaskedUnpooling):
     """Repeats each value ``stride`` times (YOLO v3), or with two bottoms writes it to the index in the mask (SegNet).
 
-    ``scale`` alone is the factor of size (YOLO's Caffe); together with ``stride`` it multiplies the values (ATC).
+    ``scale`` alone, or ``scale_h`` and ``scale_w``, are factors of size (YOLO's Caffe, SegNet); together with
+    ``stride`` ``scale`` multiplies the values (ATC). ``pad_out_h`` and ``pad_out_w`` leave out the last row and column,
+    where the image before the pooling had an odd size.
     """
 
     def setup(self, bottoms: list[Shape]) -> None:
@@ -68,7 +70,12 @@ class Upsample(_MaskedUnpooling):
         scale, stride = _given(options, "scale"), _given(options, "stride")
         down, across = _given(options, "stride_h"), _given(options, "stride_w")
         self.times = 1.0
-        if scale is not None and stride is down is across is None:
+        high, wide = _given(options, "scale_h"), _given(options, "scale_w")
+        if (high is None) != (wide is None):
+            raise self.error("scale_h and scale_w must be given together")
+        if high is not None and wide is not None:
+            self.factor = (high, wide)
+        elif scale is not None and stride is down is across is None:
             self.factor = (scale, scale)
         else:
             single = DEFAULT_STRIDE if stride is None else stride
@@ -77,13 +84,21 @@ class Upsample(_MaskedUnpooling):
         self.wanted = (_given(options, "upsample_h"), _given(options, "upsample_w"))
         if any(factor < 1 or factor != int(factor) for factor in self.factor):
             raise self.error(f"the factor of size must be a whole number of at least 1, got {self.factor}")
+        self.missing = (int(_given(options, "pad_out_h") or 0), int(_given(options, "pad_out_w") or 0))
+        if any(cut and factor != DEFAULT_STRIDE for cut, factor in zip(self.missing, self.factor, strict=True)):
+            raise self.error(f"pad_out_h and pad_out_w need a factor of size of 2, got {self.factor}")
+        if any(self.missing) and len(bottoms) == MASK:
+            raise self.error("pad_out_h and pad_out_w need a mask (second bottom)")
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """The size times the factor; with a mask upsample_h and upsample_w override it."""
         self.check_mask(bottoms)
         height, width = (int(size * factor) for size, factor in zip(bottoms[0][2:], self.factor, strict=True))
         if len(bottoms) > MASK:
-            height, width = (int(self.wanted[0] or height), int(self.wanted[1] or width))
+            height, width = (
+                int(wanted or size - cut)
+                for wanted, size, cut in zip(self.wanted, (height, width), self.missing, strict=True)
+            )
         self.size = (height, width)
         return [(*bottoms[0][:2], height, width)]
 
@@ -129,6 +144,12 @@ class Unpooling(_MaskedUnpooling):
             )
         )
         self.size = (height, width)
+        covered = (
+            (size - 1) * stride + kernel
+            for size, stride, kernel in zip(bottoms[0][2:], self.stride, self.kernel, strict=True)
+        )
+        self.context.check_size((*bottoms[0][:2], *covered), f'the area of all windows of layer "{self.name}"')
+        self.context.check_size((bottoms[0][1], 1, *self.kernel), f'the kernel of layer "{self.name}"')
         return [(*bottoms[0][:2], height, width)]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:

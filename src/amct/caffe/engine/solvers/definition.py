@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from amct.atomic import is_folder
 from amct.caffe.engine.layer import TEST, TRAIN
 from amct.caffe.engine.messages import new_message, parse_message, read_message, read_text_file
 from amct.errors import ConfigError, FileError
@@ -58,7 +59,7 @@ def read_solver(path: str | os.PathLike[str]) -> ProtoMessage:
     if not parameter.HasField("snapshot_prefix"):
         parameter.snapshot_prefix = str(file.with_suffix(""))
         logger.info("snapshot_prefix was not specified and is set to %s", parameter.snapshot_prefix)
-    elif Path(parameter.snapshot_prefix).is_dir():
+    elif is_folder(parameter.snapshot_prefix):
         parameter.snapshot_prefix = str(Path(parameter.snapshot_prefix) / file.stem)
         logger.info("snapshot_prefix was a directory and is replaced to %s", parameter.snapshot_prefix)
     return parameter

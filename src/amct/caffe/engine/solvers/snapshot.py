@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.atomic import FileGroup
+from amct.atomic import FileGroup, is_file, is_folder
 from amct.caffe.engine import weights
+from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
 from amct.caffe.engine.wire import StoredBlob, StoredState, blob_parts, read_solver_state, state_parts
 from amct.errors import ConfigError, FileError, ParseError
 
@@ -42,7 +43,7 @@ def check_snapshots(parameter: ProtoMessage) -> None:
 
 def _check_folder(prefix: str) -> None:
     folder = Path(prefix).parent
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(
             f"Cannot write to snapshot prefix '{prefix}'.  Make sure that the directory exists and is writable: there "
             f"is no folder {folder.absolute()}"
@@ -84,9 +85,7 @@ def _write(files: FileGroup, path: str, parts: Sequence[bytes | memoryview]) -> 
 
 
 def _write_state_hdf5(path: Path, state: StoredState) -> None:
-    import h5py
-
-    with h5py.File(path, "w") as file:
+    with hdf5_library().File(path, "w") as file:
         for name, value in (("iter", state.iteration), ("current_step", state.current_step)):
             file.create_dataset(name, data=np.array([value], np.int32))
         _write_c_string(file, "learned_net", state.learned_net or "")
@@ -97,8 +96,7 @@ def _write_state_hdf5(path: Path, state: StoredState) -> None:
 
 def _write_c_string(file: h5py.File, name: str, text: str) -> None:
     """Write a zero-terminated string, as Caffe expects; h5py writes none by itself."""
-    import h5py
-
+    h5py = hdf5_library()
     content = text.encode() + b"\0"
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(content))
@@ -123,21 +121,26 @@ def read_state(path: str) -> StoredState:
 
 
 def _read_state_hdf5(path: str) -> StoredState:
-    import h5py
+    with Hdf5File(path) as file:
+        history = []
+        for index in range(len(file.names("history"))):
+            values = file.array("history", str(index))
+            if values is None:
+                raise ParseError(f'{path}: not an HDF5 solver state: "history" has no dataset "{index}"')
+            history.append(StoredBlob(values.shape, values.reshape(-1)))
+        return StoredState(
+            iteration=_number(file, "iter", path),
+            learned_net=file.text("learned_net"),
+            history=history,
+            current_step=_number(file, "current_step", path),
+        )
 
-    try:
-        with h5py.File(path, "r") as file:
-            group = file["history"]
-            arrays = [group[str(index)][()] for index in range(len(group))]
-            name = file["learned_net"][()] if "learned_net" in file else None
-            return StoredState(
-                iteration=int(file["iter"][0]),
-                learned_net=name.decode() if isinstance(name, bytes) else name,
-                history=[StoredBlob(array.shape, array.reshape(-1)) for array in arrays],
-                current_step=int(file["current_step"][0]),
-            )
-    except (KeyError, OSError, AttributeError, IndexError, ValueError, TypeError) as error:
-        raise ParseError(f"{path}: not an HDF5 solver state: {error}") from error
+
+def _number(file: Hdf5File, name: str, path: str) -> int:
+    values = file.array(name)
+    if values is None or values.size != 1 or values.dtype.kind not in "iu":
+        raise ParseError(f'{path}: not an HDF5 solver state: it has no dataset "{name}" with one integer')
+    return int(values.reshape(-1)[0])
 
 
 def find_learned_net(state: StoredState, state_path: str) -> str:
@@ -147,10 +150,10 @@ def find_learned_net(state: StoredState, state_path: str) -> str:
         FileError: It is in neither place.
     """
     stored = state.learned_net or ""
-    if Path(stored).is_file():
+    if is_file(stored):
         return stored
     beside = Path(state_path).parent / Path(stored).name
-    if beside.is_file():
+    if is_file(beside):
         logger.info("%s names %s, which does not exist; using %s", state_path, stored, beside)
         return str(beside)
     raise FileError(

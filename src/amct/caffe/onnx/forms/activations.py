@@ -75,6 +75,8 @@ def threshold(place: Place[activations.Threshold]) -> None:
 @onnx_form(activations.Dropout)
 def dropout(place: Place[activations.Dropout]) -> None:
     """The identity, or a multiplication by 1 - p where training does not divide (``scale_train: false``)."""
+    if place.layer.drops:
+        raise place.error("it drops values at random; set sample_weights_test: false")
     if place.layer.scale_train:
         place.alias(place.bottom)
     else:

@@ -1,4 +1,4 @@
-"""BatchNorm, Scale, Bias, LRN, MVN, GroupNorm, LayerNormalization and Softmax."""
+"""BatchNorm, BN, Scale, Bias, LRN, MVN, GroupNorm, LayerNormalization and Softmax."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from amct.caffe.engine.layers.batch_norm import BatchNorm
+from amct.caffe.engine.layers.bn import BN
 from amct.caffe.engine.layers.group_normalization import GroupNorm, LayerNormalization
 from amct.caffe.engine.layers.normalization import LRN, MVN, WITHIN_CHANNEL
 from amct.caffe.engine.layers.scale import Bias, Scale
@@ -33,6 +34,24 @@ def batch_norm(place: Place[BatchNorm]) -> None:
     names = ("scale", "shift", "mean", "variance")
     values = [place.value(name, array) for name, array in zip(names, (ones, zeros, mean, variance_values), strict=True)]
     place.top("BatchNormalization", place.bottom, *values, epsilon=float(layer.eps))
+
+
+@onnx_form(BN)
+def bn(place: Place[BN]) -> None:
+    """Mul and Add; behind a normalization by Reduce operators if the layer uses batch statistics."""
+    layer, axes = place.layer, len(place.bottom_dims[0])
+    shape = (layer.channels, *(1,) * (axes - 2))
+    affine = layer.channel_affine()
+    if affine is not None:
+        values = [each.float().reshape(shape).numpy() for each in affine if each is not None]
+        scaled = place.step("scaled", "Mul", place.bottom, place.value("scale", values[0]))
+        place.top("Add", scaled, place.value("shift", values[1]))
+        return
+    if len(place.tops) > 1:
+        raise place.error("its further tops (mean, variance) have no ONNX form")
+    parts = _centred_and_deviation(place, place.bottom, [0, *range(2, axes)], float(layer.eps))
+    scaled = place.step("scaled", "Mul", place.step("normalized", "Div", *parts), place.parameter(0, "scale", shape))
+    place.top("Add", scaled, place.parameter(1, "shift", shape))
 
 
 def _centred(place: Place[Any], tensor: str, axes: list[int]) -> tuple[str, str]:

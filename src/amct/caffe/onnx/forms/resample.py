@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
     from amct.caffe.onnx.forms.writer import Attribute
 
-RESIZE_AXES_OPSET = 18
-
 
 @onnx_form(Upsample)
 def upsample(place: Place[Upsample]) -> None:
@@ -86,8 +84,15 @@ def interp(place: Place[Interp]) -> None:
     if sizes == wanted:
         place.alias(inner)
         return
+    # Factors instead of sizes: they leave the batch open without ``axes``, which onnxruntime's optimizer does not move.
+    factors = np.array([1, 1, *(_factor(size, target) for size, target in zip(sizes, wanted, strict=True))], np.float32)
     mode: dict[str, Attribute] = {"mode": "linear", "coordinate_transformation_mode": "align_corners"}
-    if place.writer.opset >= RESIZE_AXES_OPSET:
-        place.top("Resize", inner, "", "", place.value("sizes", list(wanted)), axes=[2, 3], **mode)
-    else:
-        place.top("Resize", inner, "", "", place.value("sizes", [*fixed(dims[:2]), *wanted]), **mode)
+    place.top("Resize", inner, "", place.value("scales", factors), **mode)
+
+
+def _factor(size: int, wanted: int) -> float:
+    """The smallest float32 factor with which ``floor(size * factor)`` is the wanted size."""
+    factor = np.float32(wanted) / np.float32(size)
+    while np.floor(np.float32(size) * factor) < wanted or int(np.floor(size * float(factor))) < wanted:
+        factor = np.nextafter(factor, np.float32(np.inf))
+    return float(factor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
+from threading import TIMEOUT_MAX, Timer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,16 +14,21 @@ import torch
 from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
-from amct.export.onnx.messages import any_value, copy_fields, tensor_array
+from amct.export.onnx.messages import any_value, copy_fields, first_line, tensor_array
 from amct.export.writer import EXTERNAL_THRESHOLD, save_model
-from amct.onnx_model.opset import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
-_ERRORS_ONLY = 3
+_FATAL_ONLY = 4
+"""Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
+SECONDS_VARIABLE = "AMCT_ONNX_RUN_SECONDS"
+"""Environment variable with the longest time of one batch."""
+DEFAULT_SECONDS = 600
+_PROVIDERS = ["CPUExecutionProvider"]
+_NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
 
 class Runner:
@@ -44,20 +51,42 @@ class Runner:
         self._constants = {name: tensor_array(stored[name]) for name in wanted if name in stored}
         computed = [name for name in wanted if name not in inputs and name not in stored]
         self._fetched = tuple(dict.fromkeys([*self.outputs, *computed]))
-        self._session = _session(_with_outputs(model, computed))
+        self._session = open_session(with_outputs(model, computed), _NO_SPINNING)
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs and the watched tensors, by name.
 
         Raises:
-            CalibrationError: the model rejects these inputs.
+            CalibrationError: the model rejects these inputs, or does not end.
         """
+        seconds = _longest_run()
+        options = onnxruntime.RunOptions()
+        options.log_severity_level = _FATAL_ONLY
+        watch = Timer(seconds, setattr, (options, "terminate", True))
+        watch.daemon = True
+        watch.start()
         try:
-            results = self._session.run(list(self._fetched), dict(feeds))
+            results = self._session.run(list(self._fetched), dict(feeds), options)
         except Exception as error:
+            if options.terminate:
+                raise CalibrationError(
+                    f"the model does not finish one batch in {seconds} seconds: does it have a Loop that never ends? "
+                    f"If it needs more time, set {SECONDS_VARIABLE}"
+                ) from error
             raise CalibrationError(f"onnxruntime cannot run the model on this batch: {first_line(error)}") from error
+        finally:
+            watch.cancel()
         found = dict(zip(self._fetched, results, strict=True))
         return {**found, **{name: feeds[name] for name in self._fed}, **self._constants}
+
+
+def _longest_run() -> int:
+    text = os.environ.get(SECONDS_VARIABLE, "")
+    if not text:
+        return DEFAULT_SECONDS
+    if not text.isdigit() or int(text) == 0:
+        raise ModelError(f"{SECONDS_VARIABLE} must be a number of seconds, got {text!r}")
+    return min(int(text), int(TIMEOUT_MAX))
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
@@ -65,7 +94,8 @@ def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array if array.flags.writeable else np.array(array))
 
 
-def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
+def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
+    """The model with further tensors among its outputs; the model itself if they are already."""
     present = {value.name for value in model.graph.output}
     more = [name for name in names if name not in present]
     if not more:
@@ -77,16 +107,33 @@ def _with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     return extended
 
 
-def _session(model: ModelProto) -> onnxruntime.InferenceSession:
+def open_session(
+    model: ModelProto | Path, settings: Mapping[str, str] | None = None, *, profile: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """Load a model, or the file of one, in onnxruntime on the CPU; nothing is logged.
+
+    Args:
+        model: The model; it is not changed. A file may have tensors in files beside it.
+        settings: Further settings of the session.
+        profile: Prefix of the file to which onnxruntime writes the time of each node.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+    """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # leaves the cores to the observers
+    options.log_severity_level = _FATAL_ONLY
+    for name, value in (settings or {}).items():
+        options.add_session_config_entry(name, value)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     try:
+        if isinstance(model, Path):
+            return onnxruntime.InferenceSession(str(model), options, providers=_PROVIDERS)
         if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < EXTERNAL_THRESHOLD:
-            return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
             save_model(path, model)
-            return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            return onnxruntime.InferenceSession(str(path), options, providers=_PROVIDERS)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}") from error

@@ -1,0 +1,100 @@
+"""Layers with weights whose bottoms are fake-quantized: their sums are computed from the integers.
+
+A fake-quant file holds dequantized weights. Float arithmetic on them rounds each product and sum, and a value close to
+the middle between two integers then rounds differently than in the deploy model, from where the difference spreads. The
+integers of data and weights follow from the values, so the layer adds integers and multiplies once, as the deploy model
+does: both give the same bits. Where the weights are on no grid (trained further, or never rounded) the layer
+runs in float.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layers.quantization import real_sums
+from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from amct.caffe.engine.layer import LayerContext
+    from amct.caffe.engine.layers.quantization import InputFactors
+    from amct.caffe.engine.messages import ProtoMessage
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """Weights in the layer's layout, the int32 bias of the first bottom, and the steps of the sums of each bottom."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    steps: list[torch.Tensor]
+
+
+class FakeQuantized(Layer):
+    """The common part of Convolution, Deconvolution and InnerProduct."""
+
+    axis: int
+    """The axis of the top that holds the outputs."""
+
+    def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
+        super().__init__(parameter, context)
+        self.input_factors: dict[int, InputFactors] = {}
+
+    def take_input_factors(self, index: int, factors: InputFactors) -> None:
+        """Keep the factors; other layers are not folded into this one, their rounding is a step of its own."""
+        self.input_factors[index] = factors
+        self.fold_kind = None
+
+    def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight with one row per output."""
+        raise NotImplementedError
+
+    def weight_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``weight_rows``."""
+        raise NotImplementedError
+
+    def integer_sums(
+        self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offset: int = 0
+    ) -> torch.Tensor:
+        """The exact sums of an integer bottom, minus ``offset``, with integer weights."""
+        raise NotImplementedError
+
+    def forward_on_integers(self, bottoms: list[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """The tops, if all bottoms are fake-quantized and the weights are on a grid."""
+        if not self.input_factors or len(self.input_factors) != len(bottoms):
+            return None
+        found = self.derived("integers", self.blobs, self._find)
+        if found is None:
+            return None
+        tops = []
+        for index, bottom in enumerate(bottoms):
+            data = self.input_factors[index].steps(bottom)
+            if data is None:
+                return None
+            sums = self.integer_sums(data, found.weight, None if index else found.bias)
+            # the file holds the bias in steps of the first bottom
+            bias = self.blobs[1].tensor if index and found.bias is not None else None
+            tops.append(real_sums(sums, found.steps[index], self.axis, bias))
+        return tops
+
+    def _find(self) -> _Found | None:
+        weight, *rest = (blob.tensor.detach() for blob in self.blobs)
+        device, bias = weight.device, rest[0].cpu() if rest else None
+        scales = [self.input_factors[index].scale for index in range(len(self.input_factors))]
+        found = find_integer_weights(self.weight_rows(weight.cpu()), bias, scales[0])
+        if found is None:
+            return None
+        steps = [sum_scale(found.scale, scale) for scale in scales]
+        integers = None
+        if bias is not None:
+            integers, steps[0] = integer_bias(found, bias, scales[0])
+        return _Found(
+            weight=self.weight_of_rows(found.integers).to(device),
+            bias=None if integers is None else integers.to(device),
+            steps=[step.to(device) for step in steps],
+        )

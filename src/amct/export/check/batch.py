@@ -1,0 +1,155 @@
+"""The inputs of a check: a calibration batch kept beside the record, or random numbers.
+
+``<record>.check.npz`` is written with the record at the end of AMCT's calibration, for ``save_model``, which may run in
+another process. It holds the inputs of the first batch by name and the SHA-256 of the record that it belongs to, and no
+Python objects. It is read with the distrust that a file of unknown origin deserves: a wrong form, a wrong size or
+another record means that random numbers are used instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from onnx import helper
+
+from amct.atomic import read_bytes
+from amct.errors import FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto, ValueInfoProto
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION, RANDOM = "a calibration batch", "random inputs"
+LARGEST_BATCH = 16_000_000
+"""Bytes of a batch that is kept beside a record."""
+MOST_SAMPLES = 16
+"""A check needs no more samples than this, where the model does not fix their number."""
+_RECORD, _NAMES, _INPUT = "record_sha256", "names", "input_"
+_LARGEST_HEADERS = 1_000_000
+_SEED = 20240607
+_UNKNOWN_SIZE = 1
+
+
+def batch_path(record: str | os.PathLike[str]) -> Path:
+    """The path of the kept batch: ``<record>.check.npz``."""
+    return Path(f"{os.fspath(record)}.check.npz")
+
+
+def some_samples(inputs: Mapping[str, NDArray[Any]], *, largest: int = LARGEST_BATCH) -> dict[str, NDArray[Any]] | None:
+    """The first samples of a batch, as many as ``largest`` bytes can hold; None if not even one fits.
+
+    The first axis counts the samples if all inputs have the same size there; otherwise the batch cannot be divided.
+    """
+    total = sum(array.nbytes for array in inputs.values())
+    if total <= largest:
+        return dict(inputs)
+    counts = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
+    samples = counts.pop()
+    if counts or samples < 1 or total // samples > largest:
+        return None
+    return {name: array[: samples * largest // total] for name, array in inputs.items()}
+
+
+def encode_batch(inputs: Mapping[str, NDArray[Any]], record: bytes) -> bytes:
+    """The content of ``<record>.check.npz`` for the content of a record."""
+    stream = io.BytesIO()
+    arrays: dict[str, Any] = {_RECORD: np.array(_sha256(record)), _NAMES: np.array(list(inputs))}
+    arrays |= {f"{_INPUT}{index}": array for index, array in enumerate(inputs.values())}
+    np.savez(stream, **arrays)
+    return stream.getvalue()
+
+
+def read_batch(record_file: str | os.PathLike[str]) -> dict[str, NDArray[Any]] | str:
+    """The batch kept beside a record, or the reason why there is none that can be used."""
+    path = batch_path(record_file)
+    if not path.is_file():
+        return f"{path.name} does not exist"
+    try:
+        if path.stat().st_size > LARGEST_BATCH + _LARGEST_HEADERS:
+            return f"{path.name} is larger than a kept batch can be"
+        return _decoded(read_bytes(path), read_bytes(record_file), path.name)
+    except (OSError, FileError) as error:
+        return f"{path.name} cannot be read: {error}"
+
+
+def _decoded(content: bytes, record: bytes, name: str) -> dict[str, NDArray[Any]] | str:
+    damaged = f"{name} is not a kept batch"
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                return damaged  # stored entries cannot grow when they are read
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            if str(arrays[_RECORD]) != _sha256(record):
+                return f"{name} belongs to another record"
+            names = [str(each) for each in arrays[_NAMES].reshape(-1)]
+            found = {each: arrays[f"{_INPUT}{index}"] for index, each in enumerate(names)}
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, MemoryError, zipfile.BadZipFile):
+        return damaged
+    if any(array.dtype.kind not in "fiub" for array in found.values()):
+        return damaged
+    return found
+
+
+def batch_beside(record_file: str | os.PathLike[str], model: ModelProto) -> tuple[dict[str, NDArray[Any]], str]:
+    """The inputs on which the files of a record are checked, and what they are: the kept batch, or random numbers.
+
+    Args:
+        record_file: The record.
+        model: The float ONNX model, whose inputs the batch must fit.
+    """
+    declared = {value.name: _declared(value) for value in model.graph.input}
+    found = read_batch(record_file)
+    if not isinstance(found, str) and not _fits(found, declared):
+        found = f"{batch_path(record_file).name} does not fit the inputs of the model"
+    if isinstance(found, str):
+        logger.info("the files are checked on random inputs, not on calibration data: %s", found)
+        return seeded_batch(declared), RANDOM
+    logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
+    return found, CALIBRATION
+
+
+def _declared(value: ValueInfoProto) -> tuple[list[int], np.dtype[Any]]:
+    """Shape and type of an input; a size that may vary is 0."""
+    tensor = value.type.tensor_type
+    return [size.dim_value for size in tensor.shape.dim], helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+
+
+def _fits(found: Mapping[str, NDArray[Any]], declared: Mapping[str, tuple[list[int], np.dtype[Any]]]) -> bool:
+    if set(found) != set(declared):
+        return False
+    return all(
+        array.dtype == declared[name][1]
+        and array.ndim == len(declared[name][0])
+        and all(size in (0, own) for size, own in zip(declared[name][0], array.shape, strict=True))
+        for name, array in found.items()
+    )
+
+
+def seeded_batch(inputs: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
+    """Random inputs, the same in every process: normally distributed numbers, or integers 0 and 1.
+
+    Args:
+        inputs: By name: the shape, in which a size that is not positive counts as 1, and the type.
+    """
+    random = np.random.default_rng(_SEED)
+    found: dict[str, NDArray[Any]] = {}
+    for name, (sizes, dtype) in inputs.items():
+        shape = [size if size > 0 else _UNKNOWN_SIZE for size in sizes]
+        values = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
+        found[name] = np.asarray(values).astype(dtype)
+    return found
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,281 @@
+"""Checks the ONNX files of one save before they get their names: each is loaded, run and compared with the float model.
+
+A file that cannot be loaded or run is an error, so that nothing is saved. A file that is worse than the simulation is
+reported with the first tensor that is; the fast QDQ file is repaired, if its further tensors are the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from onnx import ModelProto, TensorProto, defs
+
+from amct.errors import AmctError, ExportError, ModelError
+from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, parameter_bytes, similarity_of
+from amct.export.check.integers import standard_model
+from amct.export.check.locating import first_difference
+from amct.export.check.outcome import (
+    UnusableFileError,
+    compared,
+    is_worse,
+    lost,
+    outcome,
+    say_checked,
+    warn_slow,
+    warn_worse,
+)
+from amct.export.check.reference import WORSE, by_name, expected_loss
+from amct.export.check.repair import Repair, noisiest_tensors
+from amct.export.check.running import LoadedModel, speed_of
+from amct.export.check.similarity import output_similarity
+from amct.model.quant_json import FileCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from amct.export.binding import TensorFactors
+    from amct.export.check.reference import Reference
+    from amct.export.check.similarity import Similarity
+    from amct.export.exported import ExportedModel
+
+logger = logging.getLogger(__name__)
+
+OWN_FORMATS = ("qdq", "deploy", "fake_quant")
+_KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
+_PACKED_BITS = 4
+_FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """The models of one save.
+
+    Attributes:
+        reference: The batch and the outputs of the front door's own models.
+        original: The float ONNX model, folded.
+        simulate: Makes the fake-quant form of ``original``.
+        export_qdq: Exports the QDQ file without quantizing some of the tensors between the layers; None if the file
+            has no such tensors.
+        tensors: The factors of those tensors.
+    """
+
+    reference: Reference
+    original: ModelProto
+    simulate: Callable[[], ExportedModel]
+    export_qdq: Callable[[Collection[str]], ExportedModel] | None = None
+    tensors: Mapping[str, TensorFactors] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WrittenFile:
+    """A file to check.
+
+    Attributes:
+        format: The name of its format.
+        path: The file as written, still under its temporary name.
+        target: The path that it will have.
+        exported: Its content.
+        beside: The files of its large tensors, under their temporary names, by the names that they will have.
+    """
+
+    format: str
+    path: Path
+    target: Path
+    exported: ExportedModel
+    beside: Mapping[str, Path] = field(default_factory=dict)
+
+
+class OnnxCheck:
+    """Checks files against one batch; models that several files are compared with run once."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._inputs = subject.reference.inputs
+
+    @property
+    def _float_outputs(self) -> list[str]:
+        types = {value.name: value.type.tensor_type.elem_type for value in self._subject.original.graph.output}
+        return [name for name, kind in types.items() if kind in _FLOAT_TYPES]
+
+    @cached_property
+    def _original(self) -> LoadedModel:
+        return LoadedModel(self._subject.original)
+
+    @cached_property
+    def _original_outputs(self) -> Mapping[str, NDArray[Any]]:
+        return self._original.run(self._inputs)
+
+    @cached_property
+    def expected(self) -> Mapping[str, NDArray[Any]]:
+        """The outputs of the float model."""
+        given = by_name(self._subject.reference.expected, self._float_outputs)
+        return self._original_outputs if given is None else given
+
+    @cached_property
+    def simulated(self) -> Similarity | None:
+        """How near the simulation is to the float model."""
+        given = by_name(self._subject.reference.simulated, self._float_outputs)
+        if given is None:
+            given = LoadedModel(self._subject.simulate().model).run(self._inputs)
+        return output_similarity(self.expected, given)[0]
+
+    def check(self, file: WrittenFile) -> tuple[FileCheck, ExportedModel | None]:
+        """Run one file.
+
+        Returns:
+            What was measured, and the repaired content if the file must be written again.
+
+        Raises:
+            ExportError: the file cannot be loaded or run, although the float model can be.
+        """
+        reason = _foreign_operator(file)
+        if reason:
+            return self._not_checked(file, reason), None
+        if parameter_bytes(self._subject.original) >= LARGE:
+            return self._in_child(file), None
+        try:
+            loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
+            outputs = loaded.run(self._inputs)
+            _ = self.expected, self.simulated
+        except ExportError as error:
+            return self._not_checked(file, str(error)), None
+        except AmctError as error:
+            return self._unusable(file, error), None
+        measured = self._compared(file, outputs)
+        repaired = self._repaired(file, measured)
+        if repaired is not None:
+            exported, left = repaired
+            loaded = LoadedModel(exported.model, profile=True)
+            measured = replace(self._compared(file, loaded.run(self._inputs)), left_float=left)
+            _say_repaired(file, left, measured)
+        result = self._located(file, self._timed(file, measured, loaded))
+        say_checked(file.target, result)
+        return result, None if repaired is None else repaired[0]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _unusable(self, file: WrittenFile, error: AmctError) -> FileCheck:
+        """Not checked, if the float model cannot be used either."""
+        try:
+            _ = self._original_outputs
+        except AmctError as other:
+            return self._not_checked(
+                file, f"the float model cannot be run on {self._subject.reference.origin}: {other}"
+            )
+        raise UnusableFileError(file.target, self._subject.reference.origin, error) from error
+
+    def _not_checked(self, file: WrittenFile, reason: str) -> FileCheck:
+        logger.info("%s: not checked: %s", file.target.name, reason)
+        return FileCheck(batch=self._subject.reference.origin, not_checked=reason)
+
+    def _compared(self, file: WrittenFile, outputs: Mapping[str, NDArray[Any]]) -> FileCheck:
+        return compared(file.target, self._subject.reference.origin, self.expected, outputs, self.simulated)
+
+    def _timed(self, file: WrittenFile, measured: FileCheck, loaded: LoadedModel) -> FileCheck:
+        """With the speed of a QDQ file; a file slower than float is reported."""
+        if file.format != "qdq":
+            return measured
+        speed, nodes = speed_of(loaded, self._original, self._inputs)
+        result = replace(measured, speed=speed, costliest=nodes)
+        if speed < 1:
+            warn_slow(file.target, result)
+        return result
+
+    def _in_child(self, file: WrittenFile) -> FileCheck:
+        """As ``check`` for a large model: neither located nor repaired."""
+        reference = self._subject.reference
+        expected = by_name(reference.expected, self._float_outputs)
+        simulated = by_name(reference.simulated, self._float_outputs)
+        try:
+            found = measured_in_child(
+                file.path,
+                file.beside,
+                self._subject.original,
+                {"format": file.format, "packed": _packed(file)},
+                self._inputs,
+                expected,
+            )
+        except OutOfTimeError as error:
+            return self._not_checked(file, str(error))
+        if "error" in found:
+            raise UnusableFileError(file.target, reference.origin, ModelError(found["error"]))
+        if "not_checked" in found:
+            return self._not_checked(file, found["not_checked"])
+        known = expected is not None and simulated is not None
+        near = output_similarity(expected or {}, simulated or {})[0] if known else None
+        result = outcome(file.target, reference.origin, (similarity_of(found), found["reasons"]), near)
+        result = replace(result, speed=found.get("speed"), costliest=tuple(found.get("costliest", ())))
+        if result.speed is not None and result.speed < 1:
+            warn_slow(file.target, result)
+        if is_worse(result):
+            warn_worse(file.target, result)
+        say_checked(file.target, result)
+        return result
+
+    def _located(self, file: WrittenFile, measured: FileCheck) -> FileCheck:
+        if not is_worse(measured):
+            return measured
+        model, outputs = file.exported.model, None
+        if file.format == "deploy":
+            outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.exported.layers}
+            runnable = _runnable(file)
+            model = runnable if isinstance(runnable, ModelProto) else model
+        models = self._subject.original, self._subject.simulate(), model
+        tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
+        found = replace(measured, differs_at=tensor or measured.output)
+        warn_worse(file.target, found)
+        return found
+
+    def _repaired(self, file: WrittenFile, measured: FileCheck) -> tuple[ExportedModel, tuple[str, ...]] | None:
+        subject, exported = self._subject, file.exported
+        if file.format != "qdq" or subject.export_qdq is None or measured.sqnr is None:
+            return None
+        factors = subject.tensors or {}
+        between = {name: factors[name] for name in exported.tensors if name in factors and factors[name].mean is None}
+        if not between or lost(measured) <= expected_loss(len(exported.layers), len(between)) + WORSE:
+            return None
+        assert measured.simulation_sqnr is not None
+        repair = Repair(subject.export_qdq, self._inputs, self.expected, measured.simulation_sqnr)
+        return repair.run(noisiest_tensors(subject.original, between, self._inputs), measured.sqnr)
+
+
+def _runnable(file: WrittenFile) -> ModelProto | Path:
+    """The file, or the integer form of a deploy file.
+
+    Raises:
+        ExportError: a deploy file has an operator on integers that cannot be computed here.
+    """
+    if file.format != "deploy":
+        return file.path
+    return standard_model(file.exported.model, packed=_packed(file))
+
+
+def _packed(file: WrittenFile) -> list[str]:
+    """The nodes of a deploy file whose weights hold two values per byte."""
+    return [report.layer for report in file.exported.layers if report.weight_bits == _PACKED_BITS]
+
+
+def _say_repaired(file: WrittenFile, left: tuple[str, ...], measured: FileCheck) -> None:
+    logger.info(
+        "%s: %d tensors between the layers stay float, because the file would be worse than the simulation: %s; now %s",
+        file.target.name,
+        len(left),
+        ", ".join(left),
+        measured.text(),
+    )
+
+
+def _foreign_operator(file: WrittenFile) -> str:
+    """Why onnxruntime cannot know an operator of a registered format; "" if it can."""
+    if file.format in OWN_FORMATS:
+        return ""
+    for node in file.exported.model.graph.node:
+        if node.domain not in _KNOWN_DOMAINS or (not node.domain and not defs.has(node.op_type)):
+            return f'operator "{node.op_type}" is not one of onnxruntime'
+    return ""

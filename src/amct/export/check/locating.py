@@ -1,0 +1,84 @@
+"""Finds the first tensor at which a file is worse than the simulation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from amct.errors import AmctError
+from amct.export.check.reference import loss
+from amct.export.check.similarity import output_similarity
+from amct.export.exported import layer_outputs, rescaled_layers
+from amct.export.onnx.messages import reads
+from amct.export.onnx.runtime import Runner
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+    from amct.export.exported import ExportedModel
+
+
+def first_difference(
+    original: ModelProto,
+    simulation: ExportedModel,
+    file: ModelProto,
+    inputs: Mapping[str, NDArray[Any]],
+    outputs: Mapping[str, str] | None = None,
+    *,
+    more_than: float,
+) -> str:
+    """The first tensor, in execution order, whose SQNR is worse in the file than in the simulation; "" if none is.
+
+    Args:
+        original: The float model.
+        simulation: Its fake-quant form.
+        file: The written model; tensors that it shares with the float model have the same name.
+        inputs: The batch.
+        outputs: By layer: the tensor of the file that holds its output, if the file's metadata does not say it.
+        more_than: The loss in decibels that counts: half of that of the file's output, so that the cause is found and
+            not a small loss before it.
+    """
+    places = _common_tensors(original, simulation, file, layer_outputs(file) if outputs is None else outputs)
+    try:
+        expected, simulated, got = (
+            Runner(model, [tensors[index] for tensors in places.values()]).run(inputs)
+            for index, model in enumerate((original, simulation.model, file))
+        )
+    except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
+        return ""
+    for name, tensors in places.items():
+        reference, simulation_value, value = (
+            {name: values[tensor]} for values, tensor in zip((expected, simulated, got), tensors, strict=True)
+        )
+        if loss(output_similarity(reference, simulation_value)[0], output_similarity(reference, value)[0]) > more_than:
+            return name
+    return ""
+
+
+def _common_tensors(
+    original: ModelProto, simulation: ExportedModel, file: ModelProto, file_outputs: Mapping[str, str]
+) -> dict[str, tuple[str, str, str]]:
+    """The tensors of the float model that hold the same numbers in all three models, with their name in each.
+
+    Inside a layer there may be integers. Behind a layer whose channels the file rescales, tensors are left out up to
+    the next layer.
+    """
+    layer_of = {report.output: report.layer for report in simulation.layers}
+    nodes = set(layer_of.values())
+    outputs = layer_outputs(simulation.model), file_outputs
+    computed = [{name for node in model.graph.node for name in node.output} for model in (simulation.model, file)]
+    rescaled, changed = rescaled_layers(file), set[str]()
+    found: dict[str, tuple[str, str, str]] = {}
+    for node in original.graph.node:
+        if node.name in rescaled or (node.name not in nodes and changed.intersection(reads(node))):
+            changed.update(node.output)
+            continue
+        for tensor in filter(None, node.output):
+            if node.name in nodes and tensor not in layer_of:
+                continue
+            own, other = (names.get(layer_of.get(tensor, ""), tensor) for names in outputs)
+            if own in computed[0] and other in computed[1]:
+                found[tensor] = (tensor, own, other)
+    return found

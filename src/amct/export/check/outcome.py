@@ -1,0 +1,118 @@
+"""The result of a check: numbers from outputs, and what is said about them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from amct.errors import ExportError
+from amct.export.check.reference import WORSE
+from amct.export.check.similarity import output_similarity
+from amct.model.quant_json import FileCheck
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from amct.export.check.similarity import Similarity
+
+logger = logging.getLogger(__name__)
+
+
+class UnusableFileError(ExportError):
+    """A written file cannot be loaded or run."""
+
+    def __init__(self, target: Path, origin: str, error: Exception) -> None:
+        super().__init__(
+            f'"{target}" cannot be loaded or run on {origin}, so nothing was saved: {error}; please report this with '
+            "the model; check=False (--no-check) writes the files as they are"
+        )
+
+
+def compared(
+    target: Path,
+    origin: str,
+    expected: Mapping[str, NDArray[Any]],
+    outputs: Mapping[str, NDArray[Any]],
+    simulated: Similarity | None,
+) -> FileCheck:
+    """Compare the outputs of a file with those of the float model.
+
+    Args:
+        target: The path of the file, for the log.
+        origin: What the inputs were.
+        expected: The outputs of the float model.
+        outputs: Those of the file.
+        simulated: The similarity of the simulation and the float model.
+    """
+    return outcome(target, origin, output_similarity(expected, outputs), simulated)
+
+
+def outcome(
+    target: Path,
+    origin: str,
+    found: tuple[Similarity | None, Mapping[str, str]],
+    simulated: Similarity | None,
+) -> FileCheck:
+    """The result of a comparison, whose outputs that were not compared have a reason."""
+    similarity, reasons = found
+    missing = "; ".join(f'output "{name}": {reason}' for name, reason in reasons.items())
+    if similarity is not None and math.isnan(similarity.sqnr):
+        missing, similarity = f'output "{similarity.output}" has values that are not finite', None
+        logger.warning("%s: %s", target.name, missing)
+    if similarity is None:
+        return FileCheck(batch=origin, not_checked=missing)
+    return FileCheck(
+        batch=origin,
+        output=similarity.output,
+        cosine=similarity.cosine,
+        sqnr=_finite(similarity.sqnr),
+        simulation_sqnr=None if simulated is None else _finite(simulated.sqnr),
+        not_checked=missing,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def lost(check: FileCheck) -> float:
+    """Decibels by which a file is worse than the simulation; 0 if that is not known."""
+    if check.sqnr is None or check.simulation_sqnr is None:
+        return 0.0
+    return max(0.0, check.simulation_sqnr - check.sqnr)
+
+
+def is_worse(check: FileCheck) -> bool:
+    """Whether a file is so much worse than the simulation that it must be said."""
+    return lost(check) > WORSE
+
+
+def warn_worse(target: Path, check: FileCheck) -> None:
+    """Say that a file is worse than the simulation, and where that begins."""
+    logger.warning(
+        "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB)%s",
+        target.name,
+        lost(check),
+        check.sqnr,
+        check.simulation_sqnr,
+        f'; the first tensor that is worse is "{check.differs_at}"' if check.differs_at else "",
+    )
+
+
+def say_checked(target: Path, check: FileCheck) -> None:
+    """Log the numbers of a file."""
+    logger.info("%s: %s (%s)", target.name, check.text(), check.batch)
+
+
+def warn_slow(target: Path, check: FileCheck) -> None:
+    """Say that a file is slower than the float model."""
+    logger.warning(
+        "%s is slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
+        target.name,
+        check.speed,
+        ", ".join(check.costliest),
+    )

@@ -1,0 +1,85 @@
+"""What the files of a save are compared with, and how much worse than the simulation they may be.
+
+The noise of a quantized model is the sum of many roundings. A value rounded to steps of s is off by s²/12 in the mean
+square.
+
+* **A file that computes the integers of the simulation** (fake-quant, deploy, QDQ with placement exact) differs only
+  where a value lies so near a tie that float32 sums in another order round it to the other side: it is then off by a
+  whole step, s², twelve times its share of the noise. Sums of K products are accurate to about √K · 2^-24 of their
+  size, so of values up to 127 steps at most 2 · 127 · √K · 2^-24 are that near: 0.15 % for K = 10 000, which adds 12 ·
+  0.15 % = 2 % to the noise of one layer, 0.1 dB. ``WORSE`` = 1 dB is 26 % more noise: ten such layers in a row.
+* **The fast QDQ file** also rounds the tensors between the layers, and weights to 7 bits. With n further roundings
+  beside the m of the record, each as large as those, the noise of the tensors grows by 1 + n/m. Steps of twice the size
+  make the noise of the weights 4 times as large. So the whole noise grows by at most the larger of both factors:
+  ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
+
+A file that is worse than the simulation by more than ``WORSE`` is reported. One that is worse by more than
+``expected_loss`` + ``WORSE`` is repaired, if its further tensors are the cause of at least half of the loss: without
+them, fewer layers run in integer kernels, so they are not given up for little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from amct.export.check.similarity import Similarity
+
+Outputs = Sequence[tuple[str, "NDArray[Any]"]]
+"""The outputs of a model with their names."""
+SEVEN_BIT_NOISE = 4.0
+"""How much larger the rounding noise of weights is with 7 bits than with 8."""
+WORSE = 1.0
+"""Decibels by which a file may be worse than the simulation without a warning."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reference:
+    """A batch and what the front door's own models make of it.
+
+    Attributes:
+        inputs: The batch by the input names of the ONNX files.
+        origin: What the batch is, for people.
+        expected: The floating-point outputs of the float model in the order of the ONNX files, with their names where
+            the front door has names; None: the float ONNX model gives them.
+        simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    origin: str
+    expected: Outputs | None = None
+    simulated: Outputs | None = None
+
+
+def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
+    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match."""
+    if outputs is None:
+        return None
+    found = dict(outputs)
+    if set(names) <= set(found):
+        return {name: found[name] for name in names}
+    if len(outputs) != len(names):
+        return None
+    return {name: value for name, (_, value) in zip(names, outputs, strict=True)}
+
+
+def loss(simulated: Similarity | None, got: Similarity | None) -> float:
+    """Decibels by which a file is worse than the simulation; 0 if that is not known."""
+    if simulated is None or got is None or math.isinf(simulated.sqnr) or math.isnan(simulated.sqnr):
+        return 0.0
+    return math.inf if math.isnan(got.sqnr) else max(0.0, simulated.sqnr - got.sqnr)
+
+
+def expected_loss(layers: int, tensors: int) -> float:
+    """Decibels by which a QDQ file with ``tensors`` further quantized tensors may be worse than the simulation.
+
+    Each of the layers has one rounding of a tensor, that of its input.
+    """
+    return 10 * math.log10(max(1 + tensors / max(1, layers), SEVEN_BIT_NOISE))

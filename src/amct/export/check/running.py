@@ -1,0 +1,174 @@
+"""Runs models in onnxruntime as a user's program does, and measures their time.
+
+::
+
+    quantized, original = LoadedModel(path, profile=True), LoadedModel(float_model)
+    outputs = quantized.run(feeds)
+    quantized.costliest_nodes(feeds)                             [NodeCost(node="conv1", operator="QLinearConv", …)]
+    median_seconds({"qdq": lambda: quantized.run(feeds), "float": lambda: original.run(feeds)})
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+from amct.errors import ModelError
+from amct.export.onnx.messages import first_line
+from amct.export.onnx.runtime import open_session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+    from onnx import ModelProto
+
+COSTLIEST = 3
+"""The number of nodes that are reported."""
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 15
+_PROFILED_RUNS, _PROFILED_SECONDS = 5, 0.2
+_KERNEL_TIME = "_kernel_time"
+_RUN_ENDED = "model_run"
+_RENAMED = re.compile(r"(_token_\d+|_nchwc)$")
+"""What onnxruntime appends to the name of a node that it replaces."""
+_OWN_CORES = {"session.force_spinning_stop": "1"}
+"""Threads of a session stop when its run ends: otherwise they would take the cores of the next model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCost:
+    """The time of one node as onnxruntime runs it.
+
+    Attributes:
+        node: Its name in the optimized model, usually that in the file.
+        operator: What onnxruntime computes: "QLinearConv" for a convolution in integers.
+        seconds: The time of one run.
+        share: Its share of all nodes' time, 0 to 1.
+    """
+
+    node: str
+    operator: str
+    seconds: float
+    share: float
+
+
+class LoadedModel:
+    """A model loaded with all optimizations of onnxruntime.
+
+    Args:
+        model: A file, or a model in memory, which is not changed.
+        profile: Measure the time of each node in the first runs; later runs are not slowed down.
+
+    Raises:
+        ModelError: onnxruntime cannot load the model.
+    """
+
+    def __init__(self, model: ModelProto | Path, *, profile: bool = False) -> None:
+        self._folder = Path(tempfile.mkdtemp()) if profile else None
+        self._cleanup = finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
+        prefix = self._folder / "profile" if self._folder is not None else None
+        self._session = open_session(model, _OWN_CORES, profile=prefix)
+        self._profiled: list[float] = []
+        self._costs: list[NodeCost] = []
+
+    @property
+    def inputs(self) -> dict[str, tuple[list[Any], str]]:
+        """By input: its shape, in which an unknown size is a name or None, and its type such as "tensor(float)"."""
+        return {value.name: (value.shape, value.type) for value in self._session.get_inputs()}
+
+    def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs by name.
+
+        Raises:
+            ModelError: onnxruntime cannot run the model on these inputs.
+        """
+        names = [value.name for value in self._session.get_outputs()]
+        start = time.perf_counter()
+        try:
+            results = self._session.run(names, dict(feeds))
+        except Exception as error:
+            raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+        self._profiled.append(time.perf_counter() - start)
+        return dict(zip(names, results, strict=True))
+
+    def costliest_nodes(self, feeds: Mapping[str, NDArray[Any]], count: int = COSTLIEST) -> list[NodeCost]:
+        """The nodes that take most time, the costliest first; the model runs a few more times.
+
+        The first run allocates memory and does not count. Of the others each node's shortest time counts, because a
+        busy machine only lengthens times.
+        """
+        if self._folder is not None:
+            self.run(feeds)
+            while len(self._profiled) < _PROFILED_RUNS and sum(self._profiled) < _PROFILED_SECONDS:
+                self.run(feeds)
+            self._end_profile()
+        return self._costs[:count]
+
+    def _end_profile(self) -> None:
+        events = json.loads(Path(self._session.end_profiling()).read_bytes())
+        self._costs = _costs(events)
+        self._cleanup()
+        self._folder = None
+
+
+def _costs(events: list[dict[str, Any]]) -> list[NodeCost]:
+    """The shortest time of each node in all runs of a profile but the first; a run is listed after its nodes."""
+    runs: list[dict[tuple[str, str], int]] = [{}]
+    for event in events:
+        name = str(event.get("name", ""))
+        if name == _RUN_ENDED:
+            runs.append({})
+        elif event.get("cat") == "Node" and name.endswith(_KERNEL_TIME):
+            key = _RENAMED.sub("", name.removesuffix(_KERNEL_TIME)), str(event["args"].get("op_name", ""))
+            runs[-1][key] = runs[-1].get(key, 0) + int(event["dur"])
+    counted = [run for run in runs[1:] if run]
+    shortest = {key: min(run[key] for run in counted if key in run) for run in counted for key in run}
+    total = sum(shortest.values()) or 1
+    costs = [
+        NodeCost(node=node, operator=operator, seconds=duration * 1e-6, share=duration / total)
+        for (node, operator), duration in shortest.items()
+    ]
+    return sorted(costs, key=lambda cost: -cost.seconds)
+
+
+def median_seconds(runs: Mapping[str, Callable[[], object]], *, budget: float = 0.15) -> dict[str, float]:
+    """The median time of each function; they are called in turn, so that a busy machine slows all of them alike.
+
+    Args:
+        runs: Functions that have been called before: the first call of a model allocates memory.
+        budget: Seconds after which no further round starts; at least ``FEWEST_ROUNDS`` rounds are made.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    start = time.perf_counter()
+    for round_number in range(MOST_ROUNDS):
+        if round_number >= FEWEST_ROUNDS and time.perf_counter() - start > budget:
+            break
+        for name, run in runs.items():
+            before = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - before)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def speed_of(
+    file: LoadedModel, original: LoadedModel, inputs: Mapping[str, NDArray[Any]]
+) -> tuple[float, tuple[str, ...]]:
+    """How many times as fast as the original a file is, and its costliest nodes as text.
+
+    Args:
+        file: Loaded with ``profile=True``.
+        original: The model that it is compared with.
+        inputs: The batch.
+    """
+    nodes = tuple(f"{cost.node} ({cost.operator}) {cost.share:.0%}" for cost in file.costliest_nodes(inputs))
+    original.run(inputs)
+    times = median_seconds({"file": lambda: file.run(inputs), "original": lambda: original.run(inputs)})
+    return times["original"] / times["file"], nodes

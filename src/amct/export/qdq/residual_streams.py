@@ -1,0 +1,187 @@
+"""Residual streams: sums that a normalization of each sample reads (LayerNorm, RMSNorm, GroupNorm, not BatchNorm).
+
+Such a stream runs through the whole model, and a few of its channels are much larger than the others. A quantizer of 8
+bits takes its step from the large ones, and the normalization amplifies the rounding error of the small ones; every
+block adds the same error again. So placement ``fast`` leaves the stream float, and the output of each layer that starts
+it.
+
+Exporters write a normalization as one operator or as arithmetic: ``(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps)``,
+without the subtraction for RMSNorm. Both are found.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from onnx import NodeProto
+
+    from amct.export.onnx.graph import OnnxGraph
+
+NORMALIZATIONS = frozenset(
+    {
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LayerNormalization",
+        "LpNormalization",
+        "MeanVarianceNormalization",
+        "RMSNormalization",
+        "SimplifiedLayerNormalization",
+    }
+)
+MOVES = frozenset(
+    {
+        "Cast",
+        "Concat",
+        "Dropout",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Pad",
+        "Reshape",
+        "Resize",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
+"""Operators that move values."""
+_STREAM = MOVES | {"Add", "Sum"}
+"""Operators through which a stream continues."""
+_POINTWISE = _STREAM | frozenset(
+    {
+        "Clip",
+        "Div",
+        "Elu",
+        "Erf",
+        "Gelu",
+        "HardSigmoid",
+        "HardSwish",
+        "LeakyRelu",
+        "MaxPool",
+        "Mish",
+        "Mul",
+        "PRelu",
+        "Relu",
+        "Sigmoid",
+        "Softplus",
+        "Sub",
+        "Swish",
+        "Tanh",
+    }
+)
+"""Operators between the layer that starts a stream and the stream."""
+_REDUCTIONS = frozenset({"ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
+_STATISTIC = _REDUCTIONS | frozenset(
+    {"Abs", "Add", "Cast", "Clip", "Div", "Expand", "Identity", "Max", "Mul", "Pow", "Reciprocal", "Sqrt", "Sub"}
+)
+"""Operators that compute the mean or the standard deviation of a sample from its values."""
+_LONGEST_STATISTIC = 24
+"""The largest number of tensors between the values of a sample and their standard deviation."""
+
+
+def residual_streams(graph: OnnxGraph) -> frozenset[str]:
+    """The tensors of all residual streams, and those between a stream and the layers that start it."""
+    normalized = dict(_normalizations(graph))
+    found: set[str] = set()
+    for source in normalized.values():
+        if source in found:
+            continue
+        members = _reachable([source], lambda tensor: _neighbours(graph, tensor, normalized))
+        makers = (graph.producer(tensor) for tensor in members)
+        if any(node is not None and is_computed_sum(graph, node) for node in makers):
+            found |= _reachable(members, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
+    return frozenset(found)
+
+
+def _reachable(start: Iterable[str], neighbours: Callable[[str], list[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        tensor = waiting.pop()
+        if tensor not in found:
+            found.add(tensor)
+            waiting += neighbours(tensor)
+    return found
+
+
+def _neighbours(graph: OnnxGraph, tensor: str, normalized: Collection[str]) -> list[str]:
+    """The tensors before and behind a tensor of a stream."""
+    behind = [
+        name
+        for user in graph.consumers(tensor)
+        if user.op_type in _STREAM and tensor in _data(graph, user)
+        for name in user.output
+        if name
+    ]
+    return [*_sources(graph, tensor, _STREAM, normalized), *behind]
+
+
+def _sources(graph: OnnxGraph, tensor: str, operators: Collection[str], normalized: Collection[str]) -> list[str]:
+    """The tensors from which one of these operators computes a tensor; the result of a normalization has none."""
+    producer = graph.producer(tensor)
+    if producer is None or producer.op_type not in operators or tensor in normalized:
+        return []
+    return _data(graph, producer)
+
+
+def _data(graph: OnnxGraph, node: NodeProto) -> list[str]:
+    """The computed inputs of a node, without shapes and indices."""
+    inputs = node.input[:1] if node.op_type in MOVES and node.op_type != "Concat" else node.input
+    return [name for name in inputs if name and not graph.is_constant(name)]
+
+
+def is_computed_sum(graph: OnnxGraph, node: NodeProto) -> bool:
+    """Whether a node adds two or more computed tensors."""
+    return node.op_type in ("Add", "Sum") and len(_data(graph, node)) > 1
+
+
+def _normalizations(graph: OnnxGraph) -> Iterator[tuple[str, str]]:
+    """The result and the input of each normalization."""
+    for node in graph.nodes:
+        if node.op_type in NORMALIZATIONS:
+            yield node.output[0], node.input[0]
+        elif node.op_type in ("Div", "Mul") and len(_data(graph, node)) > 1:
+            source = _normalized_input(graph, node)
+            if source is not None:
+                yield node.output[0], source
+
+
+def _normalized_input(graph: OnnxGraph, node: NodeProto) -> str | None:
+    """The tensor that a Div or Mul normalizes: one operand holds its values, the other only their statistics."""
+    first, second = node.input
+    for values, statistic in ((first, second), (second, first)) if node.op_type == "Mul" else ((first, second),):
+        producer = graph.producer(values)
+        centered = producer.input[0] if producer is not None and producer.op_type == "Sub" else values
+        for source in dict.fromkeys((centered, values)):
+            if _is_statistic(graph, statistic, source):
+                return source
+    return None
+
+
+def _is_statistic(graph: OnnxGraph, tensor: str, source: str) -> bool:
+    """Whether a tensor is computed from means or sums of ``source`` and from constants only."""
+    seen: set[tuple[str, bool]] = set()
+    waiting = [(tensor, False)]
+    uses_source = False
+    while waiting:
+        name, reduced = waiting.pop()
+        if (name, reduced) in seen or graph.is_constant(name):
+            continue
+        seen.add((name, reduced))
+        if name == source and reduced:
+            uses_source = True
+            continue
+        producer = graph.producer(name)
+        if name == source or producer is None or producer.op_type not in _STATISTIC or len(seen) > _LONGEST_STATISTIC:
+            return False
+        reduced = reduced or producer.op_type in _REDUCTIONS
+        inputs = producer.input[:1] if producer.op_type in _REDUCTIONS else producer.input
+        waiting += [(each, reduced) for each in inputs if each]
+    return uses_source

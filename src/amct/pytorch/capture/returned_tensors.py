@@ -1,0 +1,60 @@
+"""Makes the forward of a copied model return its tensors only, as one list.
+
+torch.export knows tensors in tuples, lists and dicts. Data classes are opened here, and numbers and other constants,
+which an exported file cannot return, are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, torch.SymInt, torch.SymFloat, torch.SymBool,
+    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class UnknownResultError(Exception):
+    """The forward returns an object whose tensors are not known."""
+
+
+def return_tensors(model: nn.Module) -> None:
+    """Replace the forward of a copied model by one that returns a list of tensors.
+
+    It raises ``UnknownResultError`` if a result is of another class.
+    """
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> list[torch.Tensor]:  # noqa: ANN401  whatever the user's forward takes
+        return list(_tensors(original(*args, **kwargs), model))
+
+    model.forward = forward
+
+
+def _tensors(result: object, model: nn.Module) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, field.name), model)
+        elif not isinstance(leaf, _CONSTANTS):
+            raise UnknownResultError(_message(leaf, model))
+
+
+def _message(result: object, model: nn.Module) -> str:
+    found = f"the forward returns an object of class {type(result).__name__}"
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        return f"{found}; set use_cache=False (model.config.use_cache = False), so that it returns no cache"
+    return f"{found}; return tensors, or tuples, lists, dicts or data classes of them"

@@ -1,0 +1,169 @@
+"""Small data files that announce or expand to very much, and files that refer to other files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zipfile
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from amct.caffe.engine.hdf5 import Hdf5File
+from amct.data import expansion, open_samples, read_arrays, read_idx, read_image
+from amct.errors import AmctError, FileError, ParseError
+
+
+def npz(header_shape, content, name="data.npy"):
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": header_shape})
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, head.getvalue() + content)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def small_limit(monkeypatch):
+    """A limit that tests reach without using much memory."""
+    monkeypatch.setattr(expansion, "FREE_BYTES", 2**16)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_an_archive_that_expands_more_than_a_hundred_times(tmp_path):
+    path = tmp_path / "bomb.npz"
+    path.write_bytes(npz((250_000,), bytes(10**6)))
+    with pytest.raises(ParseError, match=r"1000000 bytes of data in \d+ bytes, more than 100 times.*without compressi"):
+        read_arrays(path)
+    np.savez(tmp_path / "plain.npz", np.zeros(250_000, np.float32))
+    assert read_arrays(tmp_path / "plain.npz")["arr_0"].nbytes == 10**6
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_many_arrays_of_one_archive_count_together(tmp_path):
+    np.savez_compressed(tmp_path / "many.npz", **{f"a{index}": np.zeros(15_000, np.float32) for index in range(40)})
+    with pytest.raises(ParseError, match="more than 100 times"):
+        read_arrays(tmp_path / "many.npz")
+
+
+def test_shapes_that_the_content_does_not_have(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(npz((10**15,), b"1234"))
+    with pytest.raises(ParseError, match=r"4000000000000000 bytes of data in \d+ bytes"):
+        read_arrays(path)
+    path.write_bytes(npz((3,), b"1234"))
+    with pytest.raises(ParseError, match="has 12 bytes, got 4"):
+        read_arrays(path)
+    path.write_bytes(npz((1,), b"12345"))
+    with pytest.raises(ParseError, match="more bytes than its shape"):
+        read_arrays(path)
+    path.write_bytes(npz((10**12, 0), b""))
+    with pytest.raises(ParseError, match="no samples"):
+        open_samples(path)
+    path.write_bytes(npz((1,), b"1234", name="readme.txt"))
+    with pytest.raises(ParseError, match=r'it contains "readme\.txt", no array'):
+        read_arrays(path)
+
+
+def test_orders_and_types_are_those_of_numpy(tmp_path):
+    values = np.arange(24).reshape(2, 3, 4)
+    for kind in ("<f4", ">f8", "i2", "?", "<M8[s]", "c8", "S3"):
+        for array in (values.astype(kind), np.asfortranarray(values.astype(kind)), values.astype(kind)[:0]):
+            np.save(tmp_path / "a.npy", array)
+            np.savez_compressed(tmp_path / "a.npz", array, other=array)
+            for found in (read_arrays(tmp_path / "a.npy")["data"], *read_arrays(tmp_path / "a.npz").values()):
+                np.testing.assert_array_equal(found, array)
+                assert found.dtype == array.dtype
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_gzip_file_that_expands_more_than_a_hundred_times(tmp_path):
+    head = b"\0\0\x08\x01" + (10**6).to_bytes(4, "big")
+    (tmp_path / "bomb.idx.gz").write_bytes(gzip.compress(head + bytes(10**6)))
+    with pytest.raises(ParseError, match=r"bomb\.idx\.gz: \d+ bytes of data in \d+ bytes, more than 100 times"):
+        read_idx(tmp_path / "bomb.idx.gz")
+
+
+def test_gzip_members_are_joined_and_damage_is_noticed(tmp_path):
+    head, data = b"\0\0\x08\x01\0\0\0\x06", b"abcdef"
+    path = tmp_path / "a.idx.gz"
+    path.write_bytes(gzip.compress(head) + gzip.compress(data) + bytes(7))
+    assert read_idx(path).tobytes() == data
+    for content in (gzip.compress(head + data)[:-3], gzip.compress(head + data)[:12], b"\x1f\x8b" + bytes(30)):
+        path.write_bytes(content)
+        with pytest.raises(ParseError, match="a damaged gzip file"):
+            read_idx(path)
+
+
+def png(size):
+    stream = io.BytesIO()
+    Image.new("1", size).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_a_picture_of_more_pixels_than_its_bytes_can_hold(tmp_path):
+    (tmp_path / "flat.png").write_bytes(png((7000, 7000)))
+    with pytest.raises(ParseError, match=r"\d+ bytes for a picture of 7000 x 7000 pixels: the file is damaged"):
+        read_image(tmp_path / "flat.png")
+    (tmp_path / "small.png").write_bytes(png((700, 700)))
+    assert read_image(tmp_path / "small.png").shape == (700, 700, 3)
+
+
+def test_a_format_that_starts_another_program_is_not_read(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    with pytest.raises(ParseError, match="not a picture"):
+        read_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("name", ["a\0b.npy", "a\0b.png", "a\0b.txt", "a\0b.idx", "a\0b.mdb", "a\0b"])
+def test_paths_with_a_nul_character(name):
+    with pytest.raises(FileError):
+        open_samples(name)
+    for read in (read_arrays, read_image, read_idx):
+        with pytest.raises(FileError):
+            read(name)
+
+
+# ---------------------------------------------------------------------- HDF5
+
+
+def test_hdf5_data_in_other_files_is_not_read(tmp_path):
+    (tmp_path / "secret.txt").write_bytes(b"password")
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = np.zeros(3)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("outside", (2,), "i4", external=[(str(tmp_path / "secret.txt"), 0, 8)])
+        file["linked"] = h5py.ExternalLink("other.h5", "x")
+        file["soft"] = h5py.SoftLink("/linked")
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "x", (3,))
+        file.create_virtual_dataset("virtual", layout)
+        file["own"] = np.arange(3.0)
+    with Hdf5File(tmp_path / "a.h5") as file:
+        for name, reason in (
+            ("outside", "is stored in another file"),
+            ("virtual", "is stored in another file"),
+            ("linked", "is a link, which is not followed"),
+            ("soft", "is a link, which is not followed"),
+        ):
+            with pytest.raises(ParseError, match=rf"a\.h5: .*{reason}"):
+                file.array(name)
+        np.testing.assert_array_equal(file.array("own"), np.arange(3.0))
+        assert file.array("none") is None
+        assert file.names("own") == []
+
+
+def test_hdf5_datasets_that_announce_too_much(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("huge", (2**40,), "f4", chunks=(2**10,))
+        file["text"] = b"words"
+        file["empty"] = h5py.Empty("f4")
+    with Hdf5File(tmp_path / "a.h5") as file:
+        with pytest.raises(ParseError, match=r'dataset "huge": 4398046511104 bytes of data in \d+ bytes'):
+            file.array("huge")
+        for name in ("text", "empty"):
+            with pytest.raises(AmctError, match="must hold numbers"):
+                file.array(name)
+        assert file.text("text") == "words"

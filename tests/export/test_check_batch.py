@@ -1,0 +1,97 @@
+"""The batch of a check: kept beside the record, read with distrust, replaced by random inputs."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+from export_nets import residual
+
+from amct.export.check import batch
+from amct.export.check.batch import batch_beside, batch_path, encode_batch, seeded_batch, some_samples
+
+RECORD = b"record {\n}\n"
+IMAGES = np.arange(2 * 3 * 8 * 8, dtype=np.float32).reshape(2, 3, 8, 8)
+
+
+@pytest.fixture
+def record(tmp_path):
+    path = tmp_path / "record.txt"
+    path.write_bytes(RECORD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model():
+    return residual()[1]
+
+
+def test_the_kept_batch_is_read_again(record, model, caplog):
+    caplog.set_level("INFO", logger="amct")
+    batch_path(record).write_bytes(encode_batch({"x": IMAGES}, RECORD))
+    found, origin = batch_beside(record, model)
+    np.testing.assert_array_equal(found["x"], IMAGES)
+    assert origin == "a calibration batch"
+    assert "checked on the calibration batch in" in caplog.text
+
+
+def pickled():
+    stream = io.BytesIO()
+    np.savez(stream, record_sha256=np.array([object()]), names=np.array(["x"]), input_0=IMAGES)
+    return stream.getvalue()
+
+
+def compressed():
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("names.npy", b"0" * 10_000_000)
+    return stream.getvalue()
+
+
+UNUSABLE = {
+    "no file": (None, "record.txt.check.npz does not exist"),
+    "another record": (encode_batch({"x": IMAGES}, b"other"), "belongs to another record"),
+    "another input": (encode_batch({"y": IMAGES}, RECORD), "does not fit the inputs of the model"),
+    "another shape": (encode_batch({"x": IMAGES[:1]}, RECORD), "does not fit the inputs of the model"),
+    "another type": (encode_batch({"x": IMAGES.astype(np.float64)}, RECORD), "does not fit the inputs of the model"),
+    "text": (encode_batch({"x": np.array(["a"])}, RECORD), "is not a kept batch"),
+    "half a file": (encode_batch({"x": IMAGES}, RECORD)[:-300], "is not a kept batch"),
+    "objects": (pickled(), "is not a kept batch"),
+    "compressed": (compressed(), "is not a kept batch"),
+    "too large": (b"0" * 2000, "is larger than a kept batch can be"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), UNUSABLE.values(), ids=UNUSABLE)
+def test_without_a_usable_file_inputs_are_random_and_that_is_said(record, model, content, reason, caplog, monkeypatch):
+    caplog.set_level("INFO", logger="amct")
+    if reason.startswith("is larger"):
+        monkeypatch.setattr(batch, "LARGEST_BATCH", 1000)
+        monkeypatch.setattr(batch, "_LARGEST_HEADERS", 0)
+    if content is not None:
+        batch_path(record).write_bytes(content)
+    found, origin = batch_beside(record, model)
+    assert origin == "random inputs"
+    assert found["x"].shape == (2, 3, 8, 8)
+
+    assert reason in caplog.text
+
+
+def test_random_inputs_are_the_same_every_time():
+    wanted = {"x": ([0, 3], np.dtype(np.float32)), "ids": ([2, 5], np.dtype(np.int64)), "b": ([2], np.dtype(bool))}
+    first, second = seeded_batch(wanted), seeded_batch(wanted)
+    assert first["x"].shape == (1, 3)
+    assert set(first["ids"].reshape(-1)) <= {0, 1}
+    for name, (_, dtype) in wanted.items():
+        assert first[name].dtype == dtype
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_only_samples_within_the_limit_are_kept():
+    inputs = {"a": np.zeros((4, 10), np.float32), "b": np.zeros((4, 2), np.int64)}
+    assert {name: len(array) for name, array in some_samples(inputs, largest=112).items()} == {"a": 2, "b": 2}
+    assert some_samples(inputs, largest=55) is None
+    assert some_samples({**inputs, "c": np.zeros(3)}, largest=112) is None
+    assert len(some_samples(inputs)["a"]) == 4

@@ -1,0 +1,87 @@
+"""Models run as a user's program runs them: outputs, the time of nodes, the time of several models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from export_nets import calibrate, residual, run
+
+from amct.errors import ModelError
+from amct.export.check import running
+from amct.export.check.running import LoadedModel, median_seconds
+from amct.export.check.similarity import output_similarity
+from amct.export.qdq.exporter import qdq_model
+
+
+@pytest.fixture(scope="module")
+def net():
+    return residual()
+
+
+def test_a_file_runs_as_in_a_users_session(net, tmp_path):
+    description, model = net
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    feeds = description.data()
+    np.testing.assert_allclose(LoadedModel(path).run(feeds)["y"], run(model, feeds)["y"], rtol=1e-5)
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"\x08")
+    with pytest.raises(ModelError, match="onnxruntime cannot run the model"):
+        LoadedModel(path)
+
+
+def test_the_costliest_nodes_are_named_as_in_the_file(net):
+    description, model = net
+    factors, tensors = calibrate(description, model)
+    quantized = qdq_model(model, description.bindings(), factors, tensors=tensors).model
+    loaded = LoadedModel(quantized, profile=True)
+    loaded.run(description.data())
+    costs = loaded.costliest_nodes(description.data(), 100)
+    assert {("stem", "QLinearConv"), ("second", "QLinearConv"), ("fc", "QGemm")} <= {
+        (cost.node, cost.operator) for cost in costs
+    }
+    assert math.isclose(sum(cost.share for cost in costs), 1.0)
+    assert [cost.seconds for cost in costs] == sorted((cost.seconds for cost in costs), reverse=True)
+    assert len(loaded.costliest_nodes(description.data(), 2)) == 2
+
+
+def test_models_are_timed_in_turn(monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(clock)))
+    calls = []
+
+    def run(name, seconds):
+        def call():
+            calls.append(name)
+            for _ in range(seconds):
+                next(clock)
+
+        return call
+
+    medians = median_seconds({"slow": run("slow", 4), "fast": run("fast", 1)}, budget=0.0)
+    assert medians == {"slow": 5.0, "fast": 2.0}
+    assert calls == ["slow", "fast"] * running.FEWEST_ROUNDS
+
+
+def test_of_several_outputs_the_worst_is_reported():
+    x = np.array([3.0, 4.0], np.float32)
+    expected = {"same": x, "other": x, "classes": np.array([1])}
+    got = {"same": x, "other": x + np.float32(0.5), "classes": np.array([2])}
+    similarity, reasons = output_similarity(expected, got)
+    assert (similarity.output, round(similarity.sqnr, 3)) == ("other", round(10 * math.log10(25 / 0.5), 3))
+    assert reasons == {"classes": "it holds int64, not floating-point numbers"}
+
+
+def test_outputs_that_do_not_correspond_are_named():
+    x = np.zeros((2, 3), np.float32)
+    similarity, reasons = output_similarity({"a": x, "b": x}, {"a": x[:1]})
+    assert similarity is None
+    assert reasons == {
+        "a": "its shape is [1, 3], expected [2, 3]",
+        "b": "the file has no output of this name",
+    }
