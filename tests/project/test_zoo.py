@@ -1,0 +1,77 @@
+"""The benchmark over many networks: what it measures and what its table says; the networks themselves are not run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def quantized(name, **values):
+    row = {"name": name, "outcome": "quantized", "quantized": 3, "left": 1, "job_seconds": 2.0}
+    return row | {"simulation_sqnr": 30.0, "file_sqnr": 30.0, "float_ms": 4.0, "ours_ms": 2.0} | values
+
+
+ROWS = [
+    quantized("a/fast", peer_sqnr=20.0, peer_ms=4.0),
+    quantized("a/worse", file_sqnr=28.0),
+    quantized("a/worse_warned", file_sqnr=28.0, warnings=["net_qdq_model.onnx is 2.0 dB worse than the simulation"]),
+    quantized("a/slower", ours_ms=8.0, peer_sqnr=40.0, peer_ms=2.0),
+    {"name": "a/refused", "outcome": "refused", "error": "ModelError: a | in a name\nmore"},
+    {"name": "a/failed", "outcome": "failed", "error": "save: the process ended with -11"},
+    {"name": "a/absent", "outcome": "not installed"},
+]
+
+
+def test_summary_counts_what_succeeds_parts_and_slows_down():
+    from zoo_networks.table import summary
+
+    figures = dict(line.strip("| ").split(" | ")[:2] for line in summary(ROWS) if line.startswith("| "))
+    assert figures["networks tried"] == "6"
+    assert figures["quantized, or a clear error that names the cause"] == "5 (83.3%)"
+    assert figures["of these quantized"] == "4"
+    assert figures["file more than 1 dB worse than the simulation, with a warning"] == "1"
+    assert figures["file slower than the float file, with a warning"] == "0"
+    assert figures["median speed over float, 4 networks above 1 ms"] == "2.00"
+    assert figures["networks on which our file has the higher SQNR"] == "1 of 2"
+    assert figures["not installed"] == "1"
+
+
+def test_every_network_is_one_row_of_the_table():
+    from zoo_networks.table import table
+
+    header, _, *lines = table(ROWS)
+    assert [line.split("`")[1] for line in lines] == [row["name"] for row in ROWS]
+    assert len({line.replace("\\|", "").count("|") for line in [header, *lines]}) == 1
+    assert "worse, warned" in lines[2]
+    assert lines[3].endswith("| slower |")
+    assert "ModelError: a \\| in a name |" in lines[4]
+
+
+def test_sqnr_counts_every_float_output_alike():
+    from zoo_networks.measuring import sqnr
+
+    exact = [[np.array([10.0, 0.0]), np.array([1.0]), np.array([3])]]
+    rounded = [[np.array([10.0, 1.0]), np.array([1.1]), np.array([4])]]
+    assert sqnr(exact, rounded) == pytest.approx(20.0)  # 1 of 100 and 0.01 of 1; the integer does not count
+    assert sqnr(exact, exact) == 200
+    assert sqnr(exact, [[np.array([np.nan, 0.0]), *exact[0][1:]]]) == -200
+    assert sqnr(exact, [[np.zeros(3), *exact[0][1:]]]) is None  # as many rows as detections
+    with pytest.raises(ValueError, match="became"):
+        sqnr(exact, [exact[0][1:]])
+
+
+def test_the_zoo_has_eighty_torch_networks_with_names_of_their_own():
+    from zoo_networks.registry import all_networks
+
+    networks = all_networks()
+    groups = [network.group for network in networks]
+    assert sum(group in {"own", "torchvision", "timm", "transformers", "trained"} for group in groups) >= 80
+    assert groups.count("onnx") >= 13
+    assert len({network.name for network in networks}) == len(networks)
