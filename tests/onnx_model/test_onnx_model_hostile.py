@@ -12,11 +12,13 @@ from onnx_nets import graph_model, node, normal
 
 import amct.onnx_model
 from amct.errors import CalibrationError, FileError, ModelError, ParseError
+from amct.export.check.running import LoadedModel
 from amct.export.onnx import runtime
 from amct.export.onnx.run_watch import DEFAULT_SECONDS, LOOP_SECONDS, SECONDS_VARIABLE, longest_run
 from amct.export.onnx.runtime import Runner
 from amct.export.onnx.sizes import LIMIT_VARIABLE, MODEL_LIMIT_VARIABLE
 from amct.onnx_model.reading import read_model
+from amct.pytorch.onnx.modified_onnx import read_modified
 
 IMAGE = np.zeros((1, 3, 4, 4), np.float32)
 
@@ -228,12 +230,22 @@ def test_a_loop_whose_condition_is_computed_is_stopped(monkeypatch):
     monkeypatch.setenv(SECONDS_VARIABLE, "1")
     with pytest.raises(CalibrationError, match=rf"one batch in 1 seconds: .*set {SECONDS_VARIABLE}"):
         Runner(model).run({"x": IMAGE})
+    with pytest.raises(ModelError, match=rf"one batch in 1 seconds: .*set {SECONDS_VARIABLE}"):
+        LoadedModel(model).run({"x": IMAGE})
     monkeypatch.setenv(SECONDS_VARIABLE, "soon")
     with pytest.raises(ModelError, match="must be a number of seconds, got 'soon'"):
         Runner(model).run({"x": IMAGE})
     monkeypatch.delenv(SECONDS_VARIABLE)
-    assert longest_run(model.graph) == LOOP_SECONDS == 60
-    assert longest_run(relus(2).graph) == DEFAULT_SECONDS
+    assert longest_run(model) == LOOP_SECONDS == 60
+    assert longest_run(relus(2)) == DEFAULT_SECONDS
+
+
+@pytest.mark.parametrize("model", [loop(STAYS), concats("x", 40)], ids=["loop", "concats"])
+def test_a_modified_file_from_elsewhere(model, tmp_path):
+    """What ``save_model`` reads and then runs."""
+    (tmp_path / "modified.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r'modified\.onnx": (Loop "spin" never ends|tensor "\w+" would have shape)'):
+        read_modified(tmp_path / "modified.onnx")
 
 
 def test_a_loop_that_collects_without_end_is_stopped_by_its_memory(monkeypatch):

@@ -24,7 +24,7 @@ import amct_pytorch
 from amct import atomic, log
 from amct.atomic._names import _machine
 from amct.cli import main
-from amct.errors import FileError
+from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
 
 if TYPE_CHECKING:
@@ -475,6 +475,22 @@ def test_files_of_an_interrupted_save_are_refused_by_every_reader(place, command
     assert f'{file}" cannot be used' in error
     assert "Run that save again" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("named", [".bashrc", ".profile", "new/record.txt"])
+def test_a_prototxt_that_names_a_record_elsewhere_writes_no_file_of_the_user(place, named):
+    graph = caffe_graph()
+    amct_caffe.weights_quantize_model(graph, "a.prototxt", "a.caffemodel")
+    amct_caffe.activation_quantize_model(graph, "a.prototxt", "a.caffemodel")
+    model, target = place / "model" / "a.prototxt", place / "home" / named
+    text = model.read_text()
+    own = str(place / "model" / "flow_record.txt")
+    assert own in text
+    model.write_text(text.replace(own, str(target)))
+    before = state(place / "home")
+    with pytest.raises(AmctError, match=r"not a record|does not exist; a prototxt creates no files|\.bashrc:1"):
+        run_caffe("a.prototxt", "a.caffemodel")
+    assert state(place / "home") == before
 
 
 def test_the_modified_onnx_file_of_an_interrupted_save_is_refused(place):
