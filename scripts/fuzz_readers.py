@@ -230,7 +230,7 @@ def _caffe_readers(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
         own = content.replace(str(flow / "record.txt").encode(), str(place / "record.txt").encode())
         return _run_net(put(own, place, "modified.prototxt"), str(flow / "modified.caffemodel"))
 
-    yield "prototxt modified", Reader("text", ((flow / "modified.prototxt").read_bytes(),), calibrate)
+    yield "prototxt modified", Reader("text", ((flow / "modified.prototxt").read_bytes(),), calibrate, weight=2)
     yield "caffemodel", Reader("protobuf", (caffemodel.read_bytes(),), load_weights)
     net = amct_caffe.caffe.Net(str(prototxt), str(caffemodel), amct_caffe.caffe.TEST)
     net.save_hdf5(str(folder / "net.h5"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -295,3 +297,41 @@ def test_external_data_with_a_nul_character_in_its_path(tmp_path):
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(FileError, match=r'tensor "w" is kept in'):
         read_model(tmp_path / "net.onnx")
+
+
+def operations(action):
+    """How many operations of this package's Python code an action takes: the same number in every run."""
+    package, count, before = str(Path(amct.__file__).parent), 0, sys.gettrace()
+
+    def inside(_, event, __):
+        nonlocal count
+        count += event == "opcode"
+        return inside
+
+    def entered(frame, *_):
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    sys.settrace(entered)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_one_weight_of_many_convolutions_is_saved_in_linear_time(tmp_path):
+    """Four times the layers need four times the operations and bytes; each layer has its own integers."""
+    counts, sizes = [], []
+    for layers in (20, 80):
+        names = ["x", *(f"t{index}" for index in range(layers - 1)), "y"]
+        nodes = [node("Conv", f"{a} w", b, f"c{b}", pads=[1, 1, 1, 1]) for a, b in pairwise(names)]
+        model = graph_model(nodes, {"w": normal(3, 3, 3, 3) / 5}, IMAGE.shape)
+        quantized = amct.onnx_model.quantize(model, np.ones_like(IMAGE))
+        assert len(quantized.record) == layers
+        counts.append(operations(lambda: quantized.save(tmp_path / f"net{layers}", check=False)))  # noqa: B023  called now
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob(f"net{layers}_*")))
+    assert counts[1] < 4.2 * counts[0]  # quadratic: 16
+    assert sizes[1] < 4.2 * sizes[0]

@@ -106,15 +106,13 @@ def caffe_graph():
     return amct_caffe.init("caffe.json", *CAFFE_PAIR, "flow_record.txt")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with float models of all kinds, their quantized files, configs and records, and data."""
-    folder = tmp_path_factory.mktemp("made")
+def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, factory=FACTORY, nets=NETS) -> None:
+    """Write float models of all kinds, their quantized files, configs and records, and data."""
     for name, text in {
-        "net.prototxt": PROTOTXT,
-        "train.prototxt": TRAINED,
+        "net.prototxt": prototxt,
+        "train.prototxt": trained,
         "solver.prototxt": SOLVER,
-        f"{NETS}.py": FACTORY,
+        f"{nets}.py": factory,
         "custom.proto": CUSTOM_PROTO,
         "quant.cfg": "batch_num: 1\n",
         "dmq.cfg": "batch_num: 1\ncommon_config { dmq_balancer { migration_strength: 0.5 } }\n",
@@ -122,7 +120,7 @@ def made(tmp_path_factory):
     }.items():
         (folder / name).write_text(text)
     np.save(folder / "data.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
-    save_onnx(onnx_model(), folder / "net.onnx")
+    save_onnx(onnx or onnx_model(), folder / "net.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("AMCT_LOG_LEVEL", "error")
@@ -131,13 +129,20 @@ def made(tmp_path_factory):
         net.save_hdf5("net.h5")
         assert main(["quantize", *CAFFE_PAIR, *DATA, "-o", "caffe"]) == 0
         assert main(["quantize", "net.onnx", *DATA, "-o", "onnx"]) == 0
-        assert main(["quantize", f"{NETS}:build", *DATA, "-o", "torch"]) == 0
+        assert main(["quantize", f"{nets}:build", *DATA, "-o", "torch"]) == 0
         assert main(["caffe", "train", "--solver", "solver.prototxt"]) == 0
         amct_caffe.create_quant_config("caffe.json", *CAFFE_PAIR)
         amct_pytorch.create_quant_config("torch.json", torch_model(), batch())
         amct_pytorch.create_quant_config("dmq.json", torch_model(), batch(), config_defination="dmq.cfg")
         amct_pytorch.quantize_model("torch.json", "m.onnx", "r.txt", torch_model(), batch())(batch())
     shutil.rmtree(folder / "amct_log", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with float models of all kinds, their quantized files, configs and records, and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_files(folder)
     return folder
 
 
