@@ -15,6 +15,8 @@ from amct.caffe.amct_api import (
 from amct.caffe.ptq.convert import convert_model
 from amct.caffe.ptq.save import save_model
 from amct.caffe.pycaffe.install import install_as_caffe
+from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model
+from amct.caffe.qat.save import save_quant_retrain_model
 from amct.caffe.uninplace import uninplace_model
 
 #: ``from amct_caffe import amct``, as in the samples of AMCT's guide.
@@ -25,9 +27,12 @@ __all__ = [
     "amct",
     "convert_model",
     "create_quant_config",
+    "create_quant_retrain_config",
+    "create_quant_retrain_model",
     "init",
     "install_as_caffe",
     "save_model",
+    "save_quant_retrain_model",
     "set_cpu_mode",
     "set_gpu_mode",
     "uninplace_model",
