@@ -36,9 +36,10 @@ _TYPES: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def node_type(module: nn.Module | None, rank: int | None = None) -> str:
-    """The ONNX type of a module in a record; ``rank`` is that of its input."""
+    """The ONNX type of a module in a record; ``rank`` is that of its input, on which the type of a Linear depends."""
     found = next((name for kind, name in _TYPES if isinstance(module, kind)), PARAMETER)
-    return "MatMul" if found == "Gemm" and rank is not None and rank != 2 else found
+    matrix = isinstance(module, nn.Linear) and rank is not None and (rank != 2 or module.bias is None)
+    return "MatMul" if matrix else found
 
 
 def chain_records(removal: Removal, cells: Sequence[Cell], modules: Mapping[str, nn.Module]) -> list[PruneRecord]:
