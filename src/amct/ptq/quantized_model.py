@@ -23,7 +23,7 @@ from amct.report.summary import summary_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.export.binding import TensorFactors
     from amct.model import Skip
@@ -48,12 +48,12 @@ class QuantizedModel:
         prepared: PreparedModel,
         record: AnyRecord,
         tensors: Mapping[str, TensorFactors] | None,
-        example: Any,  # noqa: ANN401  the door's arguments
+        examples: Sequence[Any],
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
-        self._example = example
+        self._examples = examples
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -138,7 +138,7 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        compared = reference(self.prepared, self.record, self._example) if check and request.formats else None
+        compared = reference(self.prepared, self.record, self._examples) if check and request.formats else None
         return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(
@@ -216,9 +216,8 @@ class QuantizedModel:
             skipped=prepared.skips,
             config=config_text(prepared.plan),
         )
-        batches = (
-            iter([(self._example, self._example)]) if data is None else prepared.batches(data, inputs).with_originals()
-        )
+        first = self._examples[0]
+        batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
         measured = measure(
             *prepared.compared_models(self.record),
             batches,
