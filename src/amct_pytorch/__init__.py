@@ -1,5 +1,15 @@
 """The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
 from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
+from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
 
-__all__ = ["create_quant_config", "quantize_model", "quantize_preprocess", "save_model"]
+__all__ = [
+    "QuantCalibrationOp",
+    "create_quant_cali_config",
+    "create_quant_cali_model",
+    "create_quant_config",
+    "quantize_model",
+    "quantize_preprocess",
+    "save_model",
+]
