@@ -14,6 +14,8 @@ derives from the built-in type that AMCT raises in the same place::
     ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
     │   └── UnsupportedLayerError                ... because of one layer
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
+    │   ├── CalibrationArgumentError (ArgumentError)     ... a setting of a calibration cannot be used
+    │   └── MissingDefinitionError   (MissingFileError)  ... the config that names the layers does not exist
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
     │   └── RecordParseError     (ParseError)    ... it is not a record file
@@ -119,6 +121,14 @@ class UnsupportedLayerError(ModelError):
 
 class CalibrationError(AmctError, RuntimeError):
     """Data or call order make calibration impossible."""
+
+
+class CalibrationArgumentError(CalibrationError, ArgumentError):
+    """A setting of a calibration cannot be used; also a ``ValueError``."""
+
+
+class MissingDefinitionError(MissingFileError, CalibrationError):
+    """The simple config of a calibration does not exist; both a ``FileNotFoundError`` and a ``RuntimeError``."""
 
 
 class RecordError(AmctError, RuntimeError):

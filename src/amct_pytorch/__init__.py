@@ -1,6 +1,8 @@
 """The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
 from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
+from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
 from amct.pytorch.retrain_api import (
     create_quant_retrain_config,
     create_quant_retrain_model,
@@ -9,6 +11,9 @@ from amct.pytorch.retrain_api import (
 )
 
 __all__ = [
+    "QuantCalibrationOp",
+    "create_quant_cali_config",
+    "create_quant_cali_model",
     "create_quant_config",
     "create_quant_retrain_config",
     "create_quant_retrain_model",
