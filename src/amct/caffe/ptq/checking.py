@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from amct.atomic import FileGroup
     from amct.caffe.ptq.deploy import Results
     from amct.export.formats import Exported
+    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.export.writer import SavePath
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)
