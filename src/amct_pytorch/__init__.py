@@ -1,14 +1,21 @@
 """The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
-from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
-from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
-from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
-from amct.pytorch.retrain_api import (
-    create_quant_retrain_config,
-    create_quant_retrain_model,
-    restore_quant_retrain_model,
-    save_quant_retrain_model,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+    from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
+    from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+    from amct.pytorch.retrain_api import (
+        create_quant_retrain_config,
+        create_quant_retrain_model,
+        restore_quant_retrain_model,
+        save_quant_retrain_model,
+    )
 
 __all__ = [
     "QuantCalibrationOp",
@@ -23,3 +30,19 @@ __all__ = [
     "save_model",
     "save_quant_retrain_model",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
+        "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
+        "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",
+        "create_quant_config": "amct.pytorch.amct_api",
+        "create_quant_retrain_config": "amct.pytorch.retrain_api",
+        "create_quant_retrain_model": "amct.pytorch.retrain_api",
+        "quantize_model": "amct.pytorch.amct_api",
+        "quantize_preprocess": "amct.pytorch.amct_api",
+        "restore_quant_retrain_model": "amct.pytorch.retrain_api",
+        "save_model": "amct.pytorch.amct_api",
+        "save_quant_retrain_model": "amct.pytorch.retrain_api",
+    },
+)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from amct import atomic
 from amct.config.plan import config_text
-from amct.export.formats import ExportOptions
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
 from amct.model.quant_json import QUANT_JSON, add_related
 from amct.ptq.checking import reference

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.deploy import Results
     from amct.export.formats import Exported
+    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.export.writer import SavePath
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)
