@@ -13,9 +13,11 @@ from amct.export.binding import LayerFactors, bindings_by_name
 from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
 from amct.export.exported import ExportedModel
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import RECORD, ExportOptions, check_formats, export_formats, file_name
+from amct.export.formats import RECORD, check_formats, export_formats, file_name
+from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
-from amct.export.writer import SavePath, add_model, check_opset, save_models
+from amct.export.save_path import SavePath
+from amct.export.writer import add_model, check_opset, save_models
 from amct.model import Skip
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, RelatedFile, related_file
 from amct.record import encode_record

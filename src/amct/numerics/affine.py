@@ -76,13 +76,20 @@ def scale_and_offset(
     return _legal_factors(scale, minimum, bits, asymmetric=asymmetric)
 
 
-def trained_factors(minimum: Tensor, maximum: Tensor, bits: int, *, asymmetric: bool) -> tuple[Tensor, Tensor]:
-    """``scale_and_offset`` of AMCT for PyTorch without the checks, which would make every training step wait.
+def trained_factors(
+    minimum: Tensor,
+    maximum: Tensor,
+    bits: int,
+    *,
+    asymmetric: bool,
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
+) -> tuple[Tensor, Tensor]:
+    """``scale_and_offset`` without the checks, which would make every training step wait.
 
     What is trained is checked elsewhere; NaN gives a scale of NaN.
     """
     minimum, maximum = minimum.detach().double(), maximum.detach().double()
-    scale = _raw_scale(minimum, maximum, bits, asymmetric, SymmetricScale.NEGATIVE_SIDE)
+    scale = _raw_scale(minimum, maximum, bits, asymmetric, symmetric_scale)
     return _legal_factors(scale, minimum, bits, asymmetric=asymmetric)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
 from amct.config.plan import config_text
-from amct.export.formats import ExportOptions
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
 from amct.model.quant_json import QUANT_JSON, add_related
 from amct.ptq.checking import reference
@@ -22,7 +21,7 @@ from amct.report.summary import summary_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.export.binding import TensorFactors
     from amct.model import Skip
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
-    from amct.report.content import ReportContent
+    from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Metric
 
 
@@ -47,12 +46,12 @@ class QuantizedModel:
         prepared: PreparedModel,
         record: AnyRecord,
         tensors: Mapping[str, TensorFactors] | None,
-        example: Any,  # noqa: ANN401  the door's arguments
+        examples: Sequence[Any],
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
-        self._example = example
+        self._examples = examples
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -137,7 +136,7 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        compared = reference(self.prepared, self.record, self._example) if check and request.formats else None
+        compared = reference(self.prepared, self.record, self._examples) if check and request.formats else None
         return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(
@@ -163,6 +162,7 @@ class QuantizedModel:
         *,
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
+        training: TrainingContent | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -175,6 +175,7 @@ class QuantizedModel:
             inputs: As for ``quantize``.
             files: Files whose sizes are shown, such as those that ``save`` returned. A ``quant.json`` among them gets
                 the report's SHA-256.
+            training: What quantization-aware training did.
 
         Returns:
             The path.
@@ -188,7 +189,8 @@ class QuantizedModel:
         where = Path(path)
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
-        write_page(where, self.report_content(data, metric, inputs=inputs, files=listed))
+        content = self.report_content(data, metric, inputs=inputs, files=listed)
+        write_page(where, replace(content, training=training))
         for file in listed:
             if file.name.endswith(QUANT_JSON):
                 add_related(file, "report", where)
@@ -212,9 +214,8 @@ class QuantizedModel:
             skipped=prepared.skips,
             config=config_text(prepared.plan),
         )
-        batches = (
-            iter([(self._example, self._example)]) if data is None else prepared.batches(data, inputs).with_originals()
-        )
+        first = self._examples[0]
+        batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
         measured = measure(
             *prepared.compared_models(self.record),
             batches,

@@ -9,12 +9,17 @@
 
 from __future__ import annotations
 
-from amct.config.ptq.quant_config import QuantConfig
-from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
-from amct.ptq.quantized_model import QuantizedModel
-from amct.pytorch.comparing import compare
-from amct.pytorch.door import IoOptions, quantize
-from amct.record import Record
+from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.config.ptq.quant_config import QuantConfig
+    from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pytorch.comparing import compare
+    from amct.pytorch.door import IoOptions, quantize
+    from amct.record import Record
 
 __all__ = [
     "AdaRoundSettings",
@@ -29,3 +34,19 @@ __all__ = [
     "compare",
     "quantize",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AdaRoundSettings": "amct.config.settings",
+        "ArqSettings": "amct.config.settings",
+        "HfmgSettings": "amct.config.settings",
+        "IfmrSettings": "amct.config.settings",
+        "IoOptions": "amct.pytorch.door",
+        "LayerConfig": "amct.config.settings",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "Record": "amct.record",
+        "compare": "amct.pytorch.comparing",
+        "quantize": "amct.pytorch.door",
+    },
+)

@@ -22,9 +22,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from amct import atomic
+from amct.printable import shortened
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
 
@@ -38,6 +40,7 @@ LARGEST_INPUTS = 16
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
+GENERATOR = '<meta name="generator" content="amct">'
 
 
 def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
@@ -47,6 +50,15 @@ def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
         FileError: The file cannot be written.
     """
     atomic.write_text(path, page(content))
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a page written by this package, judged by its first lines."""
+    try:
+        with path.open("rb") as file:
+            return GENERATOR.encode() in file.read(2000)
+    except OSError:
+        return False
 
 
 def page(content: ReportContent) -> str:
@@ -82,7 +94,7 @@ def bounded(content: ReportContent) -> ReportContent:
 def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
     return replace(
         layer,
-        name=_short(layer.name),
+        name=_short_name(layer.name),
         type=_short(layer.type),
         inputs=layer.inputs[:LARGEST_INPUTS],
         weights=layer.weights.joined(ranges) if layer.weights is not None else None,
@@ -90,7 +102,7 @@ def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
 
 
 def _bounded_notes(notes: tuple[LayerNote, ...]) -> tuple[LayerNote, ...]:
-    kept = tuple(replace(note, layer=_short(note.layer), text=_short(note.text)) for note in notes[:LARGEST_NOTES])
+    kept = tuple(replace(note, layer=_short_name(note.layer), text=_short(note.text)) for note in notes[:LARGEST_NOTES])
     rest = _left_out(len(notes), LARGEST_NOTES, "entries")
     return (*kept, replace(kept[-1], layer="…", text=rest.removeprefix("; "))) if rest else kept
 
@@ -101,6 +113,10 @@ def _left_out(number: int, limit: int, what: str) -> str:
 
 def _short(text: str, limit: int = LARGEST_TEXT) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _short_name(name: str) -> str:
+    return shortened(name, LARGEST_TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)

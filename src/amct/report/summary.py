@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amct.printable import escaped, printable, shortened
+from amct.printable import LONGEST_LAYER_NAME, escaped, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
     lines = [f"{name}: {len(record)} layers quantized, {folded} batch norms folded"]
     lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
     if skipped:
-        names = [escaped(shortened(skip.layer)) for skip in skipped]
+        names = [escaped(shortened(skip.layer, LONGEST_LAYER_NAME)) for skip in skipped]
         width = max(map(len, names))
         lines.append(f"{len(skipped)} left as they are:")
         lines += [f"  {name:<{width}}  {skip.reason}" for name, skip in zip(names, skipped, strict=True)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amct.errors import ArgumentError
-from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range, trained_factors
+from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range, trained_factors
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.weight_kind import WeightKind
 
@@ -22,8 +22,9 @@ def learned_step(
 ) -> Tensor:
     """Quantize and dequantize a weight with a scale that has a gradient (that of LSQ).
 
-    With g the gradient of the result and N weights per scale: ``d weight = g`` everywhere; ``d scale`` is the sum of g
-    times (round(w/s) - w/s inside the range, the lowest or highest integer outside) / sqrt(N (2^(bits-1) - 1)).
+    With g the gradient of the result and N weights per output channel: ``d weight = g`` everywhere, and ``d scale`` is
+    the sum of g · (round(w/s) - w/s inside the range, the lowest or highest integer outside), divided by
+    sqrt(N (2^(bits-1) - 1)). AMCT takes the N of one channel also where all channels share a scale.
 
     Args:
         weight: in the layout of ``kind``.
@@ -46,6 +47,7 @@ def arq_step(
     groups: int = 1,
     channel_wise: bool = True,
     lowest: Tensor | None = None,
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
 ) -> Tensor:
     """Quantize and dequantize a weight with the scale of its own range; the gradient passes unchanged.
 
@@ -56,10 +58,11 @@ def arq_step(
         groups: groups of a transposed convolution, or gates of a recurrent layer.
         channel_wise: one scale per output channel; otherwise one per tensor, or per gate.
         lowest: as for ``learned_step``.
+        symmetric_scale: divisor of the range.
     """
     rows = channels_first(weight, kind, groups)
     count = scale_count(rows.shape[0], kind, groups, channel_wise=channel_wise)
-    rounded: Tensor = _ArqStep.apply(rows, count, lowest, bits)  # type: ignore[no-untyped-call]
+    rounded: Tensor = _ArqStep.apply(rows, count, lowest, bits, symmetric_scale)  # type: ignore[no-untyped-call]
     return from_channels_first(rounded, weight.shape, kind, groups)
 
 
@@ -70,10 +73,12 @@ def scale_count(outputs: int, kind: WeightKind, groups: int, *, channel_wise: bo
     return groups if kind is WeightKind.RNN else 1
 
 
-def arq_scale(rows: Tensor, bits: int, count: int) -> Tensor:
+def arq_scale(
+    rows: Tensor, bits: int, count: int, symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+) -> Tensor:
     """The scales ``[count]`` of rows ``[Cout, -1]`` by their range, as ``arq`` computes them, without its checks."""
     minimum, maximum = torch.aminmax(rows.detach().reshape(count, -1), dim=1)
-    return trained_factors(minimum, maximum, bits, asymmetric=False)[0]
+    return trained_factors(minimum, maximum, bits, asymmetric=False, symmetric_scale=symmetric_scale)[0]
 
 
 def valid_scale(scale: Tensor, valid: Tensor) -> Tensor:
@@ -123,19 +128,26 @@ class _LearnedStep(torch.autograd.Function):
         inside = (scaled >= low) & (scaled <= high)
         slope = torch.where(inside, rounded - scaled, rounded.clamp_(min=low).clamp_(max=high))
         per_scale = slope.mul_(gradients[0].to(step.dtype)).sum(dim=1).reshape(scale.numel(), -1).sum(dim=1)
-        share = (rows.numel() // scale.numel() * (2 ** (ctx.bits - 1) - 1)) ** -0.5
+        share = (rows.shape[1] * (2 ** (ctx.bits - 1) - 1)) ** -0.5
         return gradients[0], (per_scale * share).to(scale.dtype).reshape(scale.shape), None, None
 
 
 class _ArqStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, count: int, lowest: Tensor | None, bits: int) -> Tensor:  # noqa: ANN401, ARG004  torch's untyped context
-        scale = arq_scale(rows, bits, count).to(_wide(rows))
+    def forward(
+        ctx: Any,  # noqa: ANN401, ARG004  torch's untyped context
+        rows: Tensor,
+        count: int,
+        lowest: Tensor | None,
+        bits: int,
+        symmetric_scale: SymmetricScale,
+    ) -> Tensor:
+        scale = arq_scale(rows, bits, count, symmetric_scale).to(_wide(rows))
         return _round(rows, _per_row(scale, rows.shape[0]), lowest, bits)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401, ARG004  torch's untyped context
-        return gradients[0], None, None, None
+        return gradients[0], None, None, None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:

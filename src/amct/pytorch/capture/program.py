@@ -134,15 +134,15 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
-    """Silence warnings of torch's exporters that the user cannot act on."""
-    names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
-    loggers = [logging.getLogger(name) for name in names]
+    """Silence torch's exporters: warnings that the user cannot act on, and errors, which are also raised."""
+    torch_names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "torch._subclasses")
+    loggers = [logging.getLogger(name) for name in (*torch_names, "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in _EXPORTER_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         try:
             yield
         finally:

@@ -163,7 +163,8 @@ class _BaseConvolution(FakeQuantized):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Convolve each bottom with the same weights."""
         bias = parameters[1] if len(parameters) > 1 else None
-        return [self._one(bottom, parameters[0], bias) for bottom in bottoms]
+        weight = self.rounded_weight(parameters[0])
+        return [self._one(bottom, weight, bias) for bottom in bottoms]
 
     def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as (num_output, values)."""
@@ -223,7 +224,7 @@ class Convolution(_BaseConvolution):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Without gradients, use the packed or channels_last weights cached for this layer."""
         own = all(given is blob.tensor for given, blob in zip(parameters, self.blobs, strict=False))
-        if torch.is_grad_enabled() or not own:
+        if torch.is_grad_enabled() or not own or self.weight_quantizer is not None:
             return super().forward(bottoms, parameters)
         folded = Folded(self, lambda: parameters, self.blobs)
         return [self.forward_folded(bottom, folded, None)[0] for bottom in bottoms]
