@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from amct.atomic import Snapshot
-from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.hdf5 import Hdf5File
+from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.layers.bn import bn_blobs
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
@@ -117,7 +117,9 @@ def read_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath
     return model
 
 
-def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
+def read_training_model(
+    model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None
+) -> CaffeModel:
     """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
     files = Snapshot(model_file, weights_file)
     net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
@@ -127,7 +129,9 @@ def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto
     return model
 
 
-def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
+def read_retrained_model(
+    model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None
+) -> CaffeModel:
     """Read the TEST-phase layers of a model after retraining, those of retraining among them; errors as ``read_model``.
 
     In-place layers are kept.

@@ -84,7 +84,7 @@ def create_prune_retrain_model(
     return compressed.model.train()
 
 
-def restore_prune_retrain_model(
+def restore_prune_retrain_model(  # noqa: PLR0913  AMCT's signature
     model: nn.Module,
     input_data: object,
     record_file: AnyPath,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
-from amct.caffe.model import CaffeModel, read_retrained_model
+from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_retrained_model
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
@@ -32,7 +32,7 @@ from amct.export.saving import SavedContent, SaveRequest
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
@@ -176,7 +176,9 @@ class Trained:
                     f'{self.source[1]}: layer "{layer.name}" (RetrainDataQuant) has no clips; give the caffemodel of a '
                     "snapshot, after at least one training iteration of this prototxt"
                 )
-            data = DataFactors(index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d)
+            data = DataFactors(
+                index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d
+            )
             found.setdefault(options.object_layer, []).append(data)
         return found
 

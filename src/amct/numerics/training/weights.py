@@ -134,7 +134,7 @@ class _LearnedStep(torch.autograd.Function):
 
 class _ArqStep(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  torch passes the arguments of apply by position
         ctx: Any,  # noqa: ANN401, ARG004  torch's untyped context
         rows: Tensor,
         count: int,

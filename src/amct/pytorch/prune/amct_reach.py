@@ -20,9 +20,7 @@ from amct.pytorch.prune.rules.registry import argument, described, positive
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-_NO_NODE = frozenset(
-    {"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "identity", "lift_fresh_copy"}
-)
+_NO_NODE = frozenset({"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "identity", "lift_fresh_copy"})
 """Operations that an exported file does not contain."""
 _PASSING = _NO_NODE | frozenset(
     {
@@ -259,9 +257,7 @@ class ChainFinder:
         values: Sequence[Value] = operation.arguments[0]
         tensors = [self._of(value) for value in values]
         axis = positive(argument(operation, 1, 0), len(values[0].shape or ()))
-        fits = axis == 1 and all(
-            self._can_concatenate(tensor, value) for tensor, value in zip(tensors, values, strict=True)
-        )
+        fits = axis == 1 and all(self._can_concatenate(tensor, value) for tensor, value in zip(tensors, values, strict=True))
         if not fits:
             return self._ended(operation)
         carried, offset = [], 0

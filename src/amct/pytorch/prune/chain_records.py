@@ -63,7 +63,10 @@ def _chain(
     chosen: tuple[Labels, Labels],
 ) -> PruneRecord:
     sets = channel_map.sets
-    producers = [_node(maker, modules, sets.roots(maker.outputs), chosen, whole=True) for maker in cell.makers]
+    producers = [
+        _node(maker, modules, sets.roots(maker.outputs), chosen, whole=True)
+        for maker in cell.makers
+    ]
     consumers: dict[str, PruneNode] = {}
     for layer in channel_map.layers:
         labels = layer.outputs if layer.inputs is None else layer.inputs

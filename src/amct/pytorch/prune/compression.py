@@ -112,6 +112,4 @@ def _check_runs(model: nn.Module, traced: Traced) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             model(*traced.inputs.args, **traced.inputs.kwargs)
     except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} does not run without the channels that were removed: {error}"
-        ) from error
+        raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {error}") from error

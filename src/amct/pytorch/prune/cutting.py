@@ -196,7 +196,9 @@ def _cut_convolution(module: nn.modules.conv._ConvNd, inputs: set[int], outputs:
     module.out_channels -= len(outputs)
 
 
-def _cut_grouped(module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int], *, transposed: bool) -> Tensor:
+def _cut_grouped(
+    module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int], *, transposed: bool
+) -> Tensor:
     """The weight of a grouped convolution, of which each group may lose other channels."""
     rows_gone, columns_gone = (inputs, outputs) if transposed else (outputs, inputs)
     parts = []

@@ -115,10 +115,7 @@ def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted, mode
     roots = choose(cells, lambda _: high, wanted.align)
     left = cost_of(channel_map, stored, Removal(channel_map, roots)).macs
     if left > limit:
-        logger.warning(
-            "%.0f %% of the MACs are left; the layers that can be pruned do not allow less",
-            100 * left / max(limit, 1) * wanted.flops,
-        )
+        logger.warning("%.0f %% of the MACs are left; the layers that can be pruned do not allow less", 100 * left / max(limit, 1) * wanted.flops)
     return roots
 
 

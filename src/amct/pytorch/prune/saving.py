@@ -57,7 +57,7 @@ def float_model(traced: Traced, opset: int | None = None) -> tuple[ModelProto, F
     exported = float_onnx(traced, fused, opset=opset or DEFAULT_OPSET)
     notes = FileNotes(
         fusions={layer: [norm] for layer, norm in fused.fusions.items()},
-        skipped=dict.fromkeys(traced.layers, "not quantized: the model was only pruned"),
+        skipped={layer: "not quantized: the model was only pruned" for layer in traced.layers},
     )
     return exported.model, notes
 
@@ -105,4 +105,6 @@ def _reference(traced: Traced, model: ModelProto) -> Reference:
     names = [value.name for value in model.graph.output]
     outputs = [(name, as_array(tensor)) for name, tensor in zip(names, tensors, strict=False)]
     outputs = [(name, array) for name, array in outputs if array.dtype.kind == "f"]
-    return Reference(inputs=onnx_feeds(traced, model), origin="the example input", expected=outputs, simulated=outputs)
+    return Reference(
+        inputs=onnx_feeds(traced, model), origin="the example input", expected=outputs, simulated=outputs
+    )

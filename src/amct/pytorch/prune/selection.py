@@ -79,9 +79,7 @@ def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[
 
 def _by_multiplicity(roots: Sequence[int], outputs: Sequence[NDArray[np.int64]]) -> dict[tuple[int, ...], list[int]]:
     """Sets by the number of channels that they have in each maker."""
-    counts = [
-        dict(zip(*(part.tolist() for part in np.unique(each, return_counts=True)), strict=True)) for each in outputs
-    ]
+    counts = [dict(zip(*(part.tolist() for part in np.unique(each, return_counts=True)), strict=True)) for each in outputs]
     found: dict[tuple[int, ...], list[int]] = {}
     for root in roots:
         found.setdefault(tuple(count[root] for count in counts), []).append(root)
@@ -99,7 +97,9 @@ def _scores(maker: LayerChannels, weights: Mapping[str, Tensor]) -> NDArray[np.f
     return np.asarray((norms - norms.min()) / spread)
 
 
-def _ranked(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[int, ...]:
+def _ranked(
+    roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]
+) -> tuple[int, ...]:
     """Sets by their mean score over the makers, the lowest first."""
     order = np.sort(np.array(roots))
     total = np.zeros(len(order))

@@ -115,11 +115,7 @@ def sparse_refusal(module: nn.Module) -> str | None:
     plain = next((kind for kind in SPARSE if isinstance(module, kind)), None)
     if plain is None:
         return f"{type(module).__name__} cannot be made sparse"
-    own = [
-        name
-        for name in ("forward", "_conv_forward")
-        if getattr(type(module), name, None) is not getattr(plain, name, None)
-    ]
+    own = [name for name in ("forward", "_conv_forward") if getattr(type(module), name, None) is not getattr(plain, name, None)]
     return f"{type(module).__name__} has a {own[0]} of its own" if own else None
 
 

@@ -189,7 +189,9 @@ class RetrainDataQuant(_RetrainLayer):
         assert factors is not None, "a net whose clips are unknown does not run in the TEST phase"
         shape = self.bottom_blobs[0].shape
         sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
-        data = DataFactors(index=self.options.index, scale=factors[0], offset=factors[1], num_bits=self.bits, **sizes)
+        data = DataFactors(
+            index=self.options.index, scale=factors[0], offset=factors[1], num_bits=self.bits, **sizes
+        )
         return entry.with_input(data)
 
 
@@ -242,4 +244,6 @@ class RetrainWeightQuant(_RetrainLayer):
         rows = self.target.weight_rows(self.target.blobs[0].tensor.detach())
         count = scale_count(rows.shape[0], WeightKind.LINEAR, 1, channel_wise=self._channel_wise)
         scale = arq_scale(rows, self.options.num_bits_w, count, SymmetricScale.FULL_RANGE)
-        return replace(entry, scale_w=tuple(scale.tolist()), offset_w=(0,) * count, num_bits_w=self.options.num_bits_w)
+        return replace(
+            entry, scale_w=tuple(scale.tolist()), offset_w=(0,) * count, num_bits_w=self.options.num_bits_w
+        )

@@ -197,9 +197,7 @@ def product(flow: Flow, operation: Operation) -> Axes:
     flow.join([one[-1], other[-2]], operation)
     batch: list[Axis] = []
     for back in range(max(len(one), len(other)), 2, -1):
-        facing = [
-            (axes[-back], value.shape[-back]) for axes, value in ((one, first), (other, second)) if len(axes) >= back
-        ]
+        facing = [(axes[-back], value.shape[-back]) for axes, value in ((one, first), (other, second)) if len(axes) >= back]
         size = max(size for _, size in facing)
         batch.append(flow.join([labels for labels, length in facing if length == size], operation))
     return (*batch, one[-2], other[-1])

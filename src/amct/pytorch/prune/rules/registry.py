@@ -130,7 +130,9 @@ class Flow:
         path, _, leaf = (parameter or "").rpartition(".")
         return path if leaf == "weight" and isinstance(self.modules.get(path), kinds) else None
 
-    def owner_of_call(self, operation: Operation, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> str | None:
+    def owner_of_call(
+        self, operation: Operation, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
+    ) -> str | None:
         """The path of the innermost calling module if it is of some type."""
         path = operation.callers[-1].path if operation.callers else ""
         return path if path and isinstance(self.modules.get(path), kinds) else None

@@ -67,9 +67,7 @@ def split(flow: Flow, operation: Operation) -> list[Axes]:
 def _split_evenly(flow: Flow, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
     if operation.kind in ("chunk", "unsafe_chunk"):
         if len(set(sizes)) == 1:
-            flow.sets.join_rows(
-                labels.reshape(len(sizes), sizes[0]), "every part of a chunk must keep as many channels"
-            )
+            flow.sets.join_rows(labels.reshape(len(sizes), sizes[0]), "every part of a chunk must keep as many channels")
         else:
             flow.keep([labels], operation, "makes parts of unequal size")
     elif operation.kind == "tensor_split":
