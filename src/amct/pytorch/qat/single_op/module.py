@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from amct.config.qat.single_op import WEIGHT_KEY, read_single_op_config
 from amct.errors import AmctError, CalibrationError, ExportError, ModelArgumentError, ModelTypeError
 from amct.pytorch.capture.layer_types import setting_problem
+from amct.pytorch.qat.circumstances import is_recomputing
 from amct.pytorch.qat.single_op.qdq import is_exporting
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class SingleOp(nn.Module):
         if is_exporting():
             self._check_ready()
         else:
-            observes = self._observed_last if _is_recomputing() else self._batches_left > 0
-            if observes and not _is_recomputing():
+            observes = self._observed_last if is_recomputing() else self._batches_left > 0
+            if observes and not is_recomputing():
                 self._observe(inputs)
             self._observed_last = observes
             self.refresh()
@@ -224,8 +225,3 @@ def checked_config(config: Mapping[str, Any] | None, name: str, *, per_channel: 
             f"{name}: {WEIGHT_KEY}.channel_wise must be False: its weights have one scale. Leave it out"
         )
     return checked
-
-
-def _is_recomputing() -> bool:
-    """Whether a backward pass runs this forward again (gradient checkpointing)."""
-    return bool(torch._C._current_graph_task_id() != -1)

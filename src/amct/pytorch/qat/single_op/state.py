@@ -17,6 +17,7 @@ from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, learned_step, scale_count, valid_scale
+from amct.pytorch.qat.circumstances import mean_over_ranks
 from amct.pytorch.qat.single_op.qdq import is_exporting, quantize_and_dequantize, quantize_weight
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class InputQuantizer:
             found = self.observer.result()
             self.observer = None
             for name, value in (("max", found.clip_max), ("min", found.clip_min)):
-                getattr(module, f"{self.prefix}_clip_{name}").copy_(_mean_over_ranks(value))
+                getattr(module, f"{self.prefix}_clip_{name}").copy_(mean_over_ranks(value))
 
     @torch.no_grad()
     def refresh(self, module: nn.Module) -> None:
@@ -162,12 +163,3 @@ class WeightQuantizer:
     def _measured(self, module: nn.Module) -> Tensor:
         count = getattr(module, f"wts_scales{self.suffix}").numel()
         return arq_scale(self._rows(module), self.settings.num_bits, count)
-
-
-def _mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean over all processes of distributed training, so that every process starts with the same clips."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    total = value.clone()
-    torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
