@@ -12,7 +12,9 @@ derives from the built-in type that AMCT raises in the same place::
     ├── ConfigError              (ValueError)    a config is readable but wrong
     │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
     ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
-    │   └── UnsupportedLayerError                ... because of one layer
+    │   ├── UnsupportedLayerError                ... because of one layer
+    │   └── ModelArgumentError   (ArgumentError) ... because of its settings or its input
+    │       └── ModelTypeError   (ArgumentTypeError) ... which have the wrong type
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
     │   ├── CalibrationArgumentError (ArgumentError)     ... a setting of a calibration cannot be used
     │   └── MissingDefinitionError   (MissingFileError)  ... the config that names the layers does not exist
@@ -117,6 +119,14 @@ class ModelError(AmctError, RuntimeError):
 
 class UnsupportedLayerError(ModelError):
     """A layer of a model has an unsupported type."""
+
+
+class ModelArgumentError(ModelError, ArgumentError):
+    """A module cannot be built or run with these settings or this input; also a ``ValueError``."""
+
+
+class ModelTypeError(ModelArgumentError, ArgumentTypeError):
+    """A module of another type was expected, or its input has the wrong type; also a ``TypeError``."""
 
 
 class CalibrationError(AmctError, RuntimeError):

@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
     from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+    from amct.pytorch.qat.single_op.layers import (
+        Conv1dQAT,
+        Conv2dQAT,
+        Conv3dQAT,
+        ConvTranspose1dQAT,
+        ConvTranspose2dQAT,
+        LinearQAT,
+        MatMulQAT,
+    )
+    from amct.pytorch.qat.single_op.recurrent import GRUQAT, LSTMQAT
     from amct.pytorch.retrain_api import (
         create_quant_retrain_config,
         create_quant_retrain_model,
@@ -18,6 +28,15 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "GRUQAT",
+    "LSTMQAT",
+    "Conv1dQAT",
+    "Conv2dQAT",
+    "Conv3dQAT",
+    "ConvTranspose1dQAT",
+    "ConvTranspose2dQAT",
+    "LinearQAT",
+    "MatMulQAT",
     "QuantCalibrationOp",
     "create_quant_cali_config",
     "create_quant_cali_model",
@@ -33,6 +52,15 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "GRUQAT": "amct.pytorch.qat.single_op.recurrent",
+        "LSTMQAT": "amct.pytorch.qat.single_op.recurrent",
+        "Conv1dQAT": "amct.pytorch.qat.single_op.layers",
+        "Conv2dQAT": "amct.pytorch.qat.single_op.layers",
+        "Conv3dQAT": "amct.pytorch.qat.single_op.layers",
+        "ConvTranspose1dQAT": "amct.pytorch.qat.single_op.layers",
+        "ConvTranspose2dQAT": "amct.pytorch.qat.single_op.layers",
+        "LinearQAT": "amct.pytorch.qat.single_op.layers",
+        "MatMulQAT": "amct.pytorch.qat.single_op.layers",
         "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
         "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
         "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",

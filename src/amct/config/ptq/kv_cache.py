@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import check_settings, show
+from amct.config.checks import check_settings, nowhere, show
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import (
     check_members,
@@ -317,7 +317,7 @@ def plan_from_parameters(parameters: Mapping[str, Any], argument: str) -> KvCach
     problems = ProblemList()
     shared = {item.name for item in fields(_Parameters)}
     common = check_settings(
-        _Parameters, {key: parameters[key] for key in parameters if key in shared}, _nowhere, problems, block=argument
+        _Parameters, {key: parameters[key] for key in parameters if key in shared}, nowhere, problems, block=argument
     )
     rest = {key: value for key, value in parameters.items() if key not in shared}
     settings = _algorithm_settings(rest, common.act_algo, argument, problems) if common is not None else None
@@ -354,9 +354,5 @@ def _algorithm_settings(
         else:
             problems.add(f'{argument}: the key "{key}" belongs to {owner}, but act_algo is {name}. Remove it.')
     given = {algorithm.field_of(key): value for key, value in values.items() if key in own}
-    settings: ActivationSettings | None = check_settings(algorithm.settings, given, _nowhere, problems, block=argument)
+    settings: ActivationSettings | None = check_settings(algorithm.settings, given, nowhere, problems, block=argument)
     return settings
-
-
-def _nowhere(_: object) -> None:
-    """A dict has no lines and columns."""

@@ -153,11 +153,11 @@ def run_own_model_in_context(
         target, inserted = model_reference(), forward_reference()
         if target is None or inserted is None:
             return
-        inserted.context = None
+        inserted.context, own = None, inserted.forward
         if vars(target).get("forward") is not inserted:
             return  # wrapped by somebody else since then: what is left only passes calls on
         if owns_forward:
-            target.forward = inserted.forward
+            target.forward = own
         else:
             del target.forward
 
