@@ -204,9 +204,7 @@ class QatModel(nn.Module):
 
     def _clips(self) -> Iterator[TrainedClips]:
         for name, layer in quantized_layers(self).items():
-            quantizer = layer.activation
-            after = quantizer.clip_min.item(), quantizer.clip_max.item()
-            yield TrainedClips(layer=name, before=self._qat.start.get(name), after=after)
+            yield TrainedClips(layer=name, before=self._qat.start.get(name), after=layer.activation.clips)
 
     # -- distillation --------------------------------------------------------------------------------------------------
 
