@@ -324,11 +324,10 @@ def test_layers_inside_branches_are_the_reason_why_there_is_no_layer():
     }
     choice = helper.make_node("If", ["c"], ["y"], name="choose", **branches)
     model = graph_model([choice], {"w": normal(4, 3, 3, 3), "c": np.array(True)}, (1, 3, 8, 8))
-    message = (
-        r"(?s)no layer that can be quantized.*choose/then.*inside the body of If.*choose/else.*inside the body of If"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="no layer that can be quantized") as error:
         amct.quantize(model, normal(1, 3, 8, 8))
+    for name in ("then", "else"):
+        assert f"choose/{name} (Conv): it is inside the body of If" in str(error.value)
 
 
 def test_types_are_those_of_the_configs():
