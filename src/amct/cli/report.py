@@ -10,6 +10,7 @@ import typer
 from amct.cli import printing
 from amct.cli.comparison import Models, Request, Top1
 from amct.cli.data_options import DataOptions, takes_data
+from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 
 
 @takes_data
@@ -19,6 +20,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
     data: DataOptions,
     top1: Top1 = False,
+    custom_proto: CustomProtoOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
 ) -> None:
     """Write a report of a quantized model: one HTML file that opens offline, with what each layer lost, and why.
@@ -31,7 +33,7 @@ def report(
 
     Example: amct report net.onnx out/net --data test.npz --top1 -o report.html
     """
-    result = Request(models=models, data=data, report=output, top1=top1).run()
+    result = Request(models=models, data=data, report=output, top1=top1, custom_proto=custom_proto).run()
     if as_json:
         printing.show_json(result)
     else:
