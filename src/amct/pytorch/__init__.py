@@ -1,4 +1,4 @@
-"""Quantize PyTorch models.
+"""Quantize and prune PyTorch models.
 
 >>> import amct.pytorch as amct                                     # doctest: +SKIP
 >>> quantized = amct.quantize(model, calibration_loader)            # doctest: +SKIP
@@ -14,6 +14,8 @@ from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, If
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.comparing import compare
 from amct.pytorch.door import IoOptions, quantize
+from amct.pytorch.prune.pruned_model import PrunedModel
+from amct.pytorch.prune.pruning import prune, restore_pruned, sparsify
 from amct.record import Record
 
 __all__ = [
@@ -23,9 +25,13 @@ __all__ = [
     "IfmrSettings",
     "IoOptions",
     "LayerConfig",
+    "PrunedModel",
     "QuantConfig",
     "QuantizedModel",
     "Record",
     "compare",
+    "prune",
     "quantize",
+    "restore_pruned",
+    "sparsify",
 ]

@@ -135,7 +135,7 @@ def uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
     """Silence warnings of torch's exporters that the user cannot act on."""
-    names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
+    names = ("torch.export", "torch._export", "torch._subclasses", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

@@ -14,7 +14,7 @@ from amct.model import Skip
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.prune.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
 from amct.pytorch.prune.cutting import cut_channels
-from amct.pytorch.prune.sparse import make_sparse, mask_records, put_masks, sparse_refusal
+from amct.pytorch.prune.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compressed:
-    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons."""
+    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons.
+
+    ``plain`` is a copy without masks, whose weights have their zeros.
+    """
 
     model: nn.Module
+    plain: nn.Module
     records: tuple[PruneRecord, ...]
     skips: tuple[Skip, ...]
 
@@ -51,7 +55,9 @@ def apply_plan(traced: Traced, plan: PrunePlan) -> Compressed:
     _check_runs(model, traced)
     refused = _make_sparse(model, plan)
     skips = (*chain_skips(chains, plan, records, traced.module_types), *refused)
-    return Compressed(model=model, records=(*records, *mask_records(model)), skips=skips)
+    plain = copy_model(model)
+    make_plain(plain)
+    return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
 
 
 def restore_plan(traced: Traced, plan: PrunePlan, records: Sequence[PruneRecord], source: str) -> nn.Module:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ALIGN = 8
 LARGEST_RATIO = 0.95
 _SEARCH_STEPS = 7
 
@@ -45,6 +46,7 @@ class Pruned:
         channels: The numbers of output channels of every layer that makes channels, before and after.
         before: The cost of the whole model.
         after: The cost of the cut model.
+        removal: The channels that were removed.
     """
 
     model: nn.Module
@@ -53,6 +55,7 @@ class Pruned:
     channels: Mapping[str, tuple[int, int]]
     before: Cost
     after: Cost
+    removal: Removal
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,13 +65,13 @@ class Wanted:
     Attributes:
         ratio: The fraction of the channels that a cell loses.
         flops: In place of the ratio: the fraction of the MACs that is left.
-        align: The numbers of channels that are left are multiples of this.
+        align: The numbers of channels that are left are multiples of this, for each cell.
         kept: Layers that keep their channels, with the reason.
     """
 
     ratio: Callable[[Cell], float]
     flops: float | None = None
-    align: int = 8
+    align: Callable[[Cell], int] = lambda _: ALIGN  # noqa: E731  a default
     kept: Mapping[str, str]
 
 
@@ -115,7 +118,7 @@ def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted, mode
     roots = choose(cells, lambda _: high, wanted.align)
     left = cost_of(channel_map, stored, Removal(channel_map, roots)).macs
     if left > limit:
-        logger.warning("%.0f %% of the MACs are left; the layers that can be pruned do not allow less", 100 * left / max(limit, 1) * wanted.flops)
+        logger.warning("more than %.0f %% of the MACs are left: no more channels can be removed", 100 * wanted.flops)
     return roots
 
 
@@ -142,6 +145,7 @@ def _result(
         channels=channels,
         before=cost_of(channel_map, stored),
         after=cost_of(channel_map, stored, removal),
+        removal=removal,
     )
 
 
@@ -149,6 +153,6 @@ def _too_few(name: str, cells: Sequence[Cell], wanted: Wanted) -> str:
     for cell in cells:
         place = next((number for number, maker in enumerate(cell.makers) if maker.name == name), None)
         if place is not None:
-            count = cell.sizes[place][0]
-            return f"{count} channels less the ratio, to a multiple of {wanted.align}, are {count} channels"
+            count, align = cell.sizes[place][0], wanted.align(cell)
+            return f"{count} channels less the ratio, to a multiple of {align}, are {count} channels"
     return "its channels cannot be removed"
