@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 from amct.config.ptq.quant_config import QuantConfig
+from amct.config.qat.qat_config import QatConfig
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.comparing import compare
 from amct.pytorch.door import IoOptions, quantize
-from amct.pytorch.prune.pruned_model import PrunedModel
-from amct.pytorch.prune.pruning import prune, restore_pruned, sparsify
+from amct.pytorch.pruning.pruned_model import PrunedModel
+from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
+from amct.pytorch.qat.door import prepare_qat
+from amct.pytorch.qat.model import QatModel
 from amct.record import Record
 
 __all__ = [
@@ -26,10 +29,13 @@ __all__ = [
     "IoOptions",
     "LayerConfig",
     "PrunedModel",
+    "QatConfig",
+    "QatModel",
     "QuantConfig",
     "QuantizedModel",
     "Record",
     "compare",
+    "prepare_qat",
     "prune",
     "quantize",
     "restore_pruned",

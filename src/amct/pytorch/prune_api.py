@@ -27,9 +27,9 @@ from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import unwrap
-from amct.pytorch.prune.amct_chains import prunable_layers
-from amct.pytorch.prune.compression import apply_plan, restore_plan
-from amct.pytorch.prune.saving import save_float
+from amct.pytorch.pruning.amct_chains import prunable_layers
+from amct.pytorch.pruning.compression import apply_plan, restore_plan
+from amct.pytorch.pruning.saving import save_float
 from amct.pytorch.qat.checkpoint import load_state
 from amct.record import Record, read_record, write_record
 
