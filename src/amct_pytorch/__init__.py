@@ -1,6 +1,14 @@
 """The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
 from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+from amct.pytorch.prune_api import (
+    create_compressed_retrain_model,
+    create_prune_retrain_model,
+    restore_compressed_retrain_model,
+    restore_prune_retrain_model,
+    save_compressed_retrain_model,
+    save_prune_retrain_model,
+)
 from amct.pytorch.retrain_api import (
     create_quant_retrain_config,
     create_quant_retrain_model,
@@ -9,12 +17,18 @@ from amct.pytorch.retrain_api import (
 )
 
 __all__ = [
+    "create_compressed_retrain_model",
+    "create_prune_retrain_model",
     "create_quant_config",
     "create_quant_retrain_config",
     "create_quant_retrain_model",
     "quantize_model",
     "quantize_preprocess",
+    "restore_compressed_retrain_model",
+    "restore_prune_retrain_model",
     "restore_quant_retrain_model",
+    "save_compressed_retrain_model",
     "save_model",
+    "save_prune_retrain_model",
     "save_quant_retrain_model",
 ]

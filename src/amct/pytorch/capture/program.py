@@ -135,14 +135,15 @@ def uncompiled() -> AbstractContextManager[None]:
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
     """Silence warnings of torch's exporters that the user cannot act on."""
-    names = ("torch.export", "torch._export", "torch._subclasses", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
+    torchs = ("export", "_export", "_subclasses", "onnx", "fx", "_dynamo")
+    names = (*(f"torch.{name}" for name in torchs), "onnxscript", "onnx_ir")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in _EXPORTER_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)  # errors are raised as well
         try:
             yield
         finally:

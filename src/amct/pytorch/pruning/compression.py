@@ -42,15 +42,17 @@ class Compressed:
     skips: tuple[Skip, ...]
 
 
-def apply_plan(traced: Traced, plan: PrunePlan) -> Compressed:
-    """Remove channels and add masks.
+def apply_plan(traced: Traced, plan: PrunePlan | None) -> Compressed:
+    """Remove channels and add masks; without a plan the model is only copied.
 
     Raises:
         ModelError: The model cannot be copied, or does not run without the channels that were removed.
     """
+    if plan is None:
+        return Compressed(model=_copied(traced), plain=_copied(traced), records=(), skips=())
     chains = find_chains(traced, plan)
     records = chosen_chains(traced, plan, chains)
-    model = copy_model(traced.model)
+    model = _copied(traced)
     cut_channels(model, records)
     _check_runs(model, traced)
     refused = _make_sparse(model, plan)
@@ -60,15 +62,17 @@ def apply_plan(traced: Traced, plan: PrunePlan) -> Compressed:
     return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
 
 
-def restore_plan(traced: Traced, plan: PrunePlan, records: Sequence[PruneRecord], source: str) -> nn.Module:
+def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[PruneRecord], source: str) -> nn.Module:
     """Remove the channels and set the masks of a record.
 
     Raises:
         RecordError: The record does not fit the model and the config.
     """
+    if plan is None:
+        return _copied(traced)
     chains = [record for record in records if record.selective is None]
     _check_indices(chains, [chain for chain in find_chains(traced, plan) if chain.ended is None], plan, source)
-    model = copy_model(traced.model)
+    model = _copied(traced)
     cut_channels(model, chains, source)
     try:
         _check_runs(model, traced)
@@ -76,6 +80,14 @@ def restore_plan(traced: Traced, plan: PrunePlan, records: Sequence[PruneRecord]
         raise RecordError(f"{source}: the model does not run without the channels of the record: {error}") from error
     _make_sparse(model, plan)
     put_masks(model, records, source)
+    return model
+
+
+def _copied(traced: Traced) -> nn.Module:
+    """A copy of the model in its own mode."""
+    model = copy_model(traced.model)
+    for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
+        duplicate.training = original.training
     return model
 
 
@@ -116,6 +128,6 @@ def _make_sparse(model: nn.Module, plan: PrunePlan) -> tuple[Skip, ...]:
 def _check_runs(model: nn.Module, traced: Traced) -> None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model(*traced.inputs.args, **traced.inputs.kwargs)
+            copy_model(model, share_tensors=True)(*traced.inputs.args, **traced.inputs.kwargs)
     except Exception as error:
         raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {error}") from error
