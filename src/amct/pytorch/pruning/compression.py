@@ -13,17 +13,20 @@ from amct.errors import ModelError, RecordError
 from amct.model import Skip
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
+from amct.pytorch.pruning.compensation import compensate
 from amct.pytorch.pruning.cutting import cut_channels
+from amct.pytorch.pruning.input_moments import InputMoments, measure_inputs, mixes
 from amct.pytorch.pruning.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch import nn
 
     from amct.config.qat.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.amct_reach import Chain
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
@@ -42,8 +45,10 @@ class Compressed:
     skips: tuple[Skip, ...]
 
 
-def apply_plan(traced: Traced, plan: PrunePlan | None) -> Compressed:
+def apply_plan(traced: Traced, plan: PrunePlan | None, batches: Iterable[Arguments] = ()) -> Compressed:
     """Remove channels and add masks; without a plan the model is only copied.
+
+    With batches, the layers behind removed channels are fitted to make up for them.
 
     Raises:
         ModelError: The model cannot be copied, or does not run without the channels that were removed.
@@ -53,6 +58,8 @@ def apply_plan(traced: Traced, plan: PrunePlan | None) -> Compressed:
     chains = find_chains(traced, plan)
     records = chosen_chains(traced, plan, chains)
     model = _copied(traced)
+    consumers = {node.name for record in records for node in record.consumers}
+    compensate(model, records, measured(traced, consumers, batches))
     cut_channels(model, records)
     _check_runs(model, traced)
     refused = _make_sparse(model, plan)
@@ -60,6 +67,14 @@ def apply_plan(traced: Traced, plan: PrunePlan | None) -> Compressed:
     plain = copy_model(model)
     make_plain(plain)
     return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
+
+
+def measured(
+    traced: Traced, names: Collection[str], batches: Iterable[Arguments]
+) -> dict[str, InputMoments]:
+    """What can be measured of the inputs of some layers."""
+    modules = dict(traced.model.named_modules())
+    return measure_inputs(traced.model, [name for name in names if mixes(modules.get(name))], batches)
 
 
 def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[PruneRecord], source: str) -> nn.Module:

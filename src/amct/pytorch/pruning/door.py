@@ -18,19 +18,22 @@ from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.amct_chains import prunable_layers
-from amct.pytorch.pruning.compression import apply_plan
+from amct.pytorch.pruning.compression import Compressed, apply_plan
 from amct.pytorch.pruning.costs import cost_of
 from amct.pytorch.pruning.cutting import channel_counts, cut_channels
-from amct.pytorch.pruning.full_reach import Wanted, prune_fully
+from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.checkpoint import load_state
 from amct.record import Record, read_record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from amct.config.qat.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.selection import Cell
+    from amct.pytorch.watch.layer_hooks import Arguments
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3
@@ -63,7 +66,8 @@ def prune(  # noqa: PLR0913  a front door with its settings
         align: Each layer keeps a multiple of so many channels, the nearest to the ratio; kernels are fast with
             multiples of 8 or 16, and slow with others.
         reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
-        batches: Data on which the statistics of batch norms are measured anew: a tensor, an iterable or a DataLoader.
+        batches: Data on which the layers behind removed channels are fitted to make up for them, and the statistics of
+            batch norms are measured anew: a tensor, an iterable or a DataLoader.
         config: A simple config (``.cfg``) with ``prune_config``, in place of a ratio: ratios, skips and overrides.
         io: Names and dynamic axes of the exported files.
 
@@ -72,6 +76,10 @@ def prune(  # noqa: PLR0913  a front door with its settings
     """
     settings = _checked(model, ratio, flops, align, reach, config)
     traced = cached_trace(model, example)
+    data: Iterable[Arguments] = ()
+    if batches is not None:
+        data = torch_batches(traced.model, batches)
+        data.keep()  # it is read twice
     if config is not None:
         text, source = read_bytes(config), os.fspath(config)
     else:
@@ -82,12 +90,14 @@ def prune(  # noqa: PLR0913  a front door with its settings
         raise ConfigError(f"{source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
     if reach == "amct":
         assert plan is not None
-        result = _pruned_as_amct(traced, plan, settings, io)
+        found = apply_plan(traced, plan, data)
+        result = _pruned_as_amct(traced, found, settings, io)
     else:
-        result = _pruned_fully(traced, _wanted(ratio or DEFAULT_RATIO, flops, align, plan), settings, io)
+        wanted = _wanted(ratio or DEFAULT_RATIO, flops, align, plan)
+        result = _pruned_fully(traced, prune_fully(traced, wanted, data), settings, io)
     result.model.train(model.training)
     if batches is not None:
-        refresh_batch_norms(result.model, batches)
+        refresh_batch_norms(result.model, data)
     return result
 
 
@@ -121,7 +131,7 @@ def sparsify(
     plan = _plan(traced, text, "sparsify" if config is None else os.fspath(config))
     if not plan.selective or plan.filters:
         raise ConfigError(f"{plan.source}: expected n_out_of_m_pruner for all layers; prune removes channels")
-    result = _pruned_as_amct(traced, plan, f"2:4 sparsity, update_freq {update_freq}", io)
+    result = _pruned_as_amct(traced, apply_plan(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
     result.model.train(model.training)
     return result
 
@@ -154,7 +164,7 @@ def restore_pruned(
     return restored.train(model.training)
 
 
-def refresh_batch_norms(model: nn.Module, batches: object) -> None:
+def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
     """Measure the mean and variance of every batch norm anew, as the average over all batches, in place."""
     norms = [
         module
@@ -170,7 +180,7 @@ def refresh_batch_norms(model: nn.Module, batches: object) -> None:
         norm.train()
     try:
         with torch.no_grad():
-            for args, kwargs in torch_batches(model, batches):
+            for args, kwargs in batches:
                 model(*args, **kwargs)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
@@ -228,8 +238,7 @@ def _wanted(ratio: float, flops: float | None, align: int, plan: PrunePlan | Non
     )
 
 
-def _pruned_fully(traced: Traced, wanted: Wanted, settings: str, io: IoOptions | None) -> PrunedModel:
-    found = prune_fully(traced, wanted)
+def _pruned_fully(traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
     return PrunedModel(
         model=found.model,
         record=Record(prune=found.chains),
@@ -243,8 +252,7 @@ def _pruned_fully(traced: Traced, wanted: Wanted, settings: str, io: IoOptions |
     )
 
 
-def _pruned_as_amct(traced: Traced, plan: PrunePlan, settings: str, io: IoOptions | None) -> PrunedModel:
-    found = apply_plan(traced, plan)
+def _pruned_as_amct(traced: Traced, found: Compressed, settings: str, io: IoOptions | None) -> PrunedModel:
     whole = map_channels(traced)
     shapes = {name: tuple(tensor.shape) for name, tensor in traced.model.named_parameters()}
     before = cost_of(whole, shapes)

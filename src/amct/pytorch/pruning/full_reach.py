@@ -14,6 +14,8 @@ from amct.errors import ModelError
 from amct.model import Skip
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.chain_records import chain_records
+from amct.pytorch.pruning.compensation import compensate, ranked_by_data
+from amct.pytorch.pruning.compression import measured
 from amct.pytorch.pruning.costs import Cost, cost_of
 from amct.pytorch.pruning.cutting import cut_channels
 from amct.pytorch.pruning.propagation import ChannelMap, Removal, map_channels
@@ -21,11 +23,13 @@ from amct.pytorch.pruning.selection import Cell, choose, find_cells
 from amct.pytorch.pruning.verification import find_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.pruning.input_moments import InputMoments
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
@@ -75,16 +79,23 @@ class Wanted:
     kept: Mapping[str, str]
 
 
-def prune_fully(traced: Traced, wanted: Wanted) -> Pruned:
+def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = ()) -> Pruned:
     """Remove channels from a copy of a traced model.
+
+    With batches, the channels are chosen whose absence the layers behind them can make up for best, and these are
+    fitted so that they do.
 
     Raises:
         ModelError: The model cannot be captured or copied, or the cut copy does not run.
     """
     literal: frozenset[str] = frozenset()
+    moments: dict[str, InputMoments] | None = None
     while True:
         channel_map = map_channels(traced, literal_places=literal, kept_layers=wanted.kept)
+        if moments is None:
+            moments = measured(traced, {layer.name for layer in channel_map.layers}, batches)
         cells = find_cells(channel_map, dict(traced.model.named_parameters(remove_duplicate=False)))
+        cells = ranked_by_data(cells, channel_map, traced.model, moments)
         removal = Removal(channel_map, _chosen(channel_map, cells, wanted, traced.model))
         modules = dict(traced.model.named_modules(remove_duplicate=False))
         chains = chain_records(removal, cells, modules)
@@ -92,6 +103,9 @@ def prune_fully(traced: Traced, wanted: Wanted) -> Pruned:
         cut_channels(model, chains)
         fault = find_fault(model, traced.inputs, removal) if chains else None
         if fault is None:
+            model = copy_model(traced.model)
+            compensate(model, chains, moments)
+            cut_channels(model, chains)
             return _result(traced, model, chains, removal, cells, wanted)
         found = fault.literal_places(removal) - literal
         if not found:

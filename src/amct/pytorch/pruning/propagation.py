@@ -85,7 +85,7 @@ def map_channels(
         for labels in flow.of(value):
             flow.sets.keep(labels, "its channels are an output of the model")
     for layer in flow.layers:
-        if kept_layers and layer.name in kept_layers:
+        if kept_layers and layer.produces and layer.name in kept_layers:
             flow.sets.keep(layer.outputs, kept_layers[layer.name])
     values = {result.name: flow.of(result) for operation in program.operations for result in operation.results}
     return ChannelMap(
