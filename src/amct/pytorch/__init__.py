@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from amct.ptq.quantized_model import QuantizedModel
     from amct.pytorch.comparing import compare
     from amct.pytorch.door import IoOptions, quantize
+    from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
+    from amct.pytorch.pruning.pruned_model import PrunedModel
     from amct.pytorch.qat.door import prepare_qat
     from amct.pytorch.qat.model import QatModel
     from amct.record import Record
@@ -31,6 +33,7 @@ __all__ = [
     "IfmrSettings",
     "IoOptions",
     "LayerConfig",
+    "PrunedModel",
     "QatConfig",
     "QatModel",
     "QuantConfig",
@@ -38,7 +41,10 @@ __all__ = [
     "Record",
     "compare",
     "prepare_qat",
+    "prune",
     "quantize",
+    "restore_pruned",
+    "sparsify",
 ]
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -49,6 +55,7 @@ __getattr__, __dir__ = lazy_names(
         "IfmrSettings": "amct.config.settings",
         "IoOptions": "amct.pytorch.door",
         "LayerConfig": "amct.config.settings",
+        "PrunedModel": "amct.pytorch.pruning.pruned_model",
         "QatConfig": "amct.config.qat.qat_config",
         "QatModel": "amct.pytorch.qat.model",
         "QuantConfig": "amct.config.ptq.quant_config",
@@ -56,6 +63,9 @@ __getattr__, __dir__ = lazy_names(
         "Record": "amct.record",
         "compare": "amct.pytorch.comparing",
         "prepare_qat": "amct.pytorch.qat.door",
+        "prune": "amct.pytorch.pruning.door",
         "quantize": "amct.pytorch.door",
+        "restore_pruned": "amct.pytorch.pruning.door",
+        "sparsify": "amct.pytorch.pruning.door",
     },
 )

@@ -164,6 +164,15 @@ class LayerNote:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrunedLayer:
+    """A layer that makes channels: their number before and after pruning."""
+
+    layer: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileSize:
     """A file that belongs to the report, with its size in bytes and what was measured when it was checked."""
 
@@ -200,7 +209,9 @@ class ReportContent:
         files: The files of the model with their sizes.
         layers: The quantized layers, in execution order.
         fused: The folded layers, each with the layer it was folded into.
-        skipped: The layers that are not quantized, each with the reason.
+        skipped: The layers that are not quantized, or not pruned, each with the reason.
+        pruned: The layers of a pruned model.
+        kind: What the page is called.
         config: The config used, as text.
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
@@ -214,6 +225,8 @@ class ReportContent:
     layers: tuple[LayerContent, ...] = ()
     fused: tuple[LayerNote, ...] = ()
     skipped: tuple[LayerNote, ...] = ()
+    pruned: tuple[PrunedLayer, ...] = ()
+    kind: str = "Quantization report"
     config: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""

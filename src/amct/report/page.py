@@ -86,6 +86,7 @@ def bounded(content: ReportContent) -> ReportContent:
         layers=tuple(_bounded_layer(layer, ranges) for layer in layers),
         fused=_bounded_notes(content.fused),
         skipped=_bounded_notes(content.skipped),
+        pruned=tuple(replace(each, layer=_short(each.layer)) for each in content.pruned[:LARGEST_LAYERS]),
         config=_short(content.config, LARGEST_CONFIG),
         measured_on=content.measured_on + _left_out(len(content.layers), LARGEST_LAYERS, "layers"),
     )

@@ -12,18 +12,21 @@ from amct.config.qat.settings import SelectivePruneSettings
 from amct.errors import ModelError, RecordError
 from amct.model import Skip
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.prune.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
-from amct.pytorch.prune.cutting import cut_channels
-from amct.pytorch.prune.sparse import make_sparse, mask_records, put_masks, sparse_refusal
+from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
+from amct.pytorch.pruning.compensation import compensate
+from amct.pytorch.pruning.cutting import cut_channels
+from amct.pytorch.pruning.input_moments import InputMoments, measure_inputs, mixes
+from amct.pytorch.pruning.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from torch import nn
 
     from amct.config.qat.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.prune.amct_reach import Chain
+    from amct.pytorch.pruning.amct_reach import Chain
+    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
@@ -31,38 +34,60 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compressed:
-    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons."""
+    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons.
+
+    ``plain`` is a copy without masks, whose weights have their zeros.
+    """
 
     model: nn.Module
+    plain: nn.Module
     records: tuple[PruneRecord, ...]
     skips: tuple[Skip, ...]
 
 
-def apply_plan(traced: Traced, plan: PrunePlan) -> Compressed:
-    """Remove channels and add masks.
+def apply_plan(traced: Traced, plan: PrunePlan | None, batches: Iterable[Arguments] = ()) -> Compressed:
+    """Remove channels and add masks; without a plan the model is only copied.
+
+    With batches, the layers behind removed channels are fitted to make up for them.
 
     Raises:
         ModelError: The model cannot be copied, or does not run without the channels that were removed.
     """
+    if plan is None:
+        return Compressed(model=_copied(traced), plain=_copied(traced), records=(), skips=())
     chains = find_chains(traced, plan)
     records = chosen_chains(traced, plan, chains)
-    model = copy_model(traced.model)
+    model = _copied(traced)
+    consumers = {node.name for record in records for node in record.consumers}
+    compensate(model, records, measured(traced, consumers, batches))
     cut_channels(model, records)
     _check_runs(model, traced)
     refused = _make_sparse(model, plan)
     skips = (*chain_skips(chains, plan, records, traced.module_types), *refused)
-    return Compressed(model=model, records=(*records, *mask_records(model)), skips=skips)
+    plain = copy_model(model)
+    make_plain(plain)
+    return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
 
 
-def restore_plan(traced: Traced, plan: PrunePlan, records: Sequence[PruneRecord], source: str) -> nn.Module:
+def measured(
+    traced: Traced, names: Collection[str], batches: Iterable[Arguments]
+) -> dict[str, InputMoments]:
+    """What can be measured of the inputs of some layers."""
+    modules = dict(traced.model.named_modules())
+    return measure_inputs(traced.model, [name for name in names if mixes(modules.get(name))], batches)
+
+
+def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[PruneRecord], source: str) -> nn.Module:
     """Remove the channels and set the masks of a record.
 
     Raises:
         RecordError: The record does not fit the model and the config.
     """
+    if plan is None:
+        return _copied(traced)
     chains = [record for record in records if record.selective is None]
     _check_indices(chains, [chain for chain in find_chains(traced, plan) if chain.ended is None], plan, source)
-    model = copy_model(traced.model)
+    model = _copied(traced)
     cut_channels(model, chains, source)
     try:
         _check_runs(model, traced)
@@ -70,6 +95,14 @@ def restore_plan(traced: Traced, plan: PrunePlan, records: Sequence[PruneRecord]
         raise RecordError(f"{source}: the model does not run without the channels of the record: {error}") from error
     _make_sparse(model, plan)
     put_masks(model, records, source)
+    return model
+
+
+def _copied(traced: Traced) -> nn.Module:
+    """A copy of the model in its own mode."""
+    model = copy_model(traced.model)
+    for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
+        duplicate.training = original.training
     return model
 
 
@@ -110,6 +143,6 @@ def _make_sparse(model: nn.Module, plan: PrunePlan) -> tuple[Skip, ...]:
 def _check_runs(model: nn.Module, traced: Traced) -> None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model(*traced.inputs.args, **traced.inputs.kwargs)
+            copy_model(model, share_tensors=True)(*traced.inputs.args, **traced.inputs.kwargs)
     except Exception as error:
         raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {error}") from error

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from amct.pytorch.prune.propagation import ChannelMap
-    from amct.pytorch.prune.rules.registry import LayerChannels
+    from amct.pytorch.pruning.propagation import ChannelMap
+    from amct.pytorch.pruning.rules.registry import LayerChannels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,6 +111,8 @@ def _ranked(
     return tuple(int(root) for root in order[np.argsort(total, kind="stable")])
 
 
-def choose(cells: Sequence[Cell], ratio: Callable[[Cell], float], align: int) -> frozenset[int]:
-    """The sets to remove when each cell loses about its ratio."""
-    return frozenset(root for cell in cells for root in cell.roots[: cell.removed(ratio(cell), align)])
+def choose(
+    cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]
+) -> frozenset[int]:
+    """The sets to remove when each cell loses about its ratio, and a multiple of channels is left."""
+    return frozenset(root for cell in cells for root in cell.roots[: cell.removed(ratio(cell), align(cell))])

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from amct.pytorch.prune.propagation import Removal
+from amct.pytorch.pruning.propagation import Removal
 
 if TYPE_CHECKING:
     from amct.pytorch.capture.program_reader import Operation
-    from amct.pytorch.prune.propagation import ChannelMap
+    from amct.pytorch.pruning.propagation import ChannelMap
 
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _PRODUCTS = ("matmul", "bmm", "mm")

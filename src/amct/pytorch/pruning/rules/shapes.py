@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.pytorch.prune.channel_sets import concatenated
-from amct.pytorch.prune.rules.layers import unknown
-from amct.pytorch.prune.rules.registry import Flow, argument, positive, rule
+from amct.pytorch.pruning.channel_sets import concatenated
+from amct.pytorch.pruning.rules.layers import unknown
+from amct.pytorch.pruning.rules.registry import Flow, argument, positive, rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from amct.pytorch.capture.program_reader import Operation
-    from amct.pytorch.prune.channel_sets import Axes, Axis, Labels
+    from amct.pytorch.pruning.channel_sets import Axes, Axis, Labels
 
 
 @rule("cat", "concat", "concatenate")

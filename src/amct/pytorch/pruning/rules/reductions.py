@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.pytorch.prune.rules.registry import Flow, argument, positive, rule
+from amct.pytorch.pruning.rules.registry import Flow, argument, positive, rule
 
 if TYPE_CHECKING:
     from amct.pytorch.capture.program_reader import Operation
-    from amct.pytorch.prune.channel_sets import Axes
+    from amct.pytorch.pruning.channel_sets import Axes
 
 _SPATIAL = {
     name: rank

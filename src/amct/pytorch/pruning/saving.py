@@ -15,10 +15,11 @@ from amct.pytorch.folding import fuse
 from amct.pytorch.model_copy import as_array, copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, float_onnx
 from amct.pytorch.onnx.modified_onnx import FileNotes
-from amct.pytorch.prune.sparse import make_plain
+from amct.pytorch.pruning.sparse import make_plain
 from amct.record import Record
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from onnx import ModelProto
@@ -70,6 +71,8 @@ def save_float(
     *,
     record: Record | None = None,
     formats: tuple[str, ...] = ("deploy", "fake_quant"),
+    others: Mapping[Path, bytes] | None = None,
+    opset: int | None = None,
 ) -> list[Path]:
     """Write a model that is not quantized; the files are first run and compared with the model.
 
@@ -80,15 +83,18 @@ def save_float(
         io: Names and dynamic axes.
         record: Written beside the files, if given.
         formats: The formats of the files, which all have the same content.
+        others: Further files to write with them, by path.
+        opset: Of the files; None: the default.
 
     Raises:
         ExportError: The model cannot be exported, or a file cannot be used; nothing was saved.
         FileError: A file cannot be written; nothing was.
     """
     traced = traced_plain(model, input_data, io)
-    onnx_model, notes = float_model(traced)
+    onnx_model, notes = float_model(traced, opset)
     request = SaveRequest(where=where, formats=formats, with_record=record is not None)
-    content = SavedContent(record=record or Record(), reference=_reference(traced, onnx_model))
+    compared = _reference(traced, onnx_model)
+    content = SavedContent(record=Record() if record is None else record, reference=compared, others=others or {})
     return save_files(request, onnx_model, content, notes)
 
 

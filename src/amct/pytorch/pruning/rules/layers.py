@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
-from amct.pytorch.prune.rules.registry import Flow, argument, rule
+from amct.pytorch.pruning.rules.registry import Flow, argument, rule
 
 if TYPE_CHECKING:
     from amct.pytorch.capture.program_reader import Operation, Value
-    from amct.pytorch.prune.channel_sets import Axes, Axis, Labels
+    from amct.pytorch.pruning.channel_sets import Axes, Axis, Labels
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

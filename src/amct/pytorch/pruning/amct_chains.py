@@ -14,7 +14,7 @@ from amct.errors import ModelError
 from amct.model import Skip
 from amct.numerics.pruning.channels import balanced_l2_scores, lowest_channels, remaining_channels
 from amct.pytorch.capture.program_reader import read_program
-from amct.pytorch.prune.amct_reach import Chain, ChainFinder
+from amct.pytorch.pruning.amct_reach import Chain, ChainFinder
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amct.config.qat.plan import PrunePlan
     from amct.pytorch.capture.program_reader import Program
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.prune.amct_reach import Link
+    from amct.pytorch.pruning.amct_reach import Link
 
 
 def captured(traced: Traced) -> Program:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from amct.pytorch.capture.example_inputs import ExampleInputs
     from amct.pytorch.capture.program_reader import Operation
-    from amct.pytorch.prune.propagation import Removal
+    from amct.pytorch.pruning.propagation import Removal
 
 
 def find_fault(model: nn.Module, inputs: ExampleInputs, removal: Removal) -> Fault | None:

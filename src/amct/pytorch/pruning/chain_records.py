@@ -12,10 +12,10 @@ from amct.record import PruneNode, PruneRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.pytorch.prune.channel_sets import Labels
-    from amct.pytorch.prune.propagation import ChannelMap, Removal
-    from amct.pytorch.prune.rules.registry import LayerChannels
-    from amct.pytorch.prune.selection import Cell
+    from amct.pytorch.pruning.channel_sets import Labels
+    from amct.pytorch.pruning.propagation import ChannelMap, Removal
+    from amct.pytorch.pruning.rules.registry import LayerChannels
+    from amct.pytorch.pruning.selection import Cell
 
 PARAMETER = "Parameter"
 """The type of a node that is a parameter or buffer by itself, cut along the attribute ``axis``."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.pytorch.capture.program_reader import Operation, Program, Value
-from amct.pytorch.prune.chain_records import node_type
-from amct.pytorch.prune.rules.registry import argument, described, positive
+from amct.pytorch.pruning.chain_records import node_type
+from amct.pytorch.pruning.rules.registry import argument, described, positive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

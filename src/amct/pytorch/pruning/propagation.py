@@ -15,18 +15,18 @@ from torch import nn
 
 from amct.errors import ModelError
 from amct.pytorch.capture.program_reader import read_program
-from amct.pytorch.prune.rules import reductions, shapes
-from amct.pytorch.prune.rules.elementwise import broadcast
-from amct.pytorch.prune.rules.layers import unknown
-from amct.pytorch.prune.rules.registry import RULES, Flow
+from amct.pytorch.pruning.rules import reductions, shapes
+from amct.pytorch.pruning.rules.elementwise import broadcast
+from amct.pytorch.pruning.rules.layers import unknown
+from amct.pytorch.pruning.rules.registry import RULES, Flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amct.pytorch.capture.program_reader import Operation, Program, Value
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.prune.channel_sets import Axes, ChannelSets, Labels
-    from amct.pytorch.prune.rules.registry import LayerChannels
+    from amct.pytorch.pruning.channel_sets import Axes, ChannelSets, Labels
+    from amct.pytorch.pruning.rules.registry import LayerChannels
 
 _RULES_ARE_REGISTERED = (reductions, shapes)
 
@@ -85,7 +85,7 @@ def map_channels(
         for labels in flow.of(value):
             flow.sets.keep(labels, "its channels are an output of the model")
     for layer in flow.layers:
-        if kept_layers and layer.name in kept_layers:
+        if kept_layers and layer.produces and layer.name in kept_layers:
             flow.sets.keep(layer.outputs, kept_layers[layer.name])
     values = {result.name: flow.of(result) for operation in program.operations for result in operation.results}
     return ChannelMap(

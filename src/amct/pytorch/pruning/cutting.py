@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amct.errors import RecordError, did_you_mean
-from amct.pytorch.prune.chain_records import PARAMETER, REPEAT, axis_attribute, node_type
+from amct.pytorch.pruning.chain_records import PARAMETER, REPEAT, axis_attribute, node_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

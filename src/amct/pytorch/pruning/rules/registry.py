@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.pytorch.prune.channel_sets import KEPT, ChannelSets
+from amct.pytorch.pruning.channel_sets import KEPT, ChannelSets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.pytorch.capture.program_reader import Operation, Value
-    from amct.pytorch.prune.channel_sets import Axes, Axis, Labels
+    from amct.pytorch.pruning.channel_sets import Axes, Axis, Labels
 
     Rule = Callable[["Flow", Operation], Axes | list[Axes]]
 

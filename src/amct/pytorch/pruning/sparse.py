@@ -7,7 +7,7 @@ mask is a factor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from amct.errors import RecordError, did_you_mean
 from amct.numerics.pruning.two_of_four import two_of_four_mask
-from amct.pytorch.capture.operators import MARK
 from amct.pytorch.model_copy import as_array
 from amct.record import PruneNode, PruneRecord
 
@@ -29,12 +28,16 @@ STEPS = "mask_steps"
 class Sparse(nn.Module):
     """What the sparse layers have in common.
 
+    ``amct_operator`` marks a compressed layer, as in all packages.
+
     Attributes:
         weight_mask: 1 where a weight is kept.
         mask_steps: How many forwards in training were made.
         update_freq: The mask is chosen anew every so many forwards in training; 0: in the first one only.
     """
 
+    amct_operator = True
+    plain_class: ClassVar[type[nn.Module]]
     input_axis = 1
     weight: nn.Parameter
     weight_mask: Tensor
@@ -59,6 +62,8 @@ class Sparse(nn.Module):
 class SparseConv2d(Sparse, nn.Conv2d):
     """nn.Conv2d with 2:4 sparsity along its input channels."""
 
+    plain_class = nn.Conv2d
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Convolve with the masked weight."""
         return self._conv_forward(input, self.masked_weight(), self.bias)
@@ -66,6 +71,8 @@ class SparseConv2d(Sparse, nn.Conv2d):
 
 class SparseLinear(Sparse, nn.Linear):
     """nn.Linear with 2:4 sparsity along its inputs."""
+
+    plain_class = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Multiply by the masked weight."""
@@ -75,6 +82,7 @@ class SparseLinear(Sparse, nn.Linear):
 class SparseConvTranspose2d(Sparse, nn.ConvTranspose2d):
     """nn.ConvTranspose2d with 2:4 sparsity along its input channels."""
 
+    plain_class = nn.ConvTranspose2d
     input_axis = 0
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
@@ -100,13 +108,8 @@ class SparseConvTranspose2d(Sparse, nn.ConvTranspose2d):
         )
 
 
-for _sparse in (SparseConv2d, SparseLinear, SparseConvTranspose2d):
-    setattr(_sparse, MARK, True)
-
 SPARSE: Mapping[type[nn.Module], type[Sparse]] = {
-    nn.Conv2d: SparseConv2d,
-    nn.Linear: SparseLinear,
-    nn.ConvTranspose2d: SparseConvTranspose2d,
+    each.plain_class: each for each in (SparseConv2d, SparseLinear, SparseConvTranspose2d)
 }
 
 
@@ -115,21 +118,24 @@ def sparse_refusal(module: nn.Module) -> str | None:
     plain = next((kind for kind in SPARSE if isinstance(module, kind)), None)
     if plain is None:
         return f"{type(module).__name__} cannot be made sparse"
-    own = [name for name in ("forward", "_conv_forward") if getattr(type(module), name, None) is not getattr(plain, name, None)]
+    methods = ("forward", "_conv_forward")
+    own = [name for name in methods if getattr(type(module), name, None) is not getattr(plain, name, None)]
     return f"{type(module).__name__} has a {own[0]} of its own" if own else None
 
 
-def make_sparse(model: nn.Module, frequencies: Mapping[str, int]) -> None:
+def make_sparse(
+    model: nn.Module, frequencies: Mapping[str, int], classes: Mapping[type[nn.Module], type[Sparse]] = SPARSE
+) -> None:
     """Turn layers of a model into sparse ones, in place.
 
     Args:
         model: The model.
         frequencies: The ``update_freq`` of each layer, by name.
+        classes: The sparse class of each class of layers.
     """
     for name, frequency in frequencies.items():
         module = model.get_submodule(name)
-        plain = next(kind for kind in SPARSE if isinstance(module, kind))
-        module.__class__ = SPARSE[plain]
+        module.__class__ = next(sparse for plain, sparse in classes.items() if isinstance(module, plain))
         assert isinstance(module, Sparse)
         module.update_freq = frequency
         weight = module.weight
@@ -142,9 +148,9 @@ def make_plain(model: nn.Module) -> None:
     """Turn sparse layers back into those of torch, in place; removed weights are exactly zero."""
     for module in sparse_layers(model).values():
         with torch.no_grad():
-            module.weight.copy_(module.weight * module.weight_mask)
+            module.weight.mul_(module.weight_mask)
         del module.weight_mask, module.mask_steps, module.update_freq
-        module.__class__ = next(plain for plain, kind in SPARSE.items() if type(module) is kind)
+        module.__class__ = module.plain_class
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Sparse]:
