@@ -17,6 +17,7 @@ derives from the built-in type that AMCT raises in the same place::
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
     │   └── RecordParseError     (ParseError)    ... it is not a record file
+    ├── TrainingError            (RuntimeError)  a trained model or its checkpoint cannot be used as asked
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
     └── ExportError              (RuntimeError)  a file cannot be exported as requested
 
@@ -130,6 +131,10 @@ class RecordValueError(RecordError, ValueError):
 
 class RecordParseError(RecordError, ParseError):
     """A file is not a valid record file."""
+
+
+class TrainingError(AmctError, RuntimeError):
+    """A model in training, or its checkpoint, cannot be used as asked: it diverged, is not trained, or does not fit."""
 
 
 class CheckpointError(AmctError, KeyError):

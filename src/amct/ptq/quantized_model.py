@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
-    from amct.report.content import ReportContent
+    from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Metric
 
 
@@ -163,6 +164,7 @@ class QuantizedModel:
         *,
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
+        training: TrainingContent | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -175,6 +177,7 @@ class QuantizedModel:
             inputs: As for ``quantize``.
             files: Files whose sizes are shown, such as those that ``save`` returned. A ``quant.json`` among them gets
                 the report's SHA-256.
+            training: What quantization-aware training did.
 
         Returns:
             The path.
@@ -188,7 +191,8 @@ class QuantizedModel:
         where = Path(path)
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
-        write_page(where, self.report_content(data, metric, inputs=inputs, files=listed))
+        content = self.report_content(data, metric, inputs=inputs, files=listed)
+        write_page(where, replace(content, training=training))
         for file in listed:
             if file.name.endswith(QUANT_JSON):
                 add_related(file, "report", where)

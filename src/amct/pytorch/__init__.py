@@ -10,10 +10,13 @@
 from __future__ import annotations
 
 from amct.config.ptq.quant_config import QuantConfig
+from amct.config.qat.qat_config import QatConfig
 from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.comparing import compare
 from amct.pytorch.door import IoOptions, quantize
+from amct.pytorch.qat.door import prepare_qat
+from amct.pytorch.qat.model import QatModel
 from amct.record import Record
 
 __all__ = [
@@ -23,9 +26,12 @@ __all__ = [
     "IfmrSettings",
     "IoOptions",
     "LayerConfig",
+    "QatConfig",
+    "QatModel",
     "QuantConfig",
     "QuantizedModel",
     "Record",
     "compare",
+    "prepare_qat",
     "quantize",
 ]

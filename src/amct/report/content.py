@@ -173,6 +173,23 @@ class FileSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedClips:
+    """The clips of a layer's input before training, where they were known, and after."""
+
+    layer: str
+    before: tuple[float, float] | None
+    after: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingContent:
+    """What quantization-aware training did: the losses of its steps or epochs, and where the clips moved."""
+
+    losses: tuple[float, ...] = ()
+    clips: tuple[TrainedClips, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportContent:
     """Everything a report shows.
 
@@ -187,6 +204,7 @@ class ReportContent:
         config: The config used, as text.
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
+        training: What quantization-aware training did; None without training.
     """
 
     model: str
@@ -199,3 +217,4 @@ class ReportContent:
     config: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
+    training: TrainingContent | None = None

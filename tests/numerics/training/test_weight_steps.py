@@ -54,7 +54,7 @@ def test_a_learned_step_is_the_formula(kind, shape, groups, outputs, bits, chann
     np.testing.assert_allclose(found, expected, rtol=2e-7, atol=0)
     assert torch.equal(weight.grad, g)
     values = rows.size // count
-    share = 1 / np.sqrt(values * (2 ** (bits - 1) - 1))
+    share = 1 / np.sqrt(rows.shape[1] * (2 ** (bits - 1) - 1))  # per channel, as in AMCT, also with one scale
     gradient = (per_row if channel_wise else per_row.sum(keepdims=True)) * share
     # float32: each of `values` products of up to 2^(bits-1) is off by 2^-23 of that
     bound = values * 2.0 ** (bits - 23) * np.abs(upstream).max() * share
@@ -70,8 +70,7 @@ def test_a_scale_per_gate_serves_all_rows_of_its_gate():
     assert torch.equal(by_gate, by_row)
     by_gate.backward(g)
     by_row.backward(g)
-    # the gradient of a gate is that of its rows, and half the weight count per scale multiplies it by sqrt 2
-    torch.testing.assert_close(gates.grad * 2**0.5, rows.grad.reshape(4, 2).sum(dim=1))
+    torch.testing.assert_close(gates.grad, rows.grad.reshape(4, 2).sum(dim=1))
     with pytest.raises(ArgumentError, match="3 scales do not fit 8 output channels"):
         learned_step(weight, torch.ones(3), 8, kind=WeightKind.RNN)
 

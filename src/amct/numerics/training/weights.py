@@ -23,8 +23,9 @@ def learned_step(
 ) -> Tensor:
     """Quantize and dequantize a weight with a scale that has a gradient (that of LSQ).
 
-    With g the gradient of the result and N weights per scale: ``d weight = g`` everywhere; ``d scale`` is the sum of g
-    times (round(w/s) - w/s inside the range, the lowest or highest integer outside) / sqrt(N (2^(bits-1) - 1)).
+    With g the gradient of the result and N weights per output channel: ``d weight = g`` everywhere, and ``d scale`` is
+    the sum of g · (round(w/s) - w/s inside the range, the lowest or highest integer outside), divided by
+    sqrt(N (2^(bits-1) - 1)). AMCT takes the N of one channel also where all channels share a scale.
 
     Args:
         weight: in the layout of ``kind``.
@@ -130,7 +131,7 @@ class _LearnedStep(torch.autograd.Function):
         inside = (scaled >= low) & (scaled <= high)
         slope = torch.where(inside, rounded - scaled, rounded.clamp_(min=low).clamp_(max=high))
         per_scale = slope.mul_(gradients[0].to(step.dtype)).sum(dim=1).reshape(scale.numel(), -1).sum(dim=1)
-        share = (rows.numel() // scale.numel() * (2 ** (ctx.bits - 1) - 1)) ** -0.5
+        share = (rows.shape[1] * (2 ** (ctx.bits - 1) - 1)) ** -0.5
         return gradients[0], (per_scale * share).to(scale.dtype).reshape(scale.shape), None, None
 
 
