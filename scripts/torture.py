@@ -72,6 +72,7 @@ GROUPS = {"pytorch_functions": 3, "caffe_functions": 3}
 SHARED_RECORD = ("pytorch_functions", "caffe_functions")
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
 LONGEST_JOB_SECONDS = 120.0
+SHOWN_EVERY = 100
 
 
 class Model:
@@ -385,6 +386,8 @@ def torture(kills: int, seed: int, names: list[str]) -> Counter[tuple[str, str]]
         for number in range(kills):
             victim = victims[number % len(victims)]
             states[victim.name, victim.round(number // len(victims))] += 1
+            if (number + 1) % SHOWN_EVERY == 0:
+                sys.stderr.write(f"{number + 1} of {kills} kills\n")
     return states
 
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
     from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+    from amct.pytorch.prune_api import (
+        create_compressed_retrain_model,
+        create_prune_retrain_model,
+        restore_compressed_retrain_model,
+        restore_prune_retrain_model,
+        save_compressed_retrain_model,
+        save_prune_retrain_model,
+    )
     from amct.pytorch.qat.single_op.layers import (
         Conv1dQAT,
         Conv2dQAT,
@@ -38,6 +46,8 @@ __all__ = [
     "LinearQAT",
     "MatMulQAT",
     "QuantCalibrationOp",
+    "create_compressed_retrain_model",
+    "create_prune_retrain_model",
     "create_quant_cali_config",
     "create_quant_cali_model",
     "create_quant_config",
@@ -45,8 +55,12 @@ __all__ = [
     "create_quant_retrain_model",
     "quantize_model",
     "quantize_preprocess",
+    "restore_compressed_retrain_model",
+    "restore_prune_retrain_model",
     "restore_quant_retrain_model",
+    "save_compressed_retrain_model",
     "save_model",
+    "save_prune_retrain_model",
     "save_quant_retrain_model",
 ]
 __getattr__, __dir__ = lazy_names(
@@ -62,6 +76,8 @@ __getattr__, __dir__ = lazy_names(
         "LinearQAT": "amct.pytorch.qat.single_op.layers",
         "MatMulQAT": "amct.pytorch.qat.single_op.layers",
         "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
+        "create_compressed_retrain_model": "amct.pytorch.prune_api",
+        "create_prune_retrain_model": "amct.pytorch.prune_api",
         "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
         "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",
         "create_quant_config": "amct.pytorch.amct_api",
@@ -69,8 +85,12 @@ __getattr__, __dir__ = lazy_names(
         "create_quant_retrain_model": "amct.pytorch.retrain_api",
         "quantize_model": "amct.pytorch.amct_api",
         "quantize_preprocess": "amct.pytorch.amct_api",
+        "restore_compressed_retrain_model": "amct.pytorch.prune_api",
+        "restore_prune_retrain_model": "amct.pytorch.prune_api",
         "restore_quant_retrain_model": "amct.pytorch.retrain_api",
+        "save_compressed_retrain_model": "amct.pytorch.prune_api",
         "save_model": "amct.pytorch.amct_api",
+        "save_prune_retrain_model": "amct.pytorch.prune_api",
         "save_quant_retrain_model": "amct.pytorch.retrain_api",
     },
 )

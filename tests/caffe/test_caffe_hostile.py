@@ -227,6 +227,13 @@ def test_negative_sizes(write, size):
         caffe.Net(path, caffe.TEST)
 
 
+@pytest.mark.parametrize("kind", ["Slice", "Concat"])
+def test_a_layer_that_shares_memory_with_itself(write, kind):
+    """It once ended in an endless loop over the blobs that share memory."""
+    net = caffe.Net(write(INPUT + f'layer {{ name: "s" type: "{kind}" bottom: "d" top: "d" }}'), caffe.TEST)
+    assert net.forward(d=np.ones((1, 8, 4, 4)))["d"].sum() == 128
+
+
 def test_ten_thousand_layers(write):
     layers = "".join(f'layer {{ name: "r{i}" type: "ReLU" bottom: "b{i}" top: "b{i + 1}" }}\n' for i in range(10_000))
     text = 'layer { name: "in" type: "Input" top: "b0" input_param { shape { dim: 1 dim: 4 } } }\n' + layers

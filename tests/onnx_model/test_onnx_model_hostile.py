@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,11 +14,13 @@ from onnx_nets import graph_model, node, normal
 
 import amct.onnx_model
 from amct.errors import CalibrationError, FileError, ModelError, ParseError
+from amct.export.check.running import LoadedModel
 from amct.export.onnx import runtime
 from amct.export.onnx.run_watch import DEFAULT_SECONDS, LOOP_SECONDS, SECONDS_VARIABLE, longest_run
 from amct.export.onnx.runtime import Runner
 from amct.export.onnx.sizes import LIMIT_VARIABLE, MODEL_LIMIT_VARIABLE
 from amct.onnx_model.reading import read_model
+from amct.pytorch.onnx.modified_onnx import read_modified
 
 IMAGE = np.zeros((1, 3, 4, 4), np.float32)
 
@@ -228,12 +232,22 @@ def test_a_loop_whose_condition_is_computed_is_stopped(monkeypatch):
     monkeypatch.setenv(SECONDS_VARIABLE, "1")
     with pytest.raises(CalibrationError, match=rf"one batch in 1 seconds: .*set {SECONDS_VARIABLE}"):
         Runner(model).run({"x": IMAGE})
+    with pytest.raises(ModelError, match=rf"one batch in 1 seconds: .*set {SECONDS_VARIABLE}"):
+        LoadedModel(model).run({"x": IMAGE})
     monkeypatch.setenv(SECONDS_VARIABLE, "soon")
     with pytest.raises(ModelError, match="must be a number of seconds, got 'soon'"):
         Runner(model).run({"x": IMAGE})
     monkeypatch.delenv(SECONDS_VARIABLE)
-    assert longest_run(model.graph) == LOOP_SECONDS == 60
-    assert longest_run(relus(2).graph) == DEFAULT_SECONDS
+    assert longest_run(model) == LOOP_SECONDS == 60
+    assert longest_run(relus(2)) == DEFAULT_SECONDS
+
+
+@pytest.mark.parametrize("model", [loop(STAYS), concats("x", 40)], ids=["loop", "concats"])
+def test_a_modified_file_from_elsewhere(model, tmp_path):
+    """What ``save_model`` reads and then runs."""
+    (tmp_path / "modified.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r'modified\.onnx": (Loop "spin" never ends|tensor "\w+" would have shape)'):
+        read_modified(tmp_path / "modified.onnx")
 
 
 def test_a_loop_that_collects_without_end_is_stopped_by_its_memory(monkeypatch):
@@ -283,3 +297,41 @@ def test_external_data_with_a_nul_character_in_its_path(tmp_path):
     (tmp_path / "net.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(FileError, match=r'tensor "w" is kept in'):
         read_model(tmp_path / "net.onnx")
+
+
+def operations(action):
+    """How many operations of this package's Python code an action takes: the same number in every run."""
+    package, count, before = str(Path(amct.__file__).parent), 0, sys.gettrace()
+
+    def inside(_, event, __):
+        nonlocal count
+        count += event == "opcode"
+        return inside
+
+    def entered(frame, *_):
+        if not frame.f_code.co_filename.startswith(package):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return inside
+
+    sys.settrace(entered)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_one_weight_of_many_convolutions_is_saved_in_linear_time(tmp_path):
+    """Four times the layers need four times the operations and bytes; each layer has its own integers."""
+    counts, sizes = [], []
+    for layers in (20, 80):
+        names = ["x", *(f"t{index}" for index in range(layers - 1)), "y"]
+        nodes = [node("Conv", f"{a} w", b, f"c{b}", pads=[1, 1, 1, 1]) for a, b in pairwise(names)]
+        model = graph_model(nodes, {"w": normal(3, 3, 3, 3) / 5}, IMAGE.shape)
+        quantized = amct.onnx_model.quantize(model, np.ones_like(IMAGE))
+        assert len(quantized.record) == layers
+        counts.append(operations(lambda: quantized.save(tmp_path / f"net{layers}", check=False)))  # noqa: B023  called now
+        sizes.append(sum(path.stat().st_size for path in tmp_path.glob(f"net{layers}_*")))
+    assert counts[1] < 4.2 * counts[0]  # quadratic: 16
+    assert sizes[1] < 4.2 * sizes[0]

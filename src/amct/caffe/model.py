@@ -117,9 +117,7 @@ def read_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath
     return model
 
 
-def read_training_model(
-    model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None
-) -> CaffeModel:
+def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
     """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
     files = Snapshot(model_file, weights_file)
     net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
@@ -129,9 +127,7 @@ def read_training_model(
     return model
 
 
-def read_retrained_model(
-    model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None
-) -> CaffeModel:
+def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
     """Read the TEST-phase layers of a model after retraining, those of retraining among them; errors as ``read_model``.
 
     In-place layers are kept.

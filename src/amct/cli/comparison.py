@@ -70,7 +70,7 @@ class Request:
 
         pair = parse_models(self.models)
         if self.report is not None:
-            _check_report(self.report)
+            check_report(self.report)
             atomic.check_writable(self.report.parent)
         self.data.check()
         measured, content = _RUNS[pair.kind](pair, self)
@@ -137,7 +137,8 @@ def _values(batch: Batch | dict[str, NDArray[Any]]) -> NDArray[np.float32] | dic
     return batch if isinstance(batch, dict) else batch[0]
 
 
-def _check_report(path: Path) -> None:
+def check_report(path: Path) -> None:
+    """Check that a report has the name of an HTML file."""
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise ArgumentError(f'"{path}": expected the name of an HTML file for the report, such as report.html')
 

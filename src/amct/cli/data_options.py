@@ -137,21 +137,24 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iter
         yield batch
 
 
-def takes_data(command: Callable[..., None]) -> Callable[..., None]:
+def takes_data(command: Callable[..., None], *, optional: bool = False) -> Callable[..., None]:
     """Decorate a command: replace its parameter ``data`` by one option for each field of ``DataOptions``.
 
-    Typer derives the options from the signature, so the decorator changes the signature.
+    Typer derives the options from the signature, so the decorator changes the signature. If ``optional``, the command
+    gets None when there is no ``--data``.
     """
     given = inspect.signature(command, eval_str=True).parameters.values()
-    ours = inspect.signature(DataOptions, eval_str=True).parameters
+    ours = dict(inspect.signature(DataOptions, eval_str=True).parameters)
+    if optional:
+        ours["data"] = ours["data"].replace(default=None)
     place = next(index for index, parameter in enumerate(given) if parameter.name == "data")
     parameters = [*given]
     parameters[place : place + 1] = ours.values()
 
     @wraps(command)
     def with_options(**arguments: Any) -> None:  # noqa: ANN401  the options have various types
-        options = DataOptions(**{name: arguments.pop(name) for name in ours})
-        command(data=options, **arguments)
+        chosen = {name: arguments.pop(name) for name in ours}
+        command(data=DataOptions(**chosen) if chosen["data"] is not None else None, **arguments)
 
     keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     with_options.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]  # functions take any attribute

@@ -23,6 +23,8 @@ from markupsafe import Markup
 
 from amct import atomic
 from amct.printable import shortened
+from amct.report.network.drawing import drawing
+from amct.report.verdict import RULE, sqnr_class
 
 if TYPE_CHECKING:
     import os
@@ -64,12 +66,14 @@ def is_report(path: Path) -> bool:
 def page(content: ReportContent) -> str:
     """Return the report as the text of one HTML file."""
     content = bounded(content)
-    script = _resource("page.js")
-    template = _environment().from_string(_resource("page.html.j2"))
+    script = resource("page.js")
+    template = environment().from_string(resource("page.html.j2"))
     return template.render(
         report=content,
         worst=worst_layers(content.layers),
-        style=Markup(_resource("page.css")),  # our own file
+        rule=RULE,
+        graph=drawing(content.network, {layer.name: (place, layer.sqnr) for place, layer in enumerate(content.layers)}),
+        style=Markup(resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=Markup(embedded(content)),  # escaped by embedded()
@@ -86,6 +90,7 @@ def bounded(content: ReportContent) -> ReportContent:
         layers=tuple(_bounded_layer(layer, ranges) for layer in layers),
         fused=_bounded_notes(content.fused),
         skipped=_bounded_notes(content.skipped),
+        pruned=tuple(replace(each, layer=_short(each.layer)) for each in content.pruned[:LARGEST_LAYERS]),
         config=_short(content.config, LARGEST_CONFIG),
         measured_on=content.measured_on + _left_out(len(content.layers), LARGEST_LAYERS, "layers"),
     )
@@ -232,7 +237,7 @@ def _sort_key(value: float | None) -> str:
     return repr(float(f"{value:.6g}")) if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def _bytes(size: int) -> str:
+def shown_bytes(size: int) -> str:
     """Format a size in bytes as MB, kB or B."""
     for unit, factor in (("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
@@ -241,13 +246,16 @@ def _bytes(size: int) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the environment of the templates, which escapes every name of the model."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=_bytes
+        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=shown_bytes
     )
+    environment.filters["sqnr_class"] = sqnr_class
     return environment
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Return the text of a template, style or script of this package."""
     return resources.files("amct.report").joinpath(name).read_text(encoding="utf-8")

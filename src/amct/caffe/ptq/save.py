@@ -178,9 +178,10 @@ def save_results(
         nets["deploy"] = results.deploy()
     onnx_formats = [name for name in request.formats if name not in nets]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
-    exported, not_written = export_onnx_formats(onnx.results, onnx_formats, onnx.content.tensors or {}, request)
-    if isinstance(inference, str):
-        not_written["atc"] = inference
+    exported: dict[str, Exported] = {}
+    not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
+    if not not_written:
+        exported, not_written = export_onnx_formats(onnx.results, onnx_formats, onnx.content.tensors or {}, request)
     pairs = {kind: net.model for kind, net in nets.items()}
     if results.equalized:
         pairs["equalized"] = results.folded_model

@@ -117,9 +117,7 @@ def create_quant_retrain_model(
         "modified_weights_file": (modified_weights_file, PATH),
         "scale_offset_record_file": (scale_offset_record_file, PATH),
     }
-    check_types(
-        "create_quant_retrain_model", {**inputs, **outputs, "custom_proto": (custom_proto, OPTIONAL_PATH)}
-    )
+    check_types("create_quant_retrain_model", {**inputs, **outputs, "custom_proto": (custom_proto, OPTIONAL_PATH)})
     log.start("amct_caffe")
     for name, (value, _) in inputs.items():
         input_file(value, name)

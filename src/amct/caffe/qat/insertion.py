@@ -80,9 +80,7 @@ def insert_retrain_layers(
         model.weights[name] = [torch.zeros(size) for size in CLIP_SIZES]
 
 
-def _planned_inputs(
-    tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan]
-) -> dict[str, list[CaffeUlqSettings]]:
+def _planned_inputs(tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan]) -> dict[str, list[CaffeUlqSettings]]:
     """The settings of each bottom of the planned layers; ``fixed_min`` is decided."""
     makers = {blob: layer for layer in tested.layers for blob in layer.top}
     inputs = {}

@@ -176,9 +176,7 @@ class Trained:
                     f'{self.source[1]}: layer "{layer.name}" (RetrainDataQuant) has no clips; give the caffemodel of a '
                     "snapshot, after at least one training iteration of this prototxt"
                 )
-            data = DataFactors(
-                index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d
-            )
+            data = DataFactors(index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d)
             found.setdefault(options.object_layer, []).append(data)
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from threading import TIMEOUT_MAX, Event, Thread
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
 from amct.memory import gibibytes, number_from_environment, process_bytes
 
 if TYPE_CHECKING:
-    from onnx import GraphProto
+    from onnx import GraphProto, ModelProto
     from onnxruntime import RunOptions
 
 SECONDS_VARIABLE = "AMCT_ONNX_RUN_SECONDS"
@@ -22,13 +23,13 @@ LOOP_SECONDS = 60
 _POLL_SECONDS = 0.1
 
 
-def longest_run(graph: GraphProto) -> int:
-    """The seconds that one batch may take.
+def longest_run(model: ModelProto | Path) -> int:
+    """The seconds that one batch may take; a file is one of ours and is not searched for a Loop.
 
     Raises:
         ModelError: the environment variable is not a number.
     """
-    default = LOOP_SECONDS if _has_loop(graph) else DEFAULT_SECONDS
+    default = LOOP_SECONDS if not isinstance(model, Path) and _has_loop(model.graph) else DEFAULT_SECONDS
     return min(number_from_environment(SECONDS_VARIABLE, default, "seconds"), int(TIMEOUT_MAX))
 
 

@@ -49,7 +49,7 @@ class Runner:
         self._constants = {name: tensor_array(stored[name]) for name in wanted if name in stored}
         computed = [name for name in wanted if name not in inputs and name not in stored]
         self._fetched = tuple(dict.fromkeys([*self.outputs, *computed]))
-        self._seconds = longest_run(model.graph)
+        self._seconds = longest_run(model)
         self._light = light_copy(model)
         self._checked_shapes: dict[str, tuple[int, ...]] | None = None
         self._session = open_session(with_outputs(model, computed), _NO_SPINNING)
@@ -62,8 +62,7 @@ class Runner:
             ModelError: it would need too much memory for inputs of these shapes.
         """
         self._check_memory(feeds)
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = _FATAL_ONLY
+        options = quiet_options()
         watch = RunWatch(options, self._seconds)
         try:
             with watch:
@@ -80,6 +79,13 @@ class Runner:
         if shapes != self._checked_shapes:
             check_sizes_of_run("the model", self._light, shapes, self._fetched)
             self._checked_shapes = shapes
+
+
+def quiet_options() -> onnxruntime.RunOptions:
+    """Options of a run that prints nothing: errors are raised."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL_ONLY
+    return options
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import onnx
 from onnx import helper
 
 from amct.errors import ModelError
+from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import reads, subgraphs
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 
@@ -44,6 +45,16 @@ def check_sizes(source: str, model: ModelProto, kept: Iterable[str] = ()) -> Non
         ModelError: A tensor is above its limit, or the tensors that exist at the same time are.
     """
     _check_graph(source, model.graph, {*kept, *(value.name for value in model.graph.output)}, 0)
+
+
+def check_declared_sizes(source: str, model: ModelProto) -> None:
+    """Check the sizes as ``check_sizes`` does, for a model without inferred shapes; a dynamic axis counts as 1.
+
+    Raises:
+        ModelError: A tensor is above its limit, or the tensors that exist at the same time are.
+    """
+    inputs = {value.name: tuple(_shape(value)) for value in model.graph.input}
+    check_sizes_of_run(source, light_copy(model), inputs, ())
 
 
 def check_sizes_of_run(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from amct.numerics.affine import integer_range
 from amct.numerics.counts.compiled import compiled, compiled_sum
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class Grid(NamedTuple):
     lowest: np.float32
     """The lowest integer minus the offset."""
     highest: np.float32
+
+
+def grid_of(scale: float, offset: float, bits: int) -> Grid:
+    """The grid of a scale and an offset."""
+    lowest, highest = integer_range(bits)
+    step = np.float32(scale)
+    inverse = np.float32(1) / step if step else np.float32(np.inf)
+    return Grid(inverse, step, np.float32(lowest - offset), np.float32(highest - offset))
 
 
 class Saturation(NamedTuple):

@@ -72,7 +72,7 @@ class _Ulq(torch.autograd.Function):
         ctx.save_for_backward(x, factors)
         ctx.bits = bits
         if kernels.can_use(x):
-            return kernels.fake_quantize(x, _grid(factors.tolist(), bits))
+            return kernels.fake_quantize(x, kernels.grid_of(*factors.tolist()[:2], bits))
         lowest, highest = integer_range(bits)
         wide = _wide(x)
         scale, shift = scale.to(wide), offset.to(wide)
@@ -98,16 +98,8 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
-def _grid(factors: list[float], bits: int) -> kernels.Grid:
-    scale, offset = factors[:2]
-    lowest, highest = integer_range(bits)
-    step = np.float32(scale)
-    inverse = np.float32(1) / step if step else np.float32(np.inf)
-    return kernels.Grid(inverse, step, np.float32(lowest - offset), np.float32(highest - offset))
-
-
 def _compiled_gradient(x: Tensor, upstream: Tensor, factors: list[float], bits: int) -> tuple[Tensor, GradientSums]:
-    grid = _grid(factors, bits)
+    grid = kernels.grid_of(*factors[:2], bits)
     clips = [np.float32(clip) * grid.inverse for clip in factors[2:]]
     errors = [np.rint(clip) - clip for clip in clips]
     saturation = kernels.Saturation(grid.step * grid.lowest, grid.step * grid.highest, *errors)

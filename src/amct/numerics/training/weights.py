@@ -14,6 +14,7 @@ from torch import Tensor
 from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range, trained_factors
 from amct.numerics.arq import channels_first, from_channels_first
+from amct.numerics.training import kernels
 from amct.numerics.weight_kind import WeightKind
 
 
@@ -102,6 +103,8 @@ def _limits(lowest: Tensor | None, bits: int, like: Tensor) -> tuple[Tensor | in
 
 
 def _round(rows: Tensor, step: Tensor, lowest: Tensor | None, bits: int) -> Tensor:
+    if lowest is None and step.numel() == 1 and kernels.can_use(rows):
+        return kernels.fake_quantize(rows, kernels.grid_of(float(step), 0, bits))
     low, high = _limits(lowest, bits, step)
     steps = (rows.to(step.dtype) * step.reciprocal()).round_()
     steps = steps.clamp_(min=low).clamp_(max=high)
@@ -134,7 +137,7 @@ class _LearnedStep(torch.autograd.Function):
 
 class _ArqStep(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913  torch passes the arguments of apply by position
+    def forward(
         ctx: Any,  # noqa: ANN401, ARG004  torch's untyped context
         rows: Tensor,
         count: int,

@@ -41,6 +41,8 @@ _LIBRARY_FOLDERS = (
 _EXPORTER_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
     r"The tensor attributes? .* assigned during export",  # the copy is discarded; nn.RNNBase does it itself
+    r"Attempted to insert a get_attr Node with no underlying reference",  # the decomposition of releases before 2.8
+    r"Node .* does not reference an nn.Module, nn.Parameter, or buffer",  # the same
 )
 """Warnings that torch's exporters cause themselves."""
 

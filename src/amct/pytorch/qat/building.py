@@ -14,7 +14,7 @@ from amct.ptq.preparation import enabled_layers
 from amct.pytorch.folding import fuse
 from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.qat.layers import QuantizedLayer, as_quantized
+from amct.pytorch.qat.layers import as_quantized
 from amct.pytorch.qat.model import QatState, as_qat_model
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -42,11 +42,16 @@ _KEEP_SIGN = frozenset(
 """Operations whose results are not negative where their inputs are not."""
 
 
-def build(traced: Traced, plan: RetrainPlan) -> QatModel:
+def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] | None = None) -> QatModel:
     """Copy the model and give the layers of the plan trained quantizers; the user's model is not changed.
 
     Every module of the copy is in the mode (train or eval) of its original. Batch norms stay modules of their own and
     are trained unfolded. A weight quantizer knows the batch norm that will be folded into its layer.
+
+    Args:
+        traced: The model.
+        plan: How its layers are quantized.
+        weight_bits: By number of bits in the plan: another number to train weights with.
 
     Raises:
         CalibrationError: No layer is to be quantized.
@@ -64,7 +69,7 @@ def build(traced: Traced, plan: RetrainPlan) -> QatModel:
         module = model.get_submodule(layer.name)
         _check(layer.name, module)
         norm = norms.fusions.get(layer.name)
-        own = _weight_quantizers(layer, module, None if norm is None else model.get_submodule(norm))
+        own = _weight_quantizers(layer, module, None if norm is None else model.get_submodule(norm), weight_bits or {})
         source = _source(traced, layer)
         leader = leaders.get(source) if source is not None else None
         if leader is None:
@@ -92,13 +97,15 @@ def activation_quantizer(plan: RetrainLayerPlan, *, fixed_min: bool, trained: bo
     )
 
 
-def _weight_quantizers(plan: RetrainLayerPlan, module: nn.Module, norm: nn.Module | None) -> dict[str, nn.Module]:
+def _weight_quantizers(
+    plan: RetrainLayerPlan, module: nn.Module, norm: nn.Module | None, bits: Mapping[int, int]
+) -> dict[str, nn.Module]:
     settings = plan.weight
     made: dict[str, nn.Module] = {}
     for name, part in zip(("weight_quantizer", "state_weight_quantizer"), weight_parts(module), strict=False):
         quantizer = WeightQuantizer(
             part,
-            settings.num_bits,
+            bits.get(settings.num_bits, settings.num_bits),
             channel_wise=settings.channel_wise,
             learned=isinstance(settings, UlqRetrainSettings),
             norm=norm,
@@ -169,9 +176,3 @@ def _not_negative(graph: Graph, tensor: str, known: dict[str, bool]) -> bool:
 def _rectifies(node: Node) -> bool:
     settings: Any = node.attributes.get("settings", ())
     return node.op in _RECTIFIERS or (node.op == "hardtanh" and bool(settings) and settings[0] == 0)
-
-
-def layer_plans(model: nn.Module, plan: RetrainPlan) -> Mapping[str, RetrainLayerPlan]:
-    """The plans of the layers that are quantized in a model, by name."""
-    found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
-    return {layer.name: layer for layer in plan.enabled if layer.name in found}

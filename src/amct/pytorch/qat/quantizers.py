@@ -109,6 +109,11 @@ class ActivationQuantizer(nn.Module):
         return not math.isnan(self.clip_max.item())
 
     @property
+    def clips(self) -> tuple[float, float]:
+        """The lower and the upper clip."""
+        return self.clip_min.item(), self.clip_max.item()
+
+    @property
     def is_ready(self) -> bool:
         """Whether enough batches determined the clips."""
         return self._ready
@@ -180,7 +185,7 @@ class ActivationQuantizer(nn.Module):
         on_host = self.clip_max.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_host:
             self._check_finite()
-            low, high = self.clip_min.item(), self.clip_max.item()
+            low, high = self.clips
             if low <= 0 <= high and low < high:
                 self.valid_min.fill_(low)
                 self.valid_max.fill_(high)
@@ -191,7 +196,7 @@ class ActivationQuantizer(nn.Module):
             getattr(self, f"valid_{name}").copy_(value)
 
     def _check_finite(self) -> None:
-        low, high = self.clip_min.item(), self.clip_max.item()
+        low, high = self.clips
         if math.isfinite(low) and math.isfinite(high):
             return
         if int(self.batches) == 0:

@@ -12,6 +12,7 @@ from torch.nn import functional
 from amct.caffe.engine import packed
 from amct.caffe.engine.layer import Folded
 from amct.caffe.engine.layers.fake_quantized import FakeQuantized
+from amct.caffe.engine.layers.one_channel import convolve_one_channel
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
 from amct.numerics.arq import channels_first, from_channels_first
@@ -252,6 +253,8 @@ class Convolution(_BaseConvolution):
         """Torch's convolution; images run in channels_last, which is about twice as fast on CPUs."""
         window, axes = self.window, bottom.dim() - 2
         if axes == IMAGE_AXES:
+            if self.channels == 1 and bottom.requires_grad:
+                return convolve_one_channel(bottom, weight, bias, window)
             bottom = bottom.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
         if self.spatial_axes == 0:

@@ -134,16 +134,17 @@ class RetrainDataQuant(_RetrainLayer):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Quantize and dequantize; the batches in which the clips are found pass unchanged."""
         high, low, valid = parameters
-        if bool(valid[0] == valid[1]) and not self._find_clips(bottoms[0], parameters):
-            return [bottoms[0].clone()]
-        right_low, right_high = valid_clips(low.detach(), high.detach(), valid[1:], valid[:1])
-        if self.is_training:
+        clips = torch.cat([each.detach() for each in parameters]).tolist()
+        if clips[2] == clips[3]:
+            if not self._find_clips(bottoms[0], parameters):
+                return [bottoms[0].clone()]
+        elif not clips[1] <= 0 <= clips[0] or clips[0] == clips[1]:  # an update made them illegal
+            right_low, right_high = valid_clips(low.detach(), high.detach(), valid[1:], valid[:1])
             self._set_clips(parameters, right_high, right_low)
-        else:
-            low, high = right_low, right_high
-        if self.options.fixed_min:
-            low = torch.zeros_like(low)
-        top = ulq(bottoms[0], low.reshape(()), high.reshape(()), self.bits)
+        elif self.is_training:
+            self.blobs[2].set_tensor(torch.cat([high.detach(), low.detach()]))
+        lower = torch.zeros((), device=low.device) if self.options.fixed_min else low.reshape(())
+        top = ulq(bottoms[0], lower, high.reshape(()), self.bits)
         self.report()
         return [top]
 
@@ -189,9 +190,7 @@ class RetrainDataQuant(_RetrainLayer):
         assert factors is not None, "a net whose clips are unknown does not run in the TEST phase"
         shape = self.bottom_blobs[0].shape
         sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
-        data = DataFactors(
-            index=self.options.index, scale=factors[0], offset=factors[1], num_bits=self.bits, **sizes
-        )
+        data = DataFactors(index=self.options.index, scale=factors[0], offset=factors[1], num_bits=self.bits, **sizes)
         return entry.with_input(data)
 
 
@@ -244,6 +243,4 @@ class RetrainWeightQuant(_RetrainLayer):
         rows = self.target.weight_rows(self.target.blobs[0].tensor.detach())
         count = scale_count(rows.shape[0], WeightKind.LINEAR, 1, channel_wise=self._channel_wise)
         scale = arq_scale(rows, self.options.num_bits_w, count, SymmetricScale.FULL_RANGE)
-        return replace(
-            entry, scale_w=tuple(scale.tolist()), offset_w=(0,) * count, num_bits_w=self.options.num_bits_w
-        )
+        return replace(entry, scale_w=tuple(scale.tolist()), offset_w=(0,) * count, num_bits_w=self.options.num_bits_w)
