@@ -16,6 +16,7 @@ import torch
 from ptq_goldens import AMCT
 from pytorch_nets import Attention
 from torch import nn
+from torch.nn import functional
 
 import amct_pytorch as amct
 from amct.calibration.record_files import progress_path
@@ -91,31 +92,48 @@ def as_it_is(_, x):
     return x
 
 
-class CachedDecoder(nn.Module):
-    """A causal attention block that decodes one token at a time from a cache of keys and values."""
+class Block(nn.Module):
+    """A pre-norm transformer block that attends to the keys and values in its cache."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(16, 24)
-        self.query, self.key, self.value = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
-        self.out = nn.Linear(24, 16)
+        self.norm, self.mlp_norm = nn.LayerNorm(24), nn.LayerNorm(24)
+        self.query, self.key, self.value, self.out = (nn.Linear(24, 24) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
+
+    def forward(self, x, name, cache, stored):
+        normed = self.norm(x)
+        for part in ("key", "value"):
+            each = f"{name}.{part}"
+            cache.setdefault(each, []).append(stored(each, getattr(self, part)(normed)))
+        keys, values = (torch.cat(cache[f"{name}.{part}"], 1) for part in ("key", "value"))
+        heads = [tensor.unflatten(2, (3, 8)).transpose(1, 2) for tensor in (self.query(normed), keys, values)]
+        x = x + self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class CachedDecoder(nn.Module):
+    """A small transformer that decodes one token at a time from a cache of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 24), nn.Linear(24, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, token, cache, stored=as_it_is):
         x = self.embed(token)[:, None]
-        for name in ("key", "value"):
-            cache.setdefault(name, []).append(stored(name, getattr(self, name)(x)))
-        keys, values = torch.cat(cache["key"], 1), torch.cat(cache["value"], 1)
-        weights = torch.softmax(self.query(x) @ keys.transpose(1, 2) / 24**0.5, -1)
-        return self.out(x + weights @ values)[:, 0]
+        for number, block in enumerate(self.blocks):
+            x = block(x, f"blocks.{number}", cache, stored)
+        return self.head(x)[:, 0]
+
+
+CACHED = [f"blocks.{number}.{part}" for number in range(2) for part in ("key", "value")]
 
 
 def decode(model, steps, stored=as_it_is):
-    """Greedy decoding of 8 sequences; returns the logits of all steps."""
-    token, cache, logits = torch.arange(8), {}, []
-    for _ in range(steps):
-        logits.append(model(token, cache, stored))
-        token = logits[-1].argmax(1)
-    return torch.stack(logits)
+    """The logits of 8 texts, token by token with one cache; the texts are given, so that a near tie has no effect."""
+    texts, cache = torch.randint(0, 16, (steps, 8), generator=torch.Generator().manual_seed(2)), {}
+    return torch.stack([model(tokens, cache, stored) for tokens in texts])
 
 
 def rounded(x, entry):
@@ -130,23 +148,23 @@ def test_a_decoding_loop_is_calibrated_step_by_step(algorithm, granularity, tmp_
     torch.manual_seed(0)
     model = CachedDecoder().eval()
     before = decode(model, 12)
+    layers = " ".join(f"quant_layers: '{name}'" for name in CACHED)
     (tmp_path / "kv.cfg").write_text(
-        "batch_num: 12 kv_cache_quant_config { quant_layers: 'key' quant_layers: 'value' "
+        f"batch_num: 12 kv_cache_quant_config {{ {layers} "
         f"calibration_config {{ {algorithm}_quantize {{ quant_granularity: {granularity} }} }} }}"
     )
     amct.create_quant_cali_config("config.json", model, config_defination="kv.cfg")
     calibrating = amct.create_quant_cali_model("config.json", "record.txt", model)
-    seen = {"key": [], "value": []}
+    seen = {name: [] for name in CACHED}
     assert torch.equal(decode(calibrating, 12, lambda name, x: seen[name].append(x.detach()) or x), before)
     entries = read_record("record.txt").kv_cache
-    assert list(entries) == ["key", "value"]
+    assert list(entries) == CACHED
     for name, entry in entries.items():
         values = torch.cat(seen[name])
         assert len(entry.scale) == len(entry.offset) == (24 if granularity == "per_channel" else 1)
-        # IFMR's search may clip the upper end at 0.7 of the range, HFMG at a quarter of the bins: nothing else is lost.
+        # What is not clipped is wrong by half a step at most; IFMR and HFMG clip few values, by a part of the range.
         error = (rounded(values, entry) - values).abs()
-        inside = (rounded(values, entry) - values).abs() <= torch.tensor(entry.scale) * (0.5 + 1e-3)
-        assert inside.double().mean() > 0.95
+        assert (error <= torch.tensor(entry.scale) * 0.501).double().mean() > 0.95
         assert error.max() < 0.5 * values.abs().max()
     after = decode(model, 12, lambda name, x: rounded(x, entries[name]))
     assert (after - before).norm() < 0.05 * before.norm()
