@@ -14,8 +14,9 @@ from onnx_nets import graph_model, node, normal, products, run
 
 import amct.onnx_model as amct
 from amct.errors import AmctError, ArgumentTypeError, ConfigError, ExportError, FileError, ModelError, ParseError
+from amct.export.onnx.light import LARGEST_CONSTANT
 from amct.onnx_model.layers import find_all_layers
-from amct.onnx_model.opset import LARGEST_CONSTANT, with_opset
+from amct.onnx_model.opset import with_opset
 from amct.onnx_model.reading import read_model
 
 

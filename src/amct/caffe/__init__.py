@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.caffe.comparing import compare
@@ -21,17 +22,6 @@ if TYPE_CHECKING:
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
-_MODULES = {
-    "CaffeRecord": "amct.record",
-    "LayerConfig": "amct.config.settings",
-    "QuantConfig": "amct.config.ptq.quant_config",
-    "QuantizedModel": "amct.ptq.quantized_model",
-    "compare": "amct.caffe.comparing",
-    "equalize_model": "amct.caffe.ptq.equalization",
-    "export_onnx": "amct.caffe.onnx.graph",
-    "quantize": "amct.caffe.door",
-    "report": "amct.caffe.reporting",
-}
 __all__ = [
     "CaffeRecord",
     "LayerConfig",
@@ -43,10 +33,17 @@ __all__ = [
     "quantize",
     "report",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name, and torch with it, when it is first used."""
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CaffeRecord": "amct.record",
+        "LayerConfig": "amct.config.settings",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "compare": "amct.caffe.comparing",
+        "equalize_model": "amct.caffe.ptq.equalization",
+        "export_onnx": "amct.caffe.onnx.graph",
+        "quantize": "amct.caffe.door",
+        "report": "amct.caffe.reporting",
+    },
+)

@@ -44,6 +44,14 @@ def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | No
     return with_unique_names(filter_net(net))
 
 
+def input_shape(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> tuple[int, ...]:
+    """The declared shape of the first input; empty if the net has none (its data come from a layer)."""
+    for layer in read_test_phase(prototxt, custom_proto).layer:
+        if layer.type == "Input" and layer.input_param.shape:
+            return tuple(layer.input_param.shape[0].dim)
+    return ()
+
+
 def with_unique_names(net: ProtoMessage) -> ProtoMessage:
     """Give layers with the name of an earlier layer a name of their own (``loss_2``), in place; returns the net.
 

@@ -16,6 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from weakref import finalize
 
 from amct.errors import ModelError
 from amct.export.onnx.messages import first_line
-from amct.export.onnx.runtime import open_session
+from amct.export.onnx.run_watch import RunWatch, longest_run
+from amct.export.onnx.runtime import open_session, quiet_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,6 +78,7 @@ class LoadedModel:
         self._cleanup = finalize(self, shutil.rmtree, str(self._folder), ignore_errors=True)
         prefix = self._folder / "profile" if self._folder is not None else None
         self._session = open_session(model, _OWN_CORES, profile=prefix)
+        self._seconds = longest_run(model)
         self._profiled: list[float] = []
         self._costs: list[NodeCost] = []
 
@@ -88,14 +91,18 @@ class LoadedModel:
         """The outputs by name.
 
         Raises:
-            ModelError: onnxruntime cannot run the model on these inputs.
+            ModelError: onnxruntime cannot run the model on these inputs, or it does not end.
         """
         names = [value.name for value in self._session.get_outputs()]
         start = time.perf_counter()
+        options = quiet_options()
+        watch = RunWatch(options, self._seconds)
         try:
-            results = self._session.run(names, dict(feeds))
+            with nullcontext() if self._profiled else watch:  # the first run tells; watching would lengthen the others
+                results = self._session.run(names, dict(feeds), options)
         except Exception as error:
-            raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+            reason = watch.reason or f"onnxruntime cannot run the model: {first_line(error)}"
+            raise ModelError(reason) from error
         self._profiled.append(time.perf_counter() - start)
         return dict(zip(names, results, strict=True))
 

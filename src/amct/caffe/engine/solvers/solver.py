@@ -71,6 +71,8 @@ class Solver:
         self._make_net = make_net
         self._allow_python = allow_python
         self.net: Net = self._build(train_definition(parameter), "Creating training net from %s", trains=True)
+        for layer in self.net.layers:
+            layer.check_solver(parameter)
         self.test_nets: list[Net] = [
             self._build(definition, f"Creating test net (#{index}) specified by %s", trains=False)
             for index, definition in enumerate(test_definitions(parameter))
