@@ -15,8 +15,8 @@ from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, If
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.comparing import compare
 from amct.pytorch.door import IoOptions, quantize
-from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
+from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.door import prepare_qat
 from amct.pytorch.qat.model import QatModel
 from amct.record import Record
