@@ -1,4 +1,4 @@
-"""The samples of the guide for Caffe: each runs in a process of its own on small data, with the guide's lines and files."""
+"""The samples of the guide for Caffe: each runs in its own process on small data, with the guide's lines and files."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_faster_rcnn(tmp_path):
     make_faster_rcnn(folder)
     files = ("pre_model/faster_rcnn_test.pt", "pre_model/VGG16_faster_rcnn_final.caffemodel")
     code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import init_paths_for_amct, caffe, sample_nets;"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
+        " import init_paths_for_amct, caffe, sample_nets;"
         f" net = caffe.Net({files[0]!r}, caffe.TEST, allow_python=True); sample_nets.set_detector(net);"
         f" net.save({files[1]!r})"
     )
