@@ -3,9 +3,9 @@
     python benchmarks/prune_pytorch.py                 everything
     python benchmarks/prune_pytorch.py inner sparse    only these rows: inner, all, latency, sparse, combined
 
-Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Training: 10 000 pictures, flip and crop, SGD with
-momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; with a teacher, the Kullback-Leibler divergence to
-the float model's answers is the loss. One thread. The mean over AMCT_BENCH_SEEDS seeds (3) is printed, and written to
+Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Training: 10 000 pictures, flip and crop, SGD
+with momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; with a teacher, the loss is the
+Kullback-Leibler divergence to the float model's answers. One thread. The mean over AMCT_BENCH_SEEDS seeds (3) is printed, and written to
 ``benchmarks/results/prune_pytorch.json``.
 """
 
@@ -73,8 +73,10 @@ def train(model: nn.Module, epochs: int, seed: int, teacher: nn.Module | None = 
         for chosen in torch.randperm(len(pictures), generator=random)[: len(pictures) // BATCH * BATCH].split(BATCH):
             inputs = augmented(pictures[chosen], random)
             outputs = model(inputs)
-            loss = functional.cross_entropy(outputs, labels[chosen]) if teacher is None else distilled(
-                outputs, teacher, inputs
+            loss = (
+                functional.cross_entropy(outputs, labels[chosen])
+                if teacher is None
+                else distilled(outputs, teacher, inputs)
             )
             optimizer.zero_grad()
             loss.backward()

@@ -158,8 +158,8 @@ class Work:
         """A solver for the float net or the net of retraining."""
         path = self.folder / f"solver_{Path(net).stem}.prototxt"
         values: dict[str, object] = {
-            "rate": self.subject.rate, "iterations": ITERATIONS, "tests": self.tests, "prefix": self.folder / "snapshot",
-            "snapshot": ITERATIONS,
+            "rate": self.subject.rate, "iterations": ITERATIONS, "tests": self.tests,
+            "prefix": self.folder / "snapshot", "snapshot": ITERATIONS,
         }  # fmt: skip
         path.write_text(SOLVER.format(net=net, **(values | options)))
         return caffe.SGDSolver(str(path))

@@ -15,9 +15,11 @@ from amct.data.lmdb import write_lmdb
 TRAIN_IMAGES, BATCH = 1200, 100
 
 DATA = """
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }} transform_param {{ scale: 0.0625 }}
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
+  transform_param {{ scale: 0.0625 }}
   data_param {{ source: "{folder}/train" batch_size: {batch} backend: LMDB }} }}
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }} transform_param {{ scale: 0.0625 }}
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
+  transform_param {{ scale: 0.0625 }}
   data_param {{ source: "{folder}/test" batch_size: {batch} backend: LMDB }} }}
 """
 LOSS = """

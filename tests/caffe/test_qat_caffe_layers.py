@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -278,8 +279,8 @@ def test_wrong_solver_settings_are_explained(run, mistake):
     run.create()
     change, message = SOLVERS[mistake]
     path = run.folder / "wrong.prototxt"
-    with open(run.solver(run.modified[0], 4)) as file:
-        path.write_text(change(file.read()).replace("{net}", run.modified[0]))
+    text = Path(run.solver(run.modified[0], 4)).read_text()
+    path.write_text(change(text).replace("{net}", run.modified[0]))
     with pytest.raises(ConfigError, match=message):
         caffe.SGDSolver(str(path))
 

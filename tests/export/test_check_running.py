@@ -68,6 +68,21 @@ def test_models_are_timed_in_turn(monkeypatch):
     assert calls == ["slow", "fast"] * running.FEWEST_ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("original", "ratio", "may_be_slower"),
+    [([1.0, 1.0, 1.0, 1.0], 1.0, False), ([0.9, 1.0, 1.04, 1.2], 1.02, True), ([0.5, 1.0, 1.4, 3.0], 1.2, False)],
+    ids=["the same every time", "within its spread", "clearly faster"],
+)
+def test_a_speed_has_a_margin(net, monkeypatch, original, ratio, may_be_slower):
+    _, model = net
+    loaded = LoadedModel(model, profile=True)
+    monkeypatch.setattr(running, "_times", lambda runs, budget: {"file": [1.0] * 4, "original": original})
+    speed = running.speed_of(loaded, loaded, net[0].data())
+    assert speed.ratio == pytest.approx(ratio)
+    assert (speed.least < 1) == may_be_slower
+    assert speed.nodes
+
+
 def test_of_several_outputs_the_worst_is_reported():
     x = np.array([3.0, 4.0], np.float32)
     expected = {"same": x, "other": x, "classes": np.array([1])}

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,13 +22,11 @@ import amct.record
 import amct_caffe.caffe
 import amct_pytorch
 from amct import atomic, log
+from amct.atomic import _group
 from amct.atomic._names import _machine
 from amct.cli import main
 from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROTOTXT = """\
 name: "small"
@@ -452,6 +450,34 @@ def test_every_public_function_is_here(module):
 
 
 # ------------------------------------------------------------------------------------------------ interrupted saves
+
+SAVES = {
+    "amct.pytorch.QuantizedModel.save": ("torch", "_record.txt"),
+    "amct.onnx_model.QuantizedModel.save": ("onnx", "_record.txt"),
+    "amct.caffe.QuantizedModel.save": ("caffe", "_quant_param_record.txt"),
+    "amct_pytorch.save_model": ("flow", None),  # its record was written by the calibration
+    "amct_caffe.init to save_model": ("flow", "_quant_param_record.txt"),
+}
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("save", SAVES)
+def test_one_save_is_one_group_with_the_record_and_quant_json_last(save, monkeypatch):
+    prefix, record = SAVES[save]
+    groups = []
+
+    def noted(targets, written):
+        groups.append([path.name for path in targets if path.name.startswith(f"{prefix}_")])
+        return write_notices(targets, written)
+
+    write_notices = _group.write_notices
+    monkeypatch.setattr(_group, "write_notices", noted)
+    WRITING_FUNCTIONS[save]()
+    (group,) = [names for names in groups if names]
+    assert group[-1] == f"{prefix}_quant.json"
+    assert record is None or f"{prefix}{record}" in group
+    assert set(group) == set(json.loads(Path(group[-1]).read_text())["files"]) | {group[-1]}
+
 
 REFUSING = {
     "record show": (["record", "show", "caffe_quant_param_record.txt"], "caffe_quant_param_record.txt"),

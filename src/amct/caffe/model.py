@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from amct.atomic import Snapshot
-from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.build.upgrade import upgrade_net
+from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.bn import bn_blobs
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file

@@ -92,7 +92,7 @@ def create_prune_retrain_model(
     return compressed.model.train()
 
 
-def restore_prune_retrain_model(  # noqa: PLR0913  AMCT's signature
+def restore_prune_retrain_model(
     model: nn.Module,
     input_data: object,
     record_file: AnyPath,
@@ -198,7 +198,7 @@ def create_compressed_retrain_model(
     return trainable.train()
 
 
-def restore_compressed_retrain_model(  # noqa: PLR0913  AMCT's signature
+def restore_compressed_retrain_model(
     model: nn.Module,
     input_data: object,
     config_defination: AnyPath,
@@ -238,7 +238,7 @@ def restore_compressed_retrain_model(  # noqa: PLR0913  AMCT's signature
     return trainable.train()
 
 
-def save_compressed_retrain_model(  # noqa: PLR0913  AMCT's signature
+def save_compressed_retrain_model(
     model: nn.Module,
     record_file: AnyPath,
     save_path: AnyPath,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -30,16 +31,29 @@ def count_text(number: float) -> str:
     return f"{number:.0f}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PruningNumbers:
+    """What was measured before and after pruning.
+
+    Attributes:
+        parameters: The numbers of parameters.
+        macs: The multiply-accumulate operations.
+        seconds: The times of one run in onnxruntime; None: not measured.
+        metric: The name of a metric and its values; None: not measured.
+    """
+
+    parameters: Pair
+    macs: Pair
+    seconds: Pair | None = None
+    metric: tuple[str, float, float] | None = None
+
+
 def pruning_content(
     model: str,
     channels: Mapping[str, tuple[int, int]],
     skipped: Iterable[Skip],
+    numbers: PruningNumbers,
     *,
-    parameters: Pair,
-    macs: Pair,
-    seconds: Pair | None,
-    metric: tuple[str, float, float] | None = None,
-    measured_on: str = "the example input",
     files: Sequence[Path] = (),
     config: str = "",
 ) -> ReportContent:
@@ -49,26 +63,23 @@ def pruning_content(
         model: The model's name.
         channels: The numbers of channels of every layer that makes some, before and after.
         skipped: The layers that were not pruned, with reasons.
-        parameters: The numbers of parameters.
-        macs: The multiply-accumulate operations.
-        seconds: The times of one run in onnxruntime; None: not measured.
-        metric: The name of a metric and its values.
-        measured_on: What the numbers were measured on.
+        numbers: What was measured.
         files: Files whose sizes are listed.
         config: The settings, as text.
 
     Raises:
         FileError: One of the files cannot be read.
     """
+    metric = numbers.metric
     figures = [] if metric is None else [_figure(metric[0], f"{metric[1]:.4g}", f"{metric[2]:.4g}")]
-    figures.append(_figure("parameters", *map(count_text, parameters)))
-    figures.append(_figure("multiply-accumulate operations", *map(count_text, macs)))
-    if seconds is not None:
-        figures.append(_figure("onnxruntime", *(f"{1000 * each:.3g} ms" for each in seconds)))
+    figures.append(_figure("parameters", *map(count_text, numbers.parameters)))
+    figures.append(_figure("multiply-accumulate operations", *map(count_text, numbers.macs)))
+    if numbers.seconds is not None:
+        figures.append(_figure("onnxruntime", *(f"{1000 * each:.3g} ms" for each in numbers.seconds)))
     return ReportContent(
         model=model,
         kind="Pruning report",
-        measured_on=measured_on,
+        measured_on="the example input",
         figures=tuple(figures),
         files=file_sizes(files),
         pruned=tuple(PrunedLayer(layer=name, before=a, after=b) for name, (a, b) in channels.items()),

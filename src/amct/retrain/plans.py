@@ -26,7 +26,7 @@ def deployment_plan(plan: RetrainPlan) -> Plan:
 def _deployed(layer: RetrainLayerPlan) -> LayerPlan:
     # Nothing is calibrated or quantized anew: of these settings only the bits are read, and their text is shown.
     activation: Any = layer.activation
-    weight: Any = layer.weight
+    weight: Any = layer.weight if layer.quantizes_weights else None
     return LayerPlan(
         name=layer.name,
         type=layer.type,

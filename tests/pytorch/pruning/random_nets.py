@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Gate(nn.Module):
@@ -18,7 +18,7 @@ class Gate(nn.Module):
         self.excite = nn.Conv2d(5, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.excite(F.silu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+        return x * torch.sigmoid(self.excite(functional.silu(self.squeeze(functional.adaptive_avg_pool2d(x, 1)))))
 
 
 class Shuffle(nn.Module):
@@ -55,7 +55,7 @@ class LiteralParts(nn.Module):
 
 class ChannelPad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, 0, 1, 2))
+        return functional.pad(x, (0, 0, 0, 0, 1, 2))
 
 
 class LastMlp(nn.Module):
@@ -67,7 +67,7 @@ class LastMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1)
-        return (x + self.down(F.gelu(self.up(x)))).permute(0, 3, 1, 2)
+        return (x + self.down(functional.gelu(self.up(x)))).permute(0, 3, 1, 2)
 
 
 class Flat(nn.Module):
@@ -185,6 +185,6 @@ class RandomNet(nn.Module):
 
 
 KINDS = (
-    "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped", "same_size",
-    "same_size", "shuffled", "halves", "padded", "added", "added", "joined",
+    "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped",
+    "same_size", "same_size", "shuffled", "halves", "padded", "added", "added", "joined",
 )  # fmt: skip

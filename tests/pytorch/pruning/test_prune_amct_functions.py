@@ -49,7 +49,10 @@ class Flow:
         return amct_pytorch.restore_prune_retrain_model(self.model, self.batches[0], **given)
 
 
-@pytest.mark.parametrize("config", [filters(0.3), masks(), filters(0.3, more=f'override_layer_configs {{ layer_name: "c3" {masks()} }}')])  # fmt: skip
+MIXED = filters(0.3, more=f'override_layer_configs {{ layer_name: "c3" {masks()} }}')
+
+
+@pytest.mark.parametrize("config", [filters(0.3), masks(), MIXED])
 def test_restored_model_continues_as_the_trained_one(flow, config):
     trained = flow.trained(config)
     restored = flow.restore()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from prune_nets import filters
 from torch import nn
+from torch.nn import functional
 
 import amct_pytorch
 from amct.record import read_record
@@ -15,7 +15,7 @@ from amct.record import read_record
 class Net(nn.Module):
     """Two convolutions with a function of the test in between, then one more."""
 
-    def __init__(self, between, *, channels=8, after=8, groups=1, enabled=True):
+    def __init__(self, between, *, channels=8, after=8, groups=1):
         super().__init__()
         self.first = nn.Conv2d(3, channels, 3, padding=1)
         self.other = nn.Conv2d(3, channels, 1)
@@ -42,12 +42,12 @@ def channels_after(between, tmp_path, more="", example=None, **options):
 
 PASSING = {
     "relu": lambda net, x: torch.relu(net.first(x)),
-    "norm and relu6": lambda net, x: F.relu6(net.norm(net.first(x))),
-    "leaky": lambda net, x: F.leaky_relu(net.first(x)),
-    "pooling": lambda net, x: F.avg_pool2d(F.max_pool2d(net.first(x), 2), 2),
-    "padding": lambda net, x: F.pad(net.first(x), (1, 1, 1, 1)),
+    "norm and relu6": lambda net, x: functional.relu6(net.norm(net.first(x))),
+    "leaky": lambda net, x: functional.leaky_relu(net.first(x)),
+    "pooling": lambda net, x: functional.avg_pool2d(functional.max_pool2d(net.first(x), 2), 2),
+    "padding": lambda net, x: functional.pad(net.first(x), (1, 1, 1, 1)),
     "clamp and abs": lambda net, x: net.first(x).clamp(-1, 1).abs(),
-    "resize by factor": lambda net, x: F.interpolate(net.first(x), scale_factor=2),
+    "resize by factor": lambda net, x: functional.interpolate(net.first(x), scale_factor=2),
 }
 
 
@@ -58,13 +58,13 @@ def test_operations_that_pass_a_chain_on(name, tmp_path):
 
 ENDING = {
     "sigmoid": lambda net, x: torch.sigmoid(net.first(x)),
-    "silu": lambda net, x: F.silu(net.first(x)),
+    "silu": lambda net, x: functional.silu(net.first(x)),
     "product": lambda net, x: net.first(x) * net.other(x),
     "slice": lambda net, x: net.first(x)[:, :, ::2, ::2],
     "reshape": lambda net, x: net.first(x).reshape(-1, 8, 64).unsqueeze(-1),
     "sum with a constant": lambda net, x: net.first(x) + 1,
     "sum with an unpruned tensor": lambda net, x: net.first(x) + x.repeat(1, 3, 1, 1)[:, :8],
-    "resize to a size": lambda net, x: F.interpolate(net.first(x), size=(5, 5)),
+    "resize to a size": lambda net, x: functional.interpolate(net.first(x), size=(5, 5)),
     "transpose": lambda net, x: net.first(x).transpose(2, 3),
     "another branch that ends it": lambda net, x: torch.relu(y := net.first(x)) * torch.tanh(y.mean()),
 }
@@ -141,7 +141,9 @@ class Classifier(nn.Module):
         self.flatten = flatten
 
     def forward(self, x):
-        return self.last(self.norm(self.hidden(self.flatten(F.adaptive_avg_pool2d(torch.relu(self.first(x)), 1)))))
+        return self.last(
+            self.norm(self.hidden(self.flatten(functional.adaptive_avg_pool2d(torch.relu(self.first(x)), 1))))
+        )
 
 
 @pytest.mark.parametrize(

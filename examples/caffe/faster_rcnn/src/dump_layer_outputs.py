@@ -1,4 +1,6 @@
-"""Writes what every layer computes as ``.npy`` files, to compare a float and a quantized model layer by layer::
+"""Writes what every layer computes as ``.npy`` files.
+
+Float and quantized models can then be compared layer by layer::
 
     python3 dump_layer_outputs.py --model_file results/faster_rcnn_fake_quant_model.prototxt \
         --weights_file results/faster_rcnn_fake_quant_weights.caffemodel --cpu
@@ -14,8 +16,9 @@ import sys
 from pathlib import Path
 
 import init_paths_for_amct  # noqa: F401 - first of all: it provides caffe and rpn
-import caffe
 import numpy as np
+
+import caffe
 
 
 def parse_args() -> argparse.Namespace:

@@ -1,4 +1,6 @@
-"""Quantizes Faster R-CNN and draws what it finds, before and after. Run it in the folder ``faster_rcnn/src``::
+"""Quantizes Faster R-CNN and draws what it finds, before and after.
+
+Run it in the folder ``faster_rcnn/src``::
 
     python3 faster_rcnn_sample.py --model_file pre_model/faster_rcnn_test.pt \
         --weights_file pre_model/VGG16_faster_rcnn_final.caffemodel --cpu [--pre_test]
@@ -16,10 +18,10 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import init_paths_for_amct  # noqa: F401 - first of all: it provides caffe and rpn
-import caffe
 from faster_rcnn_test import SHORT_SIDE, Detector, Picture, find_pictures, run
 
 import amct_caffe as amct
+import caffe
 
 CALIBRATION_BATCHES = 2
 TMP = Path("tmp")

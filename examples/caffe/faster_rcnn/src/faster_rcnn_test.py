@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import caffe
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
+import caffe
 from amct.caffe.engine.boxes import overlaps, suppress
 from amct.caffe.engine.layers.proposal import apply_offsets
 from amct.data.images import list_images
@@ -28,8 +28,8 @@ SURE, LARGEST_OVERLAP = 0.8, 0.3
 MATCH = 0.5
 """The overlap with the annotation from which on a box is right."""
 VOC_CLASSES = (
-    "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog", "horse",
-    "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
+    "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
+    "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Quantizes an MNIST net and compares the accuracy before and after. Run it in the folder ``mnist``::
+"""Quantizes an MNIST net and compares the accuracy before and after.
+
+Run it in the folder ``mnist``::
 
     python3 src/mnist_sample.py --model_file pre_model/mnist-deploy.prototxt \
         --weights_file pre_model/mnist-model.caffemodel --cpu

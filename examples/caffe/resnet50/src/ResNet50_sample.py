@@ -1,4 +1,6 @@
-"""Quantizes ResNet-50, or another classification net, with INT8 weights. Run it in the folder ``resnet50``::
+"""Quantizes ResNet-50, or another classification net, with INT8 weights.
+
+Run it in the folder ``resnet50``::
 
     python3 src/ResNet50_sample.py --model_file pre_model/ResNet-50-deploy.prototxt \
         --weights_file pre_model/ResNet-50-model.caffemodel --cpu

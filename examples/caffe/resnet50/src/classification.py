@@ -49,7 +49,9 @@ def check_files(args: argparse.Namespace) -> None:
     """Stop with an explanation where a model file is missing: nothing is downloaded."""
     for name in ("model_file", "weights_file"):
         if not Path(getattr(args, name)).is_file():
-            raise SystemExit(f"--{name}: {getattr(args, name)} does not exist. The README says which files belong here.")
+            raise SystemExit(
+                f"--{name}: {getattr(args, name)} does not exist. The README says which files belong here."
+            )
 
 
 def set_device(gpu: int | None) -> None:

@@ -1,4 +1,6 @@
-"""Quantizes ResNet-50 with factors that you computed yourself, from a record file. Run it in the folder ``resnet50``::
+"""Quantizes ResNet-50 with factors that you computed yourself, from a record file.
+
+Run it in the folder ``resnet50``::
 
     python3 src/convert_model.py --model_file pre_model/ResNet-50-deploy.prototxt \
         --weights_file pre_model/ResNet-50-model.caffemodel --record_file pre_model/record.txt --cpu

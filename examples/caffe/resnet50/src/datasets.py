@@ -6,7 +6,6 @@ Both give what ResNet-50 was trained on: BGR, the middle of the picture, minus t
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from amct_caffe import caffe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 

@@ -1,4 +1,6 @@
-"""Quantizes ResNet-50 with weights of 4 bits (SNQ): 16 values per channel. Run it in the folder ``resnet50``::
+"""Quantizes ResNet-50 with weights of 4 bits (SNQ): 16 values per channel.
+
+Run it in the folder ``resnet50``::
 
     python3 src/snq_resnet50_sample.py --model_file pre_model/ResNet-50-deploy.prototxt \
         --weights_file pre_model/ResNet-50-model.caffemodel --cfg_define src/snq_files/snq_quant.cfg --cpu

@@ -171,11 +171,8 @@ def save_results(
     """
     where = request.where
     atomic.check_writable(where.folder)
-    nets: dict[str, QuantizedNet] = {}
-    if "fake_quant" in request.formats:
-        nets["fake_quant"] = results.fake_quant()
-    if "deploy" in request.formats:
-        nets["deploy"] = results.deploy()
+    makers = {"fake_quant": results.fake_quant, "deploy": results.deploy}
+    nets = {name: make() for name, make in makers.items() if name in request.formats}
     onnx_formats = [name for name in request.formats if name not in nets]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
     exported: dict[str, Exported] = {}

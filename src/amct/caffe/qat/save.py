@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
-from amct.caffe.model import FEEDFORWARD_TYPES, CaffeModel, read_retrained_model
+from amct.caffe.model import CaffeModel, read_retrained_model
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
@@ -26,23 +26,33 @@ from amct.caffe.qat.amct_api import retrain_plan
 from amct.caffe.qat.inference_net import inference_model
 from amct.caffe.running import build_net
 from amct.caffe.uninplace import remove_in_place
+from amct.config.plan import config_text
 from amct.config.settings import ArqSettings
 from amct.errors import AmctError, ModelError, RecordError
+from amct.export.formats import ExportOptions
+from amct.export.qdq.exporter import Placement
+from amct.export.qdq.nodes import Target
 from amct.export.saving import SavedContent, SaveRequest
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
+from amct.retrain.plans import deployment_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+
+    import torch
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.qat.plan import RetrainPlan
+    from amct.export.check.reference import Reference
 
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 PATH = (str, os.PathLike)
 OPTIONAL_PATH = (*PATH, type(None))
+TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
+"""Options of the QDQ file: it has the integers that were trained, and no others."""
 
 
 def save_quant_retrain_model(
@@ -98,10 +108,11 @@ def save_quant_retrain_model(
     request = SaveRequest(
         where=where,
         formats=(*formats, "qdq") if "deploy" in formats else formats,
+        options=TRAINED_AS_IT_IS,
         with_record=True,
         record_file=record_file,
     )
-    save_trained(trained, plan, request)
+    save_trained(trained_results(trained, plan, record_file), request)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,7 +128,7 @@ class Trained:
 
     model: CaffeModel
     retrained: list[ProtoMessage]
-    clips: Mapping[str, list]  # type: ignore[type-arg]
+    clips: Mapping[str, list[torch.Tensor]]
     source: tuple[str, str]
 
     @classmethod
@@ -194,12 +205,32 @@ class Trained:
         return found
 
 
-def save_trained(trained: Trained, plan: RetrainPlan, request: SaveRequest) -> list[Path]:
-    """Write the files of a trained model; returns their paths.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedResults:
+    """A trained model, folded and in integers.
+
+    Attributes:
+        results: The model of the TEST phase with its own data and losses.
+        notes: Further content of ``quant.json``.
+        inference: Its form without data and losses, or why there is none.
+    """
+
+    results: Results
+    notes: SaveNotes
+    inference: Inference | str
+
+
+def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | None) -> TrainedResults:
+    """Fold a trained model and compute its integers.
+
+    Args:
+        trained: The model.
+        plan: Its plan.
+        record_file: The record that the TEST phase wrote, to be compared; None: it is not.
 
     Raises:
         RecordError: The record file lacks factors.
-        FileError: A file cannot be read or written.
+        FileError: It cannot be read.
     """
     weights, inputs = trained.weights(), trained.inputs()
     record = CaffeRecord(
@@ -208,25 +239,33 @@ def save_trained(trained: Trained, plan: RetrainPlan, request: SaveRequest) -> l
             for name, data in inputs.items()
         }
     )
-    if request.record_file is not None:
-        record = _with_shapes(record, _checked_record(request.record_file, record, trained))
+    if record_file is not None:
+        record = _with_shapes(record, _checked_record(record_file, record, trained))
     folded = trained.model.copy()
     fusion = fold_quantized(folded, weights)
-    config = config_text(plan)
-    results = Results(folded, weights, record, config=config)
+    config = config_text(deployment_plan(plan))
     reasons = plan.not_quantized
-    notes = SaveNotes(
-        original=trained.model,
-        fusion=fusion,
-        not_quantized={
-            layer.name: reasons.get(layer.name, "not retrained")
-            for layer in folded.layers
-            if layer.name not in record.layers
-        },
+    not_quantized = {
+        layer.name: reasons.get(layer.name, "not retrained")
+        for layer in folded.layers
+        if layer.name not in record.layers
+    }
+    return TrainedResults(
+        results=Results(folded, weights, record, config=config),
+        notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=not_quantized),
+        inference=_inference(folded, weights, record, config),
     )
+
+
+def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
+    """Write the files of a trained model; returns their paths.
+
+    Raises:
+        FileError: A file cannot be read or written.
+    """
+    results = trained.results
     content = SavedContent(record=results.record, reference=_pair_reference(results, request.record_file))
-    inference = _inference(folded, weights, record, config)
-    return save_results(results, request, notes=notes, content=content, inference=inference)
+    return save_results(results, request, notes=trained.notes, content=content, inference=trained.inference)
 
 
 def _checked_record(path: Path, trained: CaffeRecord, model: Trained) -> CaffeRecord:
@@ -302,30 +341,19 @@ def _inference(
     return Inference(results=results, content=content)
 
 
-def _pair_reference(results: Results, record_file: Path | None):  # noqa: ANN202
+def _pair_reference(results: Results, record_file: Path | None) -> Reference | None:
+    """Float and simulated outputs for a batch of the net's own data."""
     try:
-        return reference_beside(record_file, results)
+        return reference_beside(record_file or Path(), results)
     except AmctError as error:
         logger.warning("the saved files are not checked: the net does not run: %s", error)
         return None
 
 
-def _onnx_reference(model: CaffeModel, results: Results):  # noqa: ANN202
+def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:
     """Float and simulated outputs for a sample of the net's own data."""
     net = build_net(model)
     wanted = [blob for layer in results.folded_model.layers if layer.type == "Input" for blob in layer.top]
     net.forward()
     inputs = {blob: net.blob(blob).tensor[:1].detach().cpu().numpy().copy() for blob in wanted}
     return reference_on(results, inputs, "a sample of the net's own data")
-
-
-def config_text(plan: RetrainPlan) -> str:
-    """A plan as short text; layers with the same settings share one paragraph."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for layer in plan.enabled:
-        weights = [f"weights: {layer.weight}"] if layer.quantizes_weights else []
-        groups.setdefault((f"activations: {layer.activation}", *weights), []).append(layer.name)
-    lines = [f"source: {plan.source}", f"batch_num: {plan.batch_num}"]
-    for settings, names in groups.items():
-        lines += ["", ", ".join(names), *(f"  {setting}" for setting in settings)]
-    return "\n".join(lines)

@@ -117,8 +117,8 @@ RETRAIN_TYPES: Mapping[str, Capability] = MappingProxyType(
             "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat",
             "Softmax", "ROIAlign", "AbsVal", "BNLL", "CReLU", "ELU", "Exp", "Interp", "Log", "LRN", "Mvm", "Nms",
             "Normalize", "Power", "PReLU", "Reduction", "ReLU", "Sigmoid", "Sort", "Threshold", "Scale", "BatchNorm",
-            "Bias", "Reshape", "ShuffleChannel", "Crop", "Axpy", "Flatten", "Permute", "Tile", "Split", "ArgMax", "Clip",
-            "Hswish", "MVN", "Reorg", "TanH", "MatMul", "RReLU", "ReLU6",
+            "Bias", "Reshape", "ShuffleChannel", "Crop", "Axpy", "Flatten", "Permute", "Tile", "Split", "ArgMax",
+            "Clip", "Hswish", "MVN", "Reorg", "TanH", "MatMul", "RReLU", "ReLU6",
         )
     }
 )  # fmt: skip

@@ -188,9 +188,9 @@ class OnnxCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-        speed, nodes = speed_of(loaded, self._original, self._inputs)
-        result = replace(measured, speed=speed, costliest=nodes)
-        if speed < 1:
+        speed = speed_of(loaded, self._original, self._inputs)
+        result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
+        if speed.least < 1:
             warn_slow(file.target, result)
         return result
 
@@ -218,7 +218,7 @@ class OnnxCheck:
         near = output_similarity(expected or {}, simulated or {})[0] if known else None
         result = outcome(file.target, reference.origin, (similarity_of(found), found["reasons"]), near)
         result = replace(result, speed=found.get("speed"), costliest=tuple(found.get("costliest", ())))
-        if result.speed is not None and result.speed < 1:
+        if found.get("least_speed", 1) < 1:
             warn_slow(file.target, result)
         if is_worse(result):
             warn_worse(file.target, result)

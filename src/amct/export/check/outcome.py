@@ -105,8 +105,9 @@ def lost(check: FileCheck) -> float:
 
 def likely_loss(check: FileCheck) -> float:
     """Decibels by which a file may be worse than the simulation on data like that of the check."""
-    measured = lost(check)
-    return measured + LIKELY * (check.uncertainty or 0.0) if measured > 0 else 0.0
+    if check.sqnr is None or check.simulation_sqnr is None:
+        return 0.0
+    return max(0.0, check.simulation_sqnr - check.sqnr + LIKELY * (check.uncertainty or 0.0))
 
 
 def is_worse(check: FileCheck) -> bool:
@@ -118,12 +119,13 @@ def warn_worse(target: Path, check: FileCheck) -> None:
     """Say that a file is worse than the simulation, and where that begins."""
     found = lost(check)
     logger.warning(
-        "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB)%s%s",
+        "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s",
         target.name,
-        found,
+        f"is {found:.1f} dB" if found > WORSE else f"may be {likely_loss(check):.1f} dB",
+        "" if found > WORSE else " on other data",
         check.sqnr,
         check.simulation_sqnr,
-        "" if found > WORSE else f" and may be {likely_loss(check):.1f} dB worse on other data",
+        "" if found > WORSE else f" on {check.batch}",
         f'; the first tensor that is worse is "{check.differs_at}"' if check.differs_at else "",
     )
 
@@ -134,10 +136,11 @@ def say_checked(target: Path, check: FileCheck) -> None:
 
 
 def warn_slow(target: Path, check: FileCheck) -> None:
-    """Say that a file is slower than the float model."""
+    """Say that a file is slower than the float model, or may be."""
     logger.warning(
-        "%s is slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
+        "%s %s slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
         target.name,
+        "is" if check.speed is not None and check.speed < 1 else "may be",
         check.speed,
         ", ".join(check.costliest),
     )

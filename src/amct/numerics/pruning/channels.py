@@ -41,7 +41,8 @@ def balanced_l2_scores(filters: Sequence[Tensor]) -> Tensor:
 def filter_norms(weight: Tensor) -> Tensor:
     """The L2 norm of each filter divided by its number of elements, as float64."""
     rows = weight.detach().flatten(1).to("cpu", torch.float64)
-    return torch.linalg.vector_norm(rows, dim=1) / max(rows.shape[1], 1)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1) / max(rows.shape[1], 1)
+    return norms
 
 
 def _normalized(norms: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ def remaining_channels(count: int, ratio: float, *, ascend: bool = False, groups
         ascend: Whether the result is rounded up to a multiple of 16.
         groups: The result is rounded down to a multiple of this, but not to 0.
 
-    >>> remaining_channels(160, 0.3, ascend=True), remaining_channels(20, 0.25), remaining_channels(16, 0.5, ascend=True)
-    (112, 15, 16)
+    >>> remaining_channels(160, 0.3, ascend=True), remaining_channels(20, 0.25)
+    (112, 15)
     """
     remain = count - round(count * ratio)
     if ascend:

@@ -1,8 +1,8 @@
 """The order in which channels are removed so that the layers behind them lose least, on data (optimal brain surgery).
 
-A layer computes y = W·x. If channel r of x is removed and the weights of the others make up for it by least squares, the
-mean square error of y grows by ‖w_r‖² / P_rr, where P is the inverse of the covariance of x. The channel of least growth
-is removed; then W and P are updated, and so on.
+A layer computes y = W·x. If channel r of x is removed and the weights of the others make up for it by least squares,
+the mean square error of y grows by ‖w_r‖² / P_rr, where P is the inverse of the covariance of x. The channel of least
+growth is removed; then W and P are updated, and so on.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class _State:
     def growth(self) -> Tensor:
         """The growth of the relative error for each channel in question."""
         own = self.products.diagonal()[self.places] / self.inverse.diagonal()[self.places].clamp_min(1e-300)
-        return own / self.power
+        relative: Tensor = own / self.power
+        return relative
 
     def remove(self, channel: int) -> None:
         """Remove a channel: its weights go to the others."""

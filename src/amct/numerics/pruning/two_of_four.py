@@ -42,4 +42,5 @@ def _groups(weight: Tensor, axis: int) -> Tensor:
     """The weight with the axis last, padded with zeros, in groups of four."""
     moved = weight.movedim(axis, -1)
     missing = -moved.shape[-1] % GROUP
-    return torch.nn.functional.pad(moved, (0, missing)).unflatten(-1, (-1, GROUP))
+    padded = torch.nn.functional.pad(moved, (0, missing))
+    return padded.reshape(*padded.shape[:-1], -1, GROUP)

@@ -72,7 +72,7 @@ class _Ulq(torch.autograd.Function):
         ctx.save_for_backward(x, factors)
         ctx.bits = bits
         if kernels.can_use(x):
-            return kernels.fake_quantize(x, kernels.grid_of(*factors.tolist()[:2], bits))
+            return kernels.fake_quantize(x, kernels.grid_of(float(scale), int(offset), bits))
         lowest, highest = integer_range(bits)
         wide = _wide(x)
         scale, shift = scale.to(wide), offset.to(wide)
@@ -99,7 +99,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _compiled_gradient(x: Tensor, upstream: Tensor, factors: list[float], bits: int) -> tuple[Tensor, GradientSums]:
-    grid = kernels.grid_of(*factors[:2], bits)
+    grid = kernels.grid_of(factors[0], factors[1], bits)
     clips = [np.float32(clip) * grid.inverse for clip in factors[2:]]
     errors = [np.rint(clip) - clip for clip in clips]
     saturation = kernels.Saturation(grid.step * grid.lowest, grid.step * grid.highest, *errors)

@@ -20,13 +20,16 @@ from amct.pytorch.pruning.rules.registry import argument, described, positive
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-_NO_NODE = frozenset({"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "identity", "lift_fresh_copy"})
+_NO_NODE = frozenset(
+    {"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "identity", "lift_fresh_copy"}
+)
 """Operations that an exported file does not contain."""
 _PASSING = _NO_NODE | frozenset(
     {
         "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
         "adaptive_avg_pool2d", "adaptive_avg_pool3d", "pad", "constant_pad_nd", "relu", "leaky_relu", "log_softmax",
-        "softmax", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bernoulli", "ceil", "celu", "clamp", "clip",
+        "softmax", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bernoulli", "ceil", "celu", "clamp",
+        "clip",
         "clamp_min", "clamp_max", "hardtanh", "relu6", "to", "_to_copy", "type_as", "cos", "cosh", "round", "pow",
     }
 )  # fmt: skip
@@ -148,7 +151,7 @@ class ChainFinder:
         if given is None or not self._of(given).pooled or len(result) != 2:
             return False
         sizes = argument(operation, 1, 0)
-        return sizes == 1 if operation.kind == "flatten" else sizes[0] != -1
+        return bool(sizes == 1 if operation.kind == "flatten" else sizes[0] != -1)
 
     def _ended(self, operation: Operation) -> _Tensor:
         for value in operation.operands:
@@ -169,7 +172,7 @@ class ChainFinder:
         if weight is None or given is None or not isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
             return self._ended(operation)
         tensor = self._of(given)
-        if self._calls[weight.parameter] > 1:
+        if self._calls[weight.parameter or ""] > 1:
             self._end(tensor, f'"{path}" is called several times')
             return _Tensor(made_by=operation.kind)
         link_type = node_type(module, len(given.shape or ()))
@@ -202,7 +205,7 @@ class ChainFinder:
         if isinstance(module, nn.ConvTranspose2d) or module.out_channels != module.in_channels:
             self._end(tensor, f'"{path}" makes several channels from one')
             return _Tensor(made_by="conv2d")
-        self._consume(tensor, path, link_type, int(module.groups))
+        self._consume(tensor, path, link_type, getattr(module, "groups", 1))
         return _Tensor(tensor.carried, 1, "conv2d")
 
     def _join_groups(self, tensor: _Tensor, path: str, groups: int, *, transposed: bool) -> None:
@@ -257,7 +260,9 @@ class ChainFinder:
         values: Sequence[Value] = operation.arguments[0]
         tensors = [self._of(value) for value in values]
         axis = positive(argument(operation, 1, 0), len(values[0].shape or ()))
-        fits = axis == 1 and all(self._can_concatenate(tensor, value) for tensor, value in zip(tensors, values, strict=True))
+        fits = axis == 1 and all(
+            self._can_concatenate(tensor, value) for tensor, value in zip(tensors, values, strict=True)
+        )
         if not fits:
             return self._ended(operation)
         carried, offset = [], 0

@@ -63,10 +63,7 @@ def _chain(
     chosen: tuple[Labels, Labels],
 ) -> PruneRecord:
     sets = channel_map.sets
-    producers = [
-        _node(maker, modules, sets.roots(maker.outputs), chosen, whole=True)
-        for maker in cell.makers
-    ]
+    producers = [_node(maker, modules, sets.roots(maker.outputs), chosen, whole=True) for maker in cell.makers]
     consumers: dict[str, PruneNode] = {}
     for layer in channel_map.layers:
         labels = layer.outputs if layer.inputs is None else layer.inputs
@@ -74,8 +71,8 @@ def _chain(
         if layer.name not in consumers and np.isin(roots, chosen[1]).any():
             consumers[layer.name] = _node(layer, modules, roots, chosen)
     for name, axes in channel_map.parameters.items():
-        for axis, labels in enumerate(axes if name not in handled else ()):
-            roots = sets.roots(labels) if labels is not None else np.zeros(0, np.int64)
+        for axis, own in enumerate(axes if name not in handled else ()):
+            roots = sets.roots(own) if own is not None else np.zeros(0, np.int64)
             positions = np.flatnonzero(np.isin(roots, chosen[1])).tolist()
             if positions:
                 node = PruneNode.channels(name, PARAMETER, 0, len(roots), positions, axis=axis)

@@ -1,9 +1,9 @@
 """Sets of channels that can only be removed together, over all tensors of a model.
 
 Each position along an axis of a tensor has a label, the number of a channel. Channels that an operation couples (both
-operands of an addition, a convolution's filter and the batch norm after it) are joined to one set. A set is *kept*, with
-a reason, if removing it would change more than tensors that can be cut: an output of the model, an operation of unknown
-effect. An axis without labels (None) is kept whole.
+operands of an addition, a filter and its batch norm) are joined to one set. A set is *kept*, with a reason, if
+removing it would change more than tensors that can be cut: an output of the model, an operation of unknown effect. An
+axis without labels (None) is kept whole.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class ChannelSets:
         """Couple all rows of a matrix of labels; returns the labels of one."""
         for row in rows[1:]:
             self.join(rows[0], row, reason)
-        return rows[0]
+        first: Labels = rows[0]
+        return first
 
     def keep(self, labels: Axis, reason: str) -> None:
         """Keep channels: the first reason of a set is the one that is told."""

@@ -69,9 +69,7 @@ def apply_plan(traced: Traced, plan: PrunePlan | None, batches: Iterable[Argumen
     return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
 
 
-def measured(
-    traced: Traced, names: Collection[str], batches: Iterable[Arguments]
-) -> dict[str, InputMoments]:
+def measured(traced: Traced, names: Collection[str], batches: Iterable[Arguments]) -> dict[str, InputMoments]:
     """What can be measured of the inputs of some layers."""
     modules = dict(traced.model.named_modules())
     return measure_inputs(traced.model, [name for name in names if mixes(modules.get(name))], batches)
@@ -114,8 +112,8 @@ def _check_indices(records: Sequence[PruneRecord], chains: Sequence[Chain], plan
         found = by_name.get(first)
         if removed and (found is None or not found.node(first).prune_index):
             raise RecordError(
-                f'{source}: it has no prune_index of layer "{first}", of whose {chain.size} channels the config removes '
-                f"{removed}; give the record that create_prune_retrain_model wrote"
+                f'{source}: it has no prune_index of layer "{first}", of whose {chain.size} channels the config '
+                f"removes {removed}; give the record that create_prune_retrain_model wrote"
             )
     for record in records:
         for node in record.nodes:
@@ -145,4 +143,6 @@ def _check_runs(model: nn.Module, traced: Traced) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             copy_model(model, share_tensors=True)(*traced.inputs.args, **traced.inputs.kwargs)
     except Exception as error:
-        raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {error}") from error
+        raise ModelError(
+            f"{type(model).__name__} does not run without the channels that were removed: {error}"
+        ) from error

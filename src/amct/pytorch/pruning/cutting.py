@@ -141,7 +141,7 @@ def _positions(node: PruneNode, size: int, where: str) -> list[int]:
 
 def _check_groups(name: str, cut: _ModuleCut, source: str) -> None:
     module = cut.module
-    groups = getattr(module, "groups", None) or getattr(module, "num_groups", 1)
+    groups: int = getattr(module, "groups", 0) or getattr(module, "num_groups", 1)
     if groups == 1 or (_follows_input(module) and not isinstance(module, nn.GroupNorm)):
         return
     for size, positions in zip(channel_counts(module), (cut.inputs, cut.outputs), strict=True):
@@ -196,9 +196,7 @@ def _cut_convolution(module: nn.modules.conv._ConvNd, inputs: set[int], outputs:
     module.out_channels -= len(outputs)
 
 
-def _cut_grouped(
-    module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int], *, transposed: bool
-) -> Tensor:
+def _cut_grouped(module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int], *, transposed: bool) -> Tensor:
     """The weight of a grouped convolution, of which each group may lose other channels."""
     rows_gone, columns_gone = (inputs, outputs) if transposed else (outputs, inputs)
     parts = []

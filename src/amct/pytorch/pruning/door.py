@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3
-_FILTERS = "prune_config {{ filter_pruner {{ balanced_l2_norm_filter_prune {{ prune_ratio: {} ascend_optimized: {} }} }} }}"
+_FILTERS = (
+    "prune_config {{ filter_pruner {{ balanced_l2_norm_filter_prune {{ prune_ratio: {} ascend_optimized: {} }} }} }}"
+)
 _SPARSE = "prune_config {{ n_out_of_m_pruner {{ l1_selective_prune {{ update_freq: {} }} }} }}"
 
 
@@ -194,9 +196,7 @@ def _check_model(model: object) -> None:
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
-def _checked(
-    model: object, ratio: float | None, flops: float | None, align: int, reach: str, config: object
-) -> str:
+def _checked(model: object, ratio: float | None, flops: float | None, align: int, reach: str, config: object) -> str:
     """Check the settings; returns them as text."""
     _check_model(model)
     for name, value in (("ratio", ratio), ("flops", flops)):
@@ -211,7 +211,13 @@ def _checked(
         raise ArgumentError(f'reach: expected "full" or "amct", got {reach!r}')
     if reach == "amct" and flops is not None:
         raise ArgumentError('flops: only with reach="full"')
-    what = f"flops {flops:g}" if flops is not None else f"config {config}" if config is not None else f"ratio {ratio or DEFAULT_RATIO:g}"
+    what = (
+        f"flops {flops:g}"
+        if flops is not None
+        else f"config {config}"
+        if config is not None
+        else f"ratio {ratio or DEFAULT_RATIO:g}"
+    )
     return f"{what}, align {align}, reach {reach}"
 
 

@@ -75,7 +75,7 @@ class Wanted:
 
     ratio: Callable[[Cell], float]
     flops: float | None = None
-    align: Callable[[Cell], int] = lambda _: ALIGN  # noqa: E731  a default
+    align: Callable[[Cell], int] = lambda _: ALIGN
     kept: Mapping[str, str]
 
 

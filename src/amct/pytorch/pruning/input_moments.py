@@ -51,14 +51,10 @@ class InputMoments:
 
 def mixes(module: nn.Module | None) -> bool:
     """Whether a layer is measured: each of its outputs reads all inputs, and these are not too many."""
-    return (
-        isinstance(module, MIXING) and getattr(module, "groups", 1) == 1 and module.weight.shape[1] <= LARGEST_INPUTS
-    )
+    return isinstance(module, MIXING) and getattr(module, "groups", 1) == 1 and module.weight.shape[1] <= LARGEST_INPUTS
 
 
-def measure_inputs(
-    model: nn.Module, names: Collection[str], batches: Iterable[Arguments]
-) -> dict[str, InputMoments]:
+def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[Arguments]) -> dict[str, InputMoments]:
     """Run a model in eval mode on data and measure the inputs of some layers; layers without input are left out."""
     moments = {name: InputMoments() for name in names}
     watched = copy_model(model, share_tensors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +17,14 @@ from amct.export.writer import SavePath, check_opset
 from amct.printable import escaped, printable, shortened
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.pruning.saving import float_model, onnx_feeds, save_float, traced_plain
+from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain
 from amct.pytorch.pruning.sparse import sparse_layers
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
-from amct.report.pruning import count_text, pruning_content
+from amct.report.pruning import PruningNumbers, count_text, pruning_content
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
 
     from onnx import ModelProto
@@ -70,7 +70,11 @@ class PrunedModel:
         """What was removed, what was not and why, as text."""
         pruned = {name: pair for name, pair in self.channels.items() if pair[0] != pair[1]}
         sparse = sparse_layers(self.model)
-        what = f"{len(pruned)} of {len(self.channels)} layers pruned" if not sparse else f"{len(sparse)} layers sparse (2:4)"
+        what = (
+            f"{len(pruned)} of {len(self.channels)} layers pruned"
+            if not sparse
+            else f"{len(sparse)} layers sparse (2:4)"
+        )
         lines = [f"{type(self.model).__name__}: {what}"]
         lines.append(f"  parameters  {count_text(self.before.parameters)} → {count_text(self.after.parameters)}")
         lines.append(f"  MACs        {count_text(self.before.macs)} → {count_text(self.after.macs)}")
@@ -108,10 +112,12 @@ class PrunedModel:
             where,
             self._example,
             self.io,
-            record=self.record,
-            formats=("deploy",),
-            others={where.file(STATE_FILE): stream.getvalue()},
-            opset=opset,
+            FloatFiles(
+                record=self.record,
+                formats=("deploy",),
+                others={where.file(STATE_FILE): stream.getvalue()},
+                opset=opset,
+            ),
         )
 
     @property
@@ -168,10 +174,12 @@ class PrunedModel:
             type(self.model).__name__,
             self.channels,
             self.skipped,
-            parameters=(self.before.parameters, self.after.parameters),
-            macs=(self.before.macs, self.after.macs),
-            seconds=self.latency(),
-            metric=found,
+            PruningNumbers(
+                parameters=(self.before.parameters, self.after.parameters),
+                macs=(self.before.macs, self.after.macs),
+                seconds=self.latency(),
+                metric=found,
+            ),
             files=[Path(file) for file in files],
             config=self.config,
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import numpy as np
     from onnx import ModelProto
     from torch import nn
 
@@ -58,21 +59,30 @@ def float_model(traced: Traced, opset: int | None = None) -> tuple[ModelProto, F
     exported = float_onnx(traced, fused, opset=opset or DEFAULT_OPSET)
     notes = FileNotes(
         fusions={layer: [norm] for layer, norm in fused.fusions.items()},
-        skipped={layer: "not quantized: the model was only pruned" for layer in traced.layers},
+        skipped=dict.fromkeys(traced.layers, "not quantized: the model was only pruned"),
     )
     return exported.model, notes
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FloatFiles:
+    """What is written of a model that is not quantized.
+
+    Attributes:
+        record: Written beside the files, if given.
+        formats: The formats of the ONNX files, which all have the same content.
+        others: Further files to write with them, by path.
+        opset: Of the ONNX files; None: the default.
+    """
+
+    record: Record | None = None
+    formats: tuple[str, ...] = ("deploy", "fake_quant")
+    others: Mapping[Path, bytes] = field(default_factory=dict)
+    opset: int | None = None
+
+
 def save_float(
-    model: nn.Module,
-    where: SavePath,
-    input_data: object,
-    io: IoOptions,
-    *,
-    record: Record | None = None,
-    formats: tuple[str, ...] = ("deploy", "fake_quant"),
-    others: Mapping[Path, bytes] | None = None,
-    opset: int | None = None,
+    model: nn.Module, where: SavePath, input_data: object, io: IoOptions, files: FloatFiles | None = None
 ) -> list[Path]:
     """Write a model that is not quantized; the files are first run and compared with the model.
 
@@ -81,20 +91,20 @@ def save_float(
         where: The folder and the prefix.
         input_data: An example input.
         io: Names and dynamic axes.
-        record: Written beside the files, if given.
-        formats: The formats of the files, which all have the same content.
-        others: Further files to write with them, by path.
-        opset: Of the files; None: the default.
+        files: What is written; None: AMCT's two ONNX files.
 
     Raises:
         ExportError: The model cannot be exported, or a file cannot be used; nothing was saved.
         FileError: A file cannot be written; nothing was.
     """
+    files = files or FloatFiles()
     traced = traced_plain(model, input_data, io)
-    onnx_model, notes = float_model(traced, opset)
-    request = SaveRequest(where=where, formats=formats, with_record=record is not None)
+    onnx_model, notes = float_model(traced, files.opset)
+    request = SaveRequest(where=where, formats=files.formats, with_record=files.record is not None)
     compared = _reference(traced, onnx_model)
-    content = SavedContent(record=Record() if record is None else record, reference=compared, others=others or {})
+    content = SavedContent(
+        record=files.record if files.record is not None else Record(), reference=compared, others=files.others
+    )
     return save_files(request, onnx_model, content, notes)
 
 
@@ -111,6 +121,4 @@ def _reference(traced: Traced, model: ModelProto) -> Reference:
     names = [value.name for value in model.graph.output]
     outputs = [(name, as_array(tensor)) for name, tensor in zip(names, tensors, strict=False)]
     outputs = [(name, array) for name, array in outputs if array.dtype.kind == "f"]
-    return Reference(
-        inputs=onnx_feeds(traced, model), origin="the example input", expected=outputs, simulated=outputs
-    )
+    return Reference(inputs=onnx_feeds(traced, model), origin="the example input", expected=outputs, simulated=outputs)

@@ -68,18 +68,20 @@ def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[
         cells.setdefault(tuple(numbers), []).append(root)
     scores = {number: _scores(makers[number], weights) for number in {n for numbers in cells for n in numbers}}
     found = []
-    for numbers, roots in sorted(cells.items()):
-        by_multiplicity = _by_multiplicity(roots, [outputs[number] for number in numbers])
+    for places, members_of in sorted(cells.items()):
+        by_multiplicity = _by_multiplicity(members_of, [outputs[number] for number in places])
         for each, members in by_multiplicity.items():
-            ranked = _ranked(members, [(outputs[number], scores[number]) for number in numbers])
-            sizes = tuple((len(outputs[number]), count) for number, count in zip(numbers, each, strict=True))
-            found.append(Cell(makers=tuple(makers[number] for number in numbers), roots=ranked, sizes=sizes))
+            ranked = _ranked(members, [(outputs[number], scores[number]) for number in places])
+            sizes = tuple((len(outputs[number]), count) for number, count in zip(places, each, strict=True))
+            found.append(Cell(makers=tuple(makers[number] for number in places), roots=ranked, sizes=sizes))
     return tuple(found)
 
 
 def _by_multiplicity(roots: Sequence[int], outputs: Sequence[NDArray[np.int64]]) -> dict[tuple[int, ...], list[int]]:
     """Sets by the number of channels that they have in each maker."""
-    counts = [dict(zip(*(part.tolist() for part in np.unique(each, return_counts=True)), strict=True)) for each in outputs]
+    counts = [
+        dict(zip(*(part.tolist() for part in np.unique(each, return_counts=True)), strict=True)) for each in outputs
+    ]
     found: dict[tuple[int, ...], list[int]] = {}
     for root in roots:
         found.setdefault(tuple(count[root] for count in counts), []).append(root)
@@ -97,9 +99,7 @@ def _scores(maker: LayerChannels, weights: Mapping[str, Tensor]) -> NDArray[np.f
     return np.asarray((norms - norms.min()) / spread)
 
 
-def _ranked(
-    roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]
-) -> tuple[int, ...]:
+def _ranked(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[int, ...]:
     """Sets by their mean score over the makers, the lowest first."""
     order = np.sort(np.array(roots))
     total = np.zeros(len(order))
@@ -111,8 +111,6 @@ def _ranked(
     return tuple(int(root) for root in order[np.argsort(total, kind="stable")])
 
 
-def choose(
-    cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]
-) -> frozenset[int]:
+def choose(cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]) -> frozenset[int]:
     """The sets to remove when each cell loses about its ratio, and a multiple of channels is left."""
     return frozenset(root for cell in cells for root in cell.roots[: cell.removed(ratio(cell), align(cell))])

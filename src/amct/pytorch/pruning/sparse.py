@@ -7,7 +7,7 @@ mask is a factor.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Sparse(nn.Module):
     amct_operator = True
     plain_class: ClassVar[type[nn.Module]]
     input_axis = 1
-    weight: nn.Parameter
+    weight: Tensor
     weight_mask: Tensor
     mask_steps: Tensor
     update_freq: int
@@ -51,7 +51,8 @@ class Sparse(nn.Module):
             if step == 0 or (self.update_freq and step % self.update_freq == 0):
                 self.choose_mask()
             self.mask_steps += 1
-        return self.weight * self.weight_mask.to(self.weight.dtype)
+        masked: Tensor = self.weight * self.weight_mask.to(self.weight.dtype)
+        return masked
 
     @torch.no_grad()
     def choose_mask(self) -> None:
@@ -66,7 +67,8 @@ class SparseConv2d(Sparse, nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Convolve with the masked weight."""
-        return self._conv_forward(input, self.masked_weight(), self.bias)
+        convolved: Tensor = self._conv_forward(input, self.masked_weight(), self.bias)
+        return convolved
 
 
 class SparseLinear(Sparse, nn.Linear):
@@ -87,24 +89,13 @@ class SparseConvTranspose2d(Sparse, nn.ConvTranspose2d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
         """Convolve with the masked weight."""
-        padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]  # pairs of int
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            2,
-            self.dilation,  # type: ignore[arg-type]
+        layer = cast("Any", self)
+        padding = layer._output_padding(
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, 2, layer.dilation
         )
+        weight = self.masked_weight()
         return functional.conv_transpose2d(
-            input,
-            self.masked_weight(),
-            self.bias,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            self.groups,
-            self.dilation,  # type: ignore[arg-type]
+            input, weight, self.bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation
         )
 
 
@@ -150,7 +141,7 @@ def make_plain(model: nn.Module) -> None:
         with torch.no_grad():
             module.weight.mul_(module.weight_mask)
         del module.weight_mask, module.mask_steps, module.update_freq
-        module.__class__ = module.plain_class
+        cast("nn.Module", module).__class__ = module.plain_class
 
 
 def sparse_layers(model: nn.Module) -> dict[str, Sparse]:

@@ -42,8 +42,7 @@ class SparseQuantizedConvTranspose2d(_SparseQuantized, QuantizedConvTranspose2d)
 
 
 SPARSE_QUANTIZED: Mapping[type[nn.Module], type[Sparse]] = {
-    each.plain_class: each
-    for each in (SparseQuantizedConv2d, SparseQuantizedLinear, SparseQuantizedConvTranspose2d)
+    each.plain_class: each for each in (SparseQuantizedConv2d, SparseQuantizedLinear, SparseQuantizedConvTranspose2d)
 }
 
 

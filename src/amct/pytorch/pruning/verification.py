@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-
 from amct.pytorch.capture.program import CaptureFailure, capture
 from amct.pytorch.capture.program_reader import read_program
 
@@ -64,9 +63,5 @@ class Fault:
 
     def literal_places(self, removal: Removal) -> frozenset[str]:
         """The lines whose sizes are literal: that of the fault, or all that the removal depends on."""
-        assumed = {
-            place
-            for place, labels in removal.channel_map.assumed.items()
-            if len(removal.removed(labels))
-        }
+        assumed = {place for place, labels in removal.channel_map.assumed.items() if len(removal.removed(labels))}
         return frozenset({self.where} if self.where in assumed else assumed)

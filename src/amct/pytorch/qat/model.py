@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from dataclasses import dataclass, field, replace
@@ -68,9 +67,9 @@ class QatState:
     teacher: tuple[nn.Module, ...] = ()
     temperature: float = 4.0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QatState:
+    def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, batches and teacher."""
-        return copy.copy(self)
+        return replace(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled model has no teacher."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 from itertools import islice
 
-import caffe
 import numpy as np
 import torch
 
+import caffe
 from amct.caffe.engine.boxes import suppress
 from amct.caffe.engine.layers.proposal import all_anchors, anchors, apply_offsets
 
@@ -25,6 +25,7 @@ class ProposalLayer(caffe.Layer):
 
     def setup(self, bottom: list[caffe.Blob], top: list[caffe.Blob]) -> None:
         """Read the options."""
+        del bottom
         options = DEFAULTS | ast.literal_eval(f"{{{self.param_str}}}")
         self.stride, self.smallest = options["feat_stride"], options["min_size"]
         self.anchors = anchors(self.stride, options["ratios"], options["scales"])

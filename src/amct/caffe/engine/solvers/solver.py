@@ -111,6 +111,11 @@ class Solver:
         return rate
 
     @property
+    def last_loss(self) -> float:
+        """The loss of the last iteration; NaN before the first one."""
+        return self._losses[-1] if self._losses else math.nan
+
+    @property
     def stopped_early(self) -> bool:
         """Whether the last ``step`` or ``solve`` ended on a stop request."""
         return self._stopped
@@ -313,6 +318,7 @@ class Solver:
             allow_python=self._allow_python,
             with_gradients=trains,
         )
+        logger.info("Network initialization done.")
         for entry in self.param.weights:
             for path in entry.split(","):
                 logger.info("Finetuning from %s", path.strip())

@@ -137,7 +137,7 @@ def batch_norm(flow: Flow, operation: Operation) -> Axes:
     return tuple(axes)
 
 
-@rule("layer_norm")
+@rule("layer_norm", "rms_norm")
 def layer_norm(flow: Flow, operation: Operation) -> Axes:
     """Normalization over the last axes; over one axis its channels can be removed."""
     axes = list(flow.of(operation.operands[0]))
@@ -152,12 +152,6 @@ def layer_norm(flow: Flow, operation: Operation) -> Axes:
         flow.follows_sizes(labels, operation)
     flow.normalizes(operation, labels, tensors[0].parameter if tensors else None)
     return tuple(axes)
-
-
-@rule("rms_norm")
-def rms_norm(flow: Flow, operation: Operation) -> Axes:
-    """As layer_norm, without a bias."""
-    return layer_norm(flow, operation)
 
 
 @rule("group_norm")
@@ -197,7 +191,9 @@ def product(flow: Flow, operation: Operation) -> Axes:
     flow.join([one[-1], other[-2]], operation)
     batch: list[Axis] = []
     for back in range(max(len(one), len(other)), 2, -1):
-        facing = [(axes[-back], value.shape[-back]) for axes, value in ((one, first), (other, second)) if len(axes) >= back]
+        facing = [
+            (axes[-back], value.shape[-back]) for axes, value in ((one, first), (other, second)) if len(axes) >= back
+        ]
         size = max(size for _, size in facing)
         batch.append(flow.join([labels for labels, length in facing if length == size], operation))
     return (*batch, one[-2], other[-1])

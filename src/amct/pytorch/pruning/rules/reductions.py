@@ -35,8 +35,10 @@ def over_positions(flow: Flow, operation: Operation) -> Axes | list[Axes]:
     return [found, found] if operation.items else found
 
 
-@rule("mean", "amax", "amin", "sum", "var", "std", "prod", "logsumexp", "norm", "linalg_vector_norm", "argmax", "argmin",
-      "any", "all")  # fmt: skip
+@rule(
+    "mean", "amax", "amin", "sum", "var", "std", "prod", "logsumexp", "norm", "linalg_vector_norm", "argmax", "argmin",
+    "any", "all",
+)  # fmt: skip
 def reduction(flow: Flow, operation: Operation) -> Axes:
     """One value for whole axes. Only a sum stays right when channels are removed."""
     axes = list(flow.of(operation.operands[0]))

@@ -1,7 +1,7 @@
 """The registry of rules, and what a rule can say about an operation.
 
-A rule is a function of a ``Flow`` and an operation. It returns the axes of the operation's result; for an operation with
-several results a list, one for each position. What it couples or keeps it says through the flow.
+A rule is a function of a ``Flow`` and an operation. It returns the axes of the operation's result; for an operation
+with several results a list, one for each position. What it couples or keeps it says through the flow.
 """
 
 from __future__ import annotations
@@ -130,9 +130,7 @@ class Flow:
         path, _, leaf = (parameter or "").rpartition(".")
         return path if leaf == "weight" and isinstance(self.modules.get(path), kinds) else None
 
-    def owner_of_call(
-        self, operation: Operation, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
-    ) -> str | None:
+    def owner_of_call(self, operation: Operation, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> str | None:
         """The path of the innermost calling module if it is of some type."""
         path = operation.callers[-1].path if operation.callers else ""
         return path if path and isinstance(self.modules.get(path), kinds) else None
@@ -153,10 +151,11 @@ class Flow:
         if weight is None and path is not None:
             weight = f"{path}.weight"
             own = self.parameters.get(weight)
-            if own is None or len(own[axes[1]] if own[axes[1]] is not None else ()) != len(outputs):
+            filters = None if own is None else own[axes[1]]
+            if filters is None or len(filters) != len(outputs):
                 path = None
             else:
-                self.join([own[axes[1]], outputs], operation)
+                self.join([filters, outputs], operation)
         if weight is None or (path is None and weight not in self.stored):
             self.keep([inputs, outputs], operation, "computes its weight")
             return

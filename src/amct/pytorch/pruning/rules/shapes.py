@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,7 @@ def stack(flow: Flow, operation: Operation) -> Axes:
     inputs = [flow.of(value) for value in operation.arguments[0]]
     axis = positive(argument(operation, 1, 0), len(inputs[0]) + 1)
     axes = [flow.join([each[place] for each in inputs], operation) for place in range(len(inputs[0]))]
-    return tuple([*axes[:axis], None, *axes[axis:]])
+    return (*axes[:axis], None, *axes[axis:])
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
@@ -60,14 +61,16 @@ def split(flow: Flow, operation: Operation) -> list[Axes]:
     if labels is not None:
         _split_evenly(flow, operation, labels, sizes)
     borders = np.cumsum([0, *sizes])
-    parts = [None if labels is None else labels[a:b] for a, b in zip(borders[:-1], borders[1:], strict=True)]
+    parts = [None if labels is None else labels[a:b] for a, b in pairwise(borders)]
     return [(*axes[:axis], part, *axes[axis + 1 :]) for part in parts]
 
 
 def _split_evenly(flow: Flow, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
     if operation.kind in ("chunk", "unsafe_chunk"):
         if len(set(sizes)) == 1:
-            flow.sets.join_rows(labels.reshape(len(sizes), sizes[0]), "every part of a chunk must keep as many channels")
+            flow.sets.join_rows(
+                labels.reshape(len(sizes), sizes[0]), "every part of a chunk must keep as many channels"
+            )
         else:
             flow.keep([labels], operation, "makes parts of unequal size")
     elif operation.kind == "tensor_split":
@@ -259,7 +262,7 @@ def repeat(flow: Flow, operation: Operation) -> Axes:
     """Copies of a tensor behind one another."""
     axes, counts = flow.of(operation.arguments[0]), list(operation.arguments[1])
     counts = [1] * (len(axes) - len(counts)) + counts
-    padded: list[Axis] = [None] * (len(counts) - len(axes)) + list(axes)
+    padded: list[Axis] = [*(None for _ in range(len(counts) - len(axes))), *axes]
     return tuple(None if labels is None else np.tile(labels, n) for labels, n in zip(padded, counts, strict=True))
 
 
@@ -270,9 +273,9 @@ def repeat(flow: Flow, operation: Operation) -> Axes:
 def reshape(flow: Flow, operation: Operation) -> Axes:
     """Runs of axes merged or split; the sizes given must follow the channels."""
     value, result = operation.arguments[0], operation.results[0]
-    old, new = tuple(value.shape), tuple(result.shape or ())
+    old, new = tuple(value.shape), tuple(size or 0 for size in result.shape or ())
     axes = flow.of(value)
-    if None in old or None in new or 0 in old:
+    if 0 in old or 0 in new:
         return unknown(flow, operation)
     given = _given_sizes(operation, len(new))
     found: list[Axis] = [None] * len(new)
