@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.caffe.comparing import compare
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
-_MODULES = {
-    "CaffeRecord": "amct.record",
-    "CaffeRetraining": "amct.caffe.qat.door",
-    "LayerConfig": "amct.config.settings",
-    "QuantConfig": "amct.config.ptq.quant_config",
-    "QuantizedModel": "amct.ptq.quantized_model",
-    "compare": "amct.caffe.comparing",
-    "equalize_model": "amct.caffe.ptq.equalization",
-    "export_onnx": "amct.caffe.onnx.graph",
-    "prepare_qat": "amct.caffe.qat.door",
-    "quantize": "amct.caffe.door",
-    "report": "amct.caffe.reporting",
-}
 __all__ = [
     "CaffeRecord",
     "CaffeRetraining",
@@ -48,10 +36,19 @@ __all__ = [
     "quantize",
     "report",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name, and torch with it, when it is first used."""
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CaffeRecord": "amct.record",
+        "CaffeRetraining": "amct.caffe.qat.door",
+        "LayerConfig": "amct.config.settings",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "compare": "amct.caffe.comparing",
+        "equalize_model": "amct.caffe.ptq.equalization",
+        "export_onnx": "amct.caffe.onnx.graph",
+        "prepare_qat": "amct.caffe.qat.door",
+        "quantize": "amct.caffe.door",
+        "report": "amct.caffe.reporting",
+    },
+)

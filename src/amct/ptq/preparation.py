@@ -11,7 +11,7 @@ import torch
 
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
-from amct.errors import CalibrationError
+from amct.errors import CalibrationError, ExportError
 from amct.export.qdq.exporter import observed_tensors
 from amct.export.saving import save_files
 from amct.model import Skip
@@ -19,9 +19,10 @@ from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.weight_kind import WeightKind
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
+from amct.report.network.onnx_graph import onnx_network
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from amct.ptq.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
+    from amct.report.network import Network
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +165,13 @@ class Preparation(ABC):
                 weight = parts[0].tensor if len(parts) == 1 else torch.cat([part.tensor for part in parts])
             found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
         return found
+
+    def network(self, integer_tensors: Collection[str] = ()) -> Network | None:
+        """The network as a graph for the report; None if the model has no ONNX form."""
+        try:
+            return onnx_network(self.float_model(None), self.layers, integer_tensors)
+        except ExportError:
+            return None
 
     # -- files ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from amct.config.qat.plan import RetrainPlan
+    from amct.pytorch.preparation import TorchPreparation
+    from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
 
@@ -217,13 +220,32 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
             f"model: {type(trained).__name__} has no trained quantizers; save the model that "
             "create_quant_retrain_model or restore_quant_retrain_model returned"
         )
-    inputs = example_inputs(trained, input_data)
-    example = (inputs.args, inputs.kwargs)
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
-    preparation = trained.preparation(example, io)
+    inputs = example_inputs(trained, input_data)
+    preparation = trained.preparation((inputs.args, inputs.kwargs), io)
     layers = preparation.traced.config_layers()
     _check_config(make_plan(read_config(content, os.fspath(config_file), layers), layers), trained.plan)
-    record = trained_record(preparation, trained)
+    save_trained(trained, preparation, path, where)
+
+
+def save_trained(
+    trained: QatModel, preparation: TorchPreparation, path: Path, where: SavePath, prune: Sequence[PruneRecord] = ()
+) -> None:
+    """Write the record and the exported files of a trained model.
+
+    Args:
+        trained: The model.
+        preparation: The folded model with the trained integers.
+        path: The record.
+        where: The folder and the prefix of the exported files.
+        prune: The pruning part of the record.
+
+    Raises:
+        ExportError: The model cannot be exported, or a file cannot be used.
+        FileError: A file cannot be written.
+    """
+    example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
+    record = replace(trained_record(preparation, trained), prune=tuple(prune))
     tensors = observe_tensors(preparation, [trained.seen or example])
     compared = reference(preparation, record, example)
     with atomic.FileGroup() as group:

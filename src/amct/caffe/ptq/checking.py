@@ -16,9 +16,8 @@ from amct.caffe.running import build_net, run_net
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
 from amct.export.check.checking import OnnxCheck
-from amct.export.check.outcome import UnusableFileError, compared, is_worse, say_checked, warn_worse
+from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
 from amct.export.check.reference import WORSE, Reference
-from amct.export.check.similarity import output_similarity
 from amct.export.formats import file_name
 from amct.export.saving import check_files
 from amct.ptq.compare import measure
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.deploy import Results
     from amct.export.formats import Exported
+    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.export.writer import SavePath
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)
@@ -144,8 +143,8 @@ class PairCheck:
         self._results = results
         net = results.folded_model.net
         self._schema = None if isinstance(net, type(new_message("NetParameter"))) else CustomSchema.of(net)
-        self._expected = dict(reference.expected or ())
-        self._simulated = output_similarity(self._expected, dict(reference.simulated or ()))[0]
+        outputs = [dict(each or ()) for each in (reference.expected, reference.simulated)]
+        self._batch = ComparedBatch(inputs=reference.inputs, expected=outputs[0], simulated=outputs[1])
 
     def check(self, group: FileGroup, prototxt: Path, caffemodel: Path) -> FileCheck:
         """Run one pair of a group.
@@ -158,7 +157,7 @@ class PairCheck:
             outputs = run_net(files.build(()), self._reference.inputs)
         except AmctError as error:
             raise UnusableFileError(prototxt, self._reference.origin, error) from error
-        result = compared(prototxt, self._reference.origin, self._expected, outputs, self._simulated)
+        result = compared(prototxt, self._reference.origin, [self._batch], [outputs])
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
             warn_worse(prototxt, result)

@@ -19,8 +19,8 @@ from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
 from amct.export.formats import file_name
+from amct.export.save_path import SavePath, warn_of_replaced
 from amct.export.saving import SavedContent, SaveRequest, file_entry
-from amct.export.writer import SavePath
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
@@ -211,6 +211,7 @@ def save_results(
                 files=_file_entries(where, exported, checks),
             )
             write_quant_json(group, where.quant_json, document)
+        warn_of_replaced(group.written())
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), where.folder)
     return written
 

@@ -15,6 +15,7 @@ from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
 from amct.pytorch.qat.building import build
 from amct.pytorch.qat.model import first_samples, with_state
 from amct.pytorch.qat.start import start_activations, start_weights
@@ -42,7 +43,7 @@ def prepare_qat(
     weights those with the least rounding error. Without a config: 8 bits for every layer that can be quantized.
 
     Args:
-        model: Any nn.Module; it is not changed.
+        model: Any nn.Module, also one that was pruned or has 2:4 masks; it is not changed.
         batches: Calibration data: a tensor, an iterable of batches or a DataLoader.
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QatConfig``.
         teacher: A float model, for ``distillation_loss``; usually ``model`` itself.
@@ -61,7 +62,7 @@ def prepare_qat(
     if target not in {each.value for each in Target}:
         listed = ", ".join(f'"{each.value}"' for each in Target)
         raise ArgumentError(f"target: expected one of {listed}, got {target!r}")
-    plain = unwrap(model)
+    plain, masks = without_masks(unwrap(model))
     refuse_operators(plain)
     data = torch_batches(plain, batches, inputs)
     example = data.first()
@@ -75,6 +76,7 @@ def prepare_qat(
     )
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
+    put_sparse(trainable, masks)
     start_weights(trainable)
     start = start_activations(trainable, data)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)

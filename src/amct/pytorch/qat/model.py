@@ -21,6 +21,7 @@ from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
+from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import as_float_model, check_trained, observe_tensors, prepare_trained, trained_record
 from amct.pytorch.qat.layers import quantized_layers
 from amct.report.content import TrainedClips, TrainingContent
@@ -137,11 +138,15 @@ class QatModel(nn.Module):
             TrainingError: The model was not trained long enough to know its ranges, or has diverged.
         """
         check_trained(self)
-        plain = copy_model(self)
+        trained: nn.Module = self
+        if sparse_layers(self):
+            trained = copy_model(self)
+            make_plain(trained)
+        plain = copy_model(trained)
         del plain._qat
         plain.__class__ = self.float_class
         as_float_model(plain)
-        return prepare_trained(self, plain, self._qat.plan, example, io)
+        return prepare_trained(trained, plain, self._qat.plan, example, io)
 
     @property
     def not_folded(self) -> tuple[Skip, ...]:

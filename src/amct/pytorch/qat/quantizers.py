@@ -19,6 +19,7 @@ from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.observer import finite_range
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, arq_step, learned_step, scale_count, valid_scale
+from amct.pytorch.qat.circumstances import is_recomputing, mean_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -145,14 +146,14 @@ class ActivationQuantizer(nn.Module):
     @torch.no_grad()
     def _begin(self, x: Tensor) -> None:
         """Observe one of the first batches, and set the clips to its range, or after the last to the best ones."""
-        if self._find_ready() or _is_recomputing() or x.numel() == 0:
+        if self._find_ready() or is_recomputing() or x.numel() == 0:
             return
         try:
             low, high = self._observe(x)
         except AmctError as error:
             raise TrainingError(f'layer "{self.layer}": {error}') from error
         count = int(self.batches) + 1
-        low, high = _mean_over_ranks(low), _mean_over_ranks(high)
+        low, high = mean_over_ranks(low), mean_over_ranks(high)
         observer = self._observer
         self.set_clips(low, high)
         self.batches.fill_(count)
@@ -318,17 +319,3 @@ class WeightQuantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:  # noqa: ANN401  torch's protocol
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-
-def _is_recomputing() -> bool:
-    """Whether a backward pass runs this forward again (gradient checkpointing): its batch was observed before."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean over all processes of distributed training, so that every process starts with the same clips."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    total = value.clone()
-    torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
