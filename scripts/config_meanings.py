@@ -144,7 +144,7 @@ LEGAL: Mapping[str, str] = MappingProxyType(
         "quant_layers": f"{KV_CACHE_TYPES[0]} layers of the model",
         "search_range_start": _SEARCH,
         "search_range_end": _SEARCH,
-        "search_step": "> 0, ≤ `search_range_end` − `search_range_start`",
+        "search_step": "> 0, ≤ `search_range_end` − `search_range_start`, at most 100 000 steps",
         "beta_range_start": _BETA,
         "beta_range_end": _BETA,
         "migration_strength": f"≥ {MIGRATION_RANGE[0]}, ≤ {MIGRATION_RANGE[1]}",

@@ -33,6 +33,7 @@ GROWTH_BYTES = 2 << 30
 CHUNK = 400
 """Inputs of one child process: starting one costs a few milliseconds, and its memory is given back."""
 SHOWN_LINES = 6
+SHOWN_EVERY = 25 * CHUNK
 
 
 class Fuzzer:
@@ -130,6 +131,8 @@ def fuzz(fuzzer: Fuzzer, numbers: list[int], keep: Path | None) -> tuple[Counter
     counts: Counter[tuple[str, str]] = Counter()
     failures = 0
     for start in range(0, len(numbers), CHUNK):
+        if start % SHOWN_EVERY == 0 and start:
+            sys.stderr.write(f"{start} of {len(numbers)} inputs, {failures} failures\n")
         for number, outcome in fuzzer.chunk(numbers[start : start + CHUNK]):
             name, content = fuzzer.damaged(number)
             kind = outcome.partition(":")[0]

@@ -17,7 +17,7 @@ NUMBERS = (
     b"-1e-45", b"0.5", b"nan", b"-inf", b"1e999", b"0x7f", b"true", b'""', b'"1"',
 )  # fmt: skip
 WORDS = (
-    b"\x00", b"\xff\xfe", "é".encode(), "\u202e".encode(), b"\x1b[31m", b"../x", b"/etc/passwd", b"", b"%s", b"{}",
+    b"\x00", b"\xff\xfe", "é".encode(), "\u202e".encode(), b"\x1b[31m", b"../x", b"/proc/version", b"", b"%s", b"{}",
     b"a" * 300,
 )  # fmt: skip
 INTEGERS = (

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+import onnx
 from PIL import Image
-from torture import Model
+from torture import Model, caffe_functions
 
 import amct.caffe
 import amct.onnx_model
@@ -40,9 +41,10 @@ from amct.data.lmdb import write_lmdb
 from amct.data.mean import read_mean
 from amct.data.samples import Preparation, open_samples
 from amct.errors import AmctError
+from amct.export.check.batch import batch_beside, batch_path
 from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.model.quant_json import read_quant_json
-from amct.record import format_record, parse_record, read_any_record, serialize_record
+from amct.record import Record, format_record, parse_record, read_any_record, serialize_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -128,7 +130,7 @@ def _dialect_readers(
 
     def plan(content: bytes, _: Path, read: Callable[..., Any]) -> object:
         config = read(content, "file", layers)
-        return config if dialect is kv_cache else dialect.make_plan(config, layers)
+        return dialect.make_plan(config) if dialect is kv_cache else dialect.make_plan(config, layers)
 
     yield f"config {name} text", Reader("text", tuple(simple), partial(plan, read=dialect.expand_config))
     yield f"config {name} json", Reader("json", tuple(full), partial(plan, read=dialect.read_config))
@@ -142,7 +144,9 @@ def _record_readers(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
     caffe_binary = ((folder / "caffe_quant_param_record.bin").read_bytes(),)
 
     def read(content: bytes, folder: Path, ending: str) -> object:
-        return format_record(read_any_record(put(content, folder, f"record.{ending}")))
+        record = read_any_record(put(content, folder, f"record.{ending}"))
+        chains = record.prune if isinstance(record, Record) else ()
+        return format_record(record), [node.mask() for chain in chains for node in chain.nodes]
 
     yield "record text", Reader("text", pytorch + caffe, partial(read, ending="txt"))
     yield "record binary", Reader("protobuf", binary + caffe_binary, partial(read, ending="bin"))
@@ -217,6 +221,16 @@ def _caffe_readers(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
     yield "prototxt run", Reader("text", nets, lambda c, at: _run_net(put(c, at, "net.prototxt")))
     yield "prototxt inspect", Reader("text", nets, inspect)
     yield "prototxt quantize", Reader("text", (prototxt.read_bytes(),), quantize, weight=2)
+    flow = folder / "flow"
+    flow.mkdir()
+    caffe_functions(model, flow)
+
+    def calibrate(content: bytes, place: Path) -> object:
+        put((flow / "record.txt").read_bytes(), place, "record.txt")
+        own = content.replace(str(flow / "record.txt").encode(), str(place / "record.txt").encode())
+        return _run_net(put(own, place, "modified.prototxt"), str(flow / "modified.caffemodel"))
+
+    yield "prototxt modified", Reader("text", ((flow / "modified.prototxt").read_bytes(),), calibrate, weight=2)
     yield "caffemodel", Reader("protobuf", (caffemodel.read_bytes(),), load_weights)
     net = amct_caffe.caffe.Net(str(prototxt), str(caffemodel), amct_caffe.caffe.TEST)
     net.save_hdf5(str(folder / "net.h5"))
@@ -309,6 +323,15 @@ def _files_beside(model: Model, folder: Path) -> Iterator[tuple[str, Reader]]:
             put(each, place, name)
         read_quant_json(Path(put(content, place, "onnx_quant.json")))
         return amct.onnx_model.compare(str(model.onnx), place / "onnx_qdq_model.onnx", [model.data])
+
+    record = folder / "record.txt"  # of the modified ONNX file
+
+    def kept_batch(content: bytes, place: Path) -> object:
+        put(record.read_bytes(), place, record.name)
+        put(content, place, batch_path(record).name)
+        return batch_beside(place / record.name, onnx.load(str(model.onnx)))
+
+    yield "kept batch", Reader("zip", (batch_path(record).read_bytes(),), kept_batch)
 
     def progress(content: bytes, place: Path) -> object:
         put(content, place, progress_path(place / "record.txt").name)

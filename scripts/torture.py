@@ -2,14 +2,16 @@
 
 Two models of the same shape are saved in turn under the same names. Each kill ends in one of these states:
 
-old, new   every file comes from one of the two models
+old, new   every file is as it was before the job, or as the job writes it
 noticed    the files are a mixture, and our readers refuse them ("interrupted save, run again")
 torn       a file is neither that of the one nor of the other model                      ── a defect
 mixed      the files are a mixture, and our readers accept them                          ── a defect
 broken     the next run fails, or leaves other files than it should                      ── a defect
 
-Half of the kills come at any moment of the job, half while files are being written. Every third job has a second
-writer of the other model beside it. Usage: ``python scripts/torture.py --kills 1000 --seed 7``.
+A third of the kills come at any moment of the job, a third while files are being written, a third while they get their
+names. Every third job has a second writer of the other model beside it.
+
+Usage: ``python scripts/torture.py --kills 1000 --seed 7``.
 """
 
 from __future__ import annotations
@@ -56,13 +58,21 @@ layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
 layer { name: "fc" type: "InnerProduct" bottom: "conv" top: "fc" inner_product_param { num_output: 5 } }
 """
 PREFIX = "net"
-IN_SAVE = 0.5
-"""The share of kills that wait for the first temporary file."""
+AIMS = {"any moment": "", "writing": ".amct-", "renaming": ".journal"}
+"""What a kill waits for: nothing, or the first hidden file with this in its name."""
+STATES = ("old", "new", "noticed", "torn", "mixed", "broken")
+DEFECTS = STATES[3:]
 SECOND_WRITER_EVERY = 3
 NEXT_RUN_EVERY = 4
+POLL_SECONDS = 0.0001
+RENAMING_SECONDS = 0.004
+"""Files of a group get their names within about this time."""
+GROUPS = {"pytorch_functions": 3, "caffe_functions": 3}
+"""How many groups of files a flow writes one after the other, if several."""
 SHARED_RECORD = ("pytorch_functions", "caffe_functions")
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
 LONGEST_JOB_SECONDS = 120.0
+SHOWN_EVERY = 100
 
 
 class Model:
@@ -291,11 +301,11 @@ class Victim:
             self.expected.append(contents(self.out))
         begun = time.monotonic()
         pid = start(self.job(models[-1]))
-        saving = self._first_temporary(pid, begun)
+        writing = self._wait_for("writing", pid, begun)
         if wait(pid) != 0:
             raise SystemExit(f"{name}: the flow fails without any kill")
-        self.seconds = time.monotonic() - begun
-        self.save_seconds = max(self.seconds - saving, 0.01)
+        whole = time.monotonic() - begun
+        self.seconds = {"any moment": whole, "writing": max(whole - writing, 0.01), "renaming": RENAMING_SECONDS}
 
     def job(self, model: Model) -> Callable[[], None]:
         """The whole flow for one model, as a process does it."""
@@ -308,28 +318,27 @@ class Victim:
         return run
 
     def round(self, number: int) -> str:
-        """Kill one job, and return the state of the files."""
-        model, other = self.rng.sample(self.models, 2)
+        """Kill a job that replaces the files of the one model by those of the other: the state of the files."""
+        before = contents(self.out)
+        model, other = self.models if before == self.expected[1] else self.models[::-1]
         begun = time.monotonic()
         pids = [start(self.job(model))]
         if number % SECOND_WRITER_EVERY == 0 and self.name not in SHARED_RECORD:
             pids.append(start(self.job(other)))
-        if self.rng.random() < IN_SAVE:
-            self._first_temporary(pids[0], begun)
-            time.sleep(self.rng.random() * self.save_seconds)
-        else:
-            time.sleep(self.rng.random() * self.seconds)
+        aim = self.rng.choice(list(AIMS))
+        self._wait_for(aim, pids[0], begun, self.rng.randint(1, GROUPS.get(self.name, 1)))
+        time.sleep(self.rng.random() * self.seconds[aim])
         kill(pids[0])
         failed = any(wait(pid) != 0 for pid in pids[1:])
-        state = self.state()
+        state = self.state(before)
         if failed:
             return "broken"
         # A job takes most of the time, so that not every harmless state is followed by one.
-        due = state != "old or new" or number % NEXT_RUN_EVERY == 0
+        due = state not in ("old", "new") or number % NEXT_RUN_EVERY == 0
         return state if not due or self._next_run_is_fine(model) else "broken"
 
-    def state(self) -> str:
-        """Which files are there, and whether our readers accept them."""
+    def state(self, before: dict[str, str]) -> str:
+        """Which files are there, compared with those before the job, and whether our readers accept them."""
         try:
             found = contents(self.out)
         except (ValueError, KeyError):
@@ -337,7 +346,7 @@ class Victim:
         if any(value not in (expected.get(name) for expected in self.expected) for name, value in found.items()):
             return "torn"
         if found in self.expected:
-            return "old or new"
+            return "old" if found == before else "new"
         return "mixed" if self._readable() else "noticed"
 
     def _readable(self) -> bool:
@@ -355,14 +364,14 @@ class Victim:
         left = [path.name for path in self.out.iterdir() if path.name.startswith(".amct")]
         return not left and contents(self.out) == self.expected[self.models.index(model)]
 
-    def _first_temporary(self, pid: int, begun: float) -> float:
-        """Wait until a job writes its first file, or has ended: the seconds since its start."""
-        while time.monotonic() - begun < LONGEST_JOB_SECONDS:
-            if any(entry.name.startswith(".amct") for entry in os.scandir(self.out)):
+    def _wait_for(self, aim: str, pid: int, begun: float, count: int = 1) -> float:
+        """Wait until a job has written hidden files of a kind, or has ended: the seconds since its start."""
+        seen: set[str] = set()
+        while AIMS[aim] and time.monotonic() - begun < LONGEST_JOB_SECONDS:
+            seen.update(entry.name for entry in os.scandir(self.out) if AIMS[aim] in entry.name)
+            if len(seen) >= count or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 break
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                break
-            time.sleep(0.0005)
+            time.sleep(POLL_SECONDS)
         return time.monotonic() - begun
 
 
@@ -377,6 +386,8 @@ def torture(kills: int, seed: int, names: list[str]) -> Counter[tuple[str, str]]
         for number in range(kills):
             victim = victims[number % len(victims)]
             states[victim.name, victim.round(number // len(victims))] += 1
+            if (number + 1) % SHOWN_EVERY == 0:
+                sys.stderr.write(f"{number + 1} of {kills} kills\n")
     return states
 
 
@@ -391,7 +402,9 @@ def main() -> int:
     states = torture(options.kills, options.seed, options.flows.split(","))
     for (flow, state), count in sorted(states.items()):
         sys.stdout.write(f"{flow:18} {state:10} {count}\n")
-    defects = sum(count for (_, state), count in states.items() if state in ("torn", "mixed", "broken"))
+    totals = {name: sum(count for (_, state), count in states.items() if state == name) for name in STATES}
+    sys.stdout.write(", ".join(f"{count} {name}" for name, count in totals.items()) + "\n")
+    defects = sum(totals[name] for name in DEFECTS)
     sys.stdout.write(f"{states.total()} kills, {defects} defects\n")
     return 1 if defects else 0
 

@@ -1,7 +1,7 @@
 """Programs that the tests of ``amct.atomic`` start in order to kill them: ``python atomic_writer.py <program> …``.
 
 ``group FOLDER COUNT SIZE``     writes generation after generation of COUNT files of SIZE bytes until killed
-``unsynced FOLDER COUNT SIZE``  the same without waiting for the disk: much time goes to the renames then
+``stopped FOLDER COUNT SIZE RENAMES``  writes generation 1, says ``now`` after some renames, and waits to be killed
 ``crash FOLDER``                kills itself at every single step of writing a group to two folders, and reports each
 """
 
@@ -34,9 +34,21 @@ def group(folder: Path, count: int, size: int) -> None:
         generation += 1
 
 
-def unsynced(folder: Path, count: int, size: int) -> None:
+def stopped(folder: Path, count: int, size: int, renames: int) -> None:
+    replace, left = os.replace, renames
+
+    def counted(source: Path, target: Path) -> None:
+        nonlocal left
+        if Path(target).name.startswith("file"):
+            if left == 0:
+                os.write(1, b"now\n")
+                signal.pause()
+            left -= 1
+        replace(source, target)
+
     os.fsync = lambda _: None  # a kill, unlike a power cut, loses nothing that was written
-    group(folder, count, size)
+    os.replace = counted
+    write_generation(folder, count, size, 1)
 
 
 class Countdown:
@@ -107,4 +119,4 @@ def everything(folder: Path) -> list[str]:
 
 if __name__ == "__main__":
     program, where, *numbers = sys.argv[1:]
-    {"group": group, "unsynced": unsynced, "crash": crash}[program](Path(where), *map(int, numbers))
+    {"group": group, "stopped": stopped, "crash": crash}[program](Path(where), *map(int, numbers))

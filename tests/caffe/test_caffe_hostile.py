@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine.net import Net
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.pycaffe.proto import caffe_pb2
 from amct.errors import AmctError, ModelError, ParseError
@@ -142,6 +143,7 @@ def test_sizes_of_a_billion_are_refused_before_anything_is_allocated(write, text
 def test_the_limit_can_be_raised(write, monkeypatch):
     path = write('layer { name: "in" type: "Input" top: "d" input_param { shape { dim: 1000000000 } } }')
     monkeypatch.setenv("AMCT_CAFFE_MAX_BLOB_BYTES", "5000000000")
+    monkeypatch.setenv("AMCT_CAFFE_MAX_NET_BYTES", "5000000000")
     assert caffe.Net(path, caffe.TEST).blobs["d"].shape == (10**9,)
     monkeypatch.setenv("AMCT_CAFFE_MAX_BLOB_BYTES", "100")
     with pytest.raises(ModelError, match="limit is"):
@@ -149,6 +151,62 @@ def test_the_limit_can_be_raised(write, monkeypatch):
     monkeypatch.setenv("AMCT_CAFFE_MAX_BLOB_BYTES", "lots")
     with pytest.raises(ModelError, match="must be a number of bytes, got 'lots'"):
         caffe.Net(path, caffe.TEST)
+
+
+MEGABYTE = 'layer { name: "in" type: "Input" top: "b0" input_param { shape { dim: 1 dim: 262144 } } }'
+
+
+def tiles(count, readers="b{}"):
+    """Layers with a top of one megabyte each."""
+    return MEGABYTE + "".join(
+        f'layer {{ name: "t{i}" type: "Power" bottom: "{readers.format(i)}" top: "b{i + 1}" }}' for i in range(count)
+    )
+
+
+@pytest.fixture
+def ten_megabytes(monkeypatch):
+    monkeypatch.setenv("AMCT_CAFFE_MAX_NET_BYTES", str(10 * 2**20))
+
+
+TOO_MUCH = r"the net holds .* GiB of parameters and blobs at the same time; .*smaller batch; .*AMCT_CAFFE_MAX_NET_BYTES"
+
+
+@pytest.mark.usefixtures("ten_megabytes")
+def test_all_blobs_of_a_net_together_are_limited(write):
+    caffe.Net(write(tiles(9)), caffe.TEST).forward()
+    with pytest.raises(ModelError, match=rf'layer "t9" \(Power\).*{TOO_MUCH}'):
+        caffe.Net(write(tiles(20)), caffe.TEST)
+    # In-place layers, splits and reshapes have no memory of their own; freed blobs do not count.
+    caffe.Net(write(tiles(4, readers="b0") + 'layer { name: "f" type: "Flatten" bottom: "b1" top: "f" }'), caffe.TEST)
+    Net.from_file(write(tiles(20)), keep_blobs=False).forward()
+    bottoms = " ".join(f'bottom: "b{i + 1}"' for i in range(20))
+    text = tiles(20, readers="b0") + f'layer {{ name: "all" type: "Eltwise" {bottoms} top: "all" }}'
+    with pytest.raises(ModelError, match=rf'layer "t9" \(Power\).*{TOO_MUCH}'):  # all are held for the last layer
+        Net.from_file(write(text), keep_blobs=False)
+
+
+@pytest.mark.usefixtures("ten_megabytes")
+def test_all_parameters_of_a_net_together_are_limited(write):
+    def text(name):
+        return 'layer { name: "in" type: "Input" top: "d" input_param { shape { dim: 1 dim: 512 } } }' + "".join(
+            f'layer {{ name: "p{i}" type: "InnerProduct" bottom: "d" top: "p{i}" {name} inner_product_param '
+            "{ num_output: 512 bias_term: false } }"
+            for i in range(20)
+        )
+
+    with pytest.raises(ModelError, match=rf'layer "p9" \(InnerProduct\).*{TOO_MUCH}'):
+        caffe.Net(write(text("")), caffe.TEST)
+    caffe.Net(write(text('param { name: "shared" }')), caffe.TEST)
+
+
+@pytest.mark.usefixtures("ten_megabytes")
+@pytest.mark.parametrize("keep_blobs", [True, False])
+def test_a_larger_batch_is_checked_before_each_layer(write, keep_blobs):
+    net = Net.from_file(write(tiles(4)), keep_blobs=keep_blobs)
+    net.forward()
+    net.blob("b0").reshape(6, 262144)
+    with pytest.raises(ModelError, match=rf'layer "t0" \(Power\).*{TOO_MUCH}'):
+        net.forward()
 
 
 def test_growing_at_run_time_is_checked_too(write):
@@ -167,6 +225,13 @@ def test_negative_sizes(write, size):
     path = write(f'layer {{ name: "in" type: "Input" top: "d" input_param {{ shape {{ dim: {size} }} }} }}')
     with pytest.raises(ModelError, match="a size cannot be negative"):
         caffe.Net(path, caffe.TEST)
+
+
+@pytest.mark.parametrize("kind", ["Slice", "Concat"])
+def test_a_layer_that_shares_memory_with_itself(write, kind):
+    """It once ended in an endless loop over the blobs that share memory."""
+    net = caffe.Net(write(INPUT + f'layer {{ name: "s" type: "{kind}" bottom: "d" top: "d" }}'), caffe.TEST)
+    assert net.forward(d=np.ones((1, 8, 4, 4)))["d"].sum() == 128
 
 
 def test_ten_thousand_layers(write):

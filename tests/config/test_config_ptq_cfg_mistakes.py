@@ -135,6 +135,14 @@ RANGES = {
     ),
     "percentile 1.5": (common("ifmr_quantize { @max_percentile: 1.5 }"), "max_percentile must be at most 1, got 1.5"),
     "percentile 0.5": (common("ifmr_quantize { @min_percentile: 0.5 }"), "min_percentile must be greater than 0.5"),
+    "search step 1e-9": (
+        common("ifmr_quantize { @search_step: 1e-9 }"),
+        "search_step must divide search_range into at most 100000 steps, got 1e-09",
+    ),
+    "search range 1e30": (
+        common("ifmr_quantize { search_range_end: 1e30 @search_step: 0.01 }"),
+        "search_step must divide search_range into at most 100000 steps",
+    ),
     "search step 0": (common("ifmr_quantize { @search_step: 0 }"), "search_step must be greater than 0"),
     "search range": (
         common("ifmr_quantize { @search_range_start: 2 }"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import tracemalloc
 import zipfile
 
 import h5py
@@ -84,6 +85,27 @@ def test_a_gzip_file_that_expands_more_than_a_hundred_times(tmp_path):
     (tmp_path / "bomb.idx.gz").write_bytes(gzip.compress(head + bytes(10**6)))
     with pytest.raises(ParseError, match=r"bomb\.idx\.gz: \d+ bytes of data in \d+ bytes, more than 100 times"):
         read_idx(tmp_path / "bomb.idx.gz")
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_gzip_bomb_is_stopped_while_it_expands():
+    bomb = gzip.compress(bytes(2**26), 9)
+    tracemalloc.start()
+    with pytest.raises(ParseError, match="more than 100 times"):
+        expansion.gunzip(bomb, "bomb.gz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # What it may expand to, and one block more; the decoder doubles the buffer of a block while it fills it.
+    assert peak < expansion.RATIO * len(bomb) + 4 * expansion._BLOCK_BYTES < 2**24
+
+
+def test_no_file_expands_to_more_than_the_memory_of_the_machine(monkeypatch):
+    monkeypatch.setattr(expansion, "machine_bytes", lambda: 2**20)
+    expansion.check_expansion(2**20, 2**20, "x")
+    with pytest.raises(ParseError, match=r"x: .* of data, more than the .* of memory of this machine\. Split the file"):
+        expansion.check_expansion(2**20 + 1, 2**20, "x")
+    with pytest.raises(ParseError, match=r"bomb\.gz: .* more than the .* of memory"):
+        expansion.gunzip(gzip.compress(bytes(2**22)), "bomb.gz")
 
 
 def test_gzip_members_are_joined_and_damage_is_noticed(tmp_path):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from export_nets import residual
 
+from amct.errors import ModelError
 from amct.export.check import batch
 from amct.export.check.batch import batch_beside, batch_path, encode_batch, seeded_batch, some_samples
+from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE
 
 RECORD = b"record {\n}\n"
 IMAGES = np.arange(2 * 3 * 8 * 8, dtype=np.float32).reshape(2, 3, 8, 8)
@@ -43,6 +45,19 @@ def pickled():
     return stream.getvalue()
 
 
+def with_input(change):
+    """A kept batch whose input was changed; its checksum is right."""
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(encode_batch({"x": IMAGES}, RECORD))) as source,
+        zipfile.ZipFile(stream, "w") as archive,
+    ):
+        for name in source.namelist():
+            entry = source.read(name)
+            archive.writestr(name, change(entry) if name.startswith("input_") else entry)
+    return stream.getvalue()
+
+
 def compressed():
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -58,6 +73,8 @@ UNUSABLE = {
     "another type": (encode_batch({"x": IMAGES.astype(np.float64)}, RECORD), "does not fit the inputs of the model"),
     "text": (encode_batch({"x": np.array(["a"])}, RECORD), "is not a kept batch"),
     "half a file": (encode_batch({"x": IMAGES}, RECORD)[:-300], "is not a kept batch"),
+    "damaged header": (with_input(lambda entry: entry.replace(b"8)", b"8 ")), "is not a kept batch"),
+    "no array": (with_input(lambda _: b"no array"), "is not a kept batch"),
     "objects": (pickled(), "is not a kept batch"),
     "compressed": (compressed(), "is not a kept batch"),
     "too large": (b"0" * 2000, "is larger than a kept batch can be"),
@@ -87,6 +104,16 @@ def test_random_inputs_are_the_same_every_time():
     for name, (_, dtype) in wanted.items():
         assert first[name].dtype == dtype
         np.testing.assert_array_equal(first[name], second[name])
+
+
+def test_random_inputs_are_limited(monkeypatch):
+    monkeypatch.setenv(MODEL_LIMIT_VARIABLE, "1000")
+    seeded_batch({"x": ([100], np.dtype("f4")), "y": ([25], np.dtype("f4"))})
+    with pytest.raises(ModelError, match=rf'input "y" has shape \[26\]: .*{MODEL_LIMIT_VARIABLE}'):
+        seeded_batch({"x": ([100], np.dtype("f4")), "y": ([26], np.dtype("f4"))})
+    monkeypatch.delenv(MODEL_LIMIT_VARIABLE)
+    with pytest.raises(ModelError, match=r'input "x" has shape \[1, 1099511627776\]'):
+        seeded_batch({"x": ([0, 2**40], np.dtype("f4"))})
 
 
 def test_only_samples_within_the_limit_are_kept():

@@ -11,7 +11,7 @@ from export_nets import calibrate, residual, run
 from amct.errors import ModelError
 from amct.export.check import running
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.check.similarity import output_similarity
+from amct.export.check.similarity import loss_uncertainty, output_similarity
 from amct.export.qdq.exporter import qdq_model
 
 
@@ -68,6 +68,21 @@ def test_models_are_timed_in_turn(monkeypatch):
     assert calls == ["slow", "fast"] * running.FEWEST_ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("original", "ratio", "may_be_slower"),
+    [([1.0, 1.0, 1.0, 1.0], 1.0, False), ([0.9, 1.0, 1.04, 1.2], 1.02, True), ([0.5, 1.0, 1.4, 3.0], 1.2, False)],
+    ids=["the same every time", "within its spread", "clearly faster"],
+)
+def test_a_speed_has_a_margin(net, monkeypatch, original, ratio, may_be_slower):
+    _, model = net
+    loaded = LoadedModel(model, profile=True)
+    monkeypatch.setattr(running, "_times", lambda runs, budget: {"file": [1.0] * 4, "original": original})
+    speed = running.speed_of(loaded, loaded, net[0].data())
+    assert speed.ratio == pytest.approx(ratio)
+    assert (speed.least < 1) == may_be_slower
+    assert speed.nodes
+
+
 def test_of_several_outputs_the_worst_is_reported():
     x = np.array([3.0, 4.0], np.float32)
     expected = {"same": x, "other": x, "classes": np.array([1])}
@@ -85,3 +100,17 @@ def test_outputs_that_do_not_correspond_are_named():
         "a": "its shape is [1, 3], expected [2, 3]",
         "b": "the file has no output of this name",
     }
+
+
+def test_the_uncertainty_of_a_loss_is_the_spread_of_repeated_measurements():
+    random = np.random.default_rng(3)
+    losses, errors = [], []
+    for _ in range(400):
+        common = random.uniform(1, 2, size=(8, 1))  # some samples are noisier than others, in both models
+        expected = [{"y": np.zeros((1, 40), np.float32)} for _ in range(8)]
+        simulated = [{"y": (random.normal(size=(1, 40)) * size).astype(np.float32)} for size in common]
+        got = [{"y": (random.normal(size=(1, 40)) * size * 1.2).astype(np.float32)} for size in common]
+        noise = [sum(float((each["y"] ** 2).sum()) for each in outputs) for outputs in (got, simulated)]
+        losses.append(10 * math.log10(noise[0] / noise[1]))
+        errors.append(loss_uncertainty(expected, simulated, got, "y"))
+    assert np.mean(errors) == pytest.approx(np.std(losses), rel=0.15)

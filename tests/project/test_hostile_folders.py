@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,13 +22,11 @@ import amct.record
 import amct_caffe.caffe
 import amct_pytorch
 from amct import atomic, log
+from amct.atomic import _group
 from amct.atomic._names import _machine
 from amct.cli import main
-from amct.errors import FileError
+from amct.errors import AmctError, FileError
 from amct.record import CaffeLayerRecord, DataFactors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROTOTXT = """\
 name: "small"
@@ -106,15 +104,13 @@ def caffe_graph():
     return amct_caffe.init("caffe.json", *CAFFE_PAIR, "flow_record.txt")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with float models of all kinds, their quantized files, configs and records, and data."""
-    folder = tmp_path_factory.mktemp("made")
+def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, factory=FACTORY, nets=NETS) -> None:
+    """Write float models of all kinds, their quantized files, configs and records, and data."""
     for name, text in {
-        "net.prototxt": PROTOTXT,
-        "train.prototxt": TRAINED,
+        "net.prototxt": prototxt,
+        "train.prototxt": trained,
         "solver.prototxt": SOLVER,
-        f"{NETS}.py": FACTORY,
+        f"{nets}.py": factory,
         "custom.proto": CUSTOM_PROTO,
         "quant.cfg": "batch_num: 1\n",
         "dmq.cfg": "batch_num: 1\ncommon_config { dmq_balancer { migration_strength: 0.5 } }\n",
@@ -122,7 +118,7 @@ def made(tmp_path_factory):
     }.items():
         (folder / name).write_text(text)
     np.save(folder / "data.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
-    save_onnx(onnx_model(), folder / "net.onnx")
+    save_onnx(onnx or onnx_model(), folder / "net.onnx")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("AMCT_LOG_LEVEL", "error")
@@ -131,13 +127,20 @@ def made(tmp_path_factory):
         net.save_hdf5("net.h5")
         assert main(["quantize", *CAFFE_PAIR, *DATA, "-o", "caffe"]) == 0
         assert main(["quantize", "net.onnx", *DATA, "-o", "onnx"]) == 0
-        assert main(["quantize", f"{NETS}:build", *DATA, "-o", "torch"]) == 0
+        assert main(["quantize", f"{nets}:build", *DATA, "-o", "torch"]) == 0
         assert main(["caffe", "train", "--solver", "solver.prototxt"]) == 0
         amct_caffe.create_quant_config("caffe.json", *CAFFE_PAIR)
         amct_pytorch.create_quant_config("torch.json", torch_model(), batch())
         amct_pytorch.create_quant_config("dmq.json", torch_model(), batch(), config_defination="dmq.cfg")
         amct_pytorch.quantize_model("torch.json", "m.onnx", "r.txt", torch_model(), batch())(batch())
     shutil.rmtree(folder / "amct_log", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with float models of all kinds, their quantized files, configs and records, and data."""
+    folder = tmp_path_factory.mktemp("made")
+    write_files(folder)
     return folder
 
 
@@ -448,6 +451,34 @@ def test_every_public_function_is_here(module):
 
 # ------------------------------------------------------------------------------------------------ interrupted saves
 
+SAVES = {
+    "amct.pytorch.QuantizedModel.save": ("torch", "_record.txt"),
+    "amct.onnx_model.QuantizedModel.save": ("onnx", "_record.txt"),
+    "amct.caffe.QuantizedModel.save": ("caffe", "_quant_param_record.txt"),
+    "amct_pytorch.save_model": ("flow", None),  # its record was written by the calibration
+    "amct_caffe.init to save_model": ("flow", "_quant_param_record.txt"),
+}
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("save", SAVES)
+def test_one_save_is_one_group_with_the_record_and_quant_json_last(save, monkeypatch):
+    prefix, record = SAVES[save]
+    groups = []
+
+    def noted(targets, written):
+        groups.append([path.name for path in targets if path.name.startswith(f"{prefix}_")])
+        return write_notices(targets, written)
+
+    write_notices = _group.write_notices
+    monkeypatch.setattr(_group, "write_notices", noted)
+    WRITING_FUNCTIONS[save]()
+    (group,) = [names for names in groups if names]
+    assert group[-1] == f"{prefix}_quant.json"
+    assert record is None or f"{prefix}{record}" in group
+    assert set(group) == set(json.loads(Path(group[-1]).read_text())["files"]) | {group[-1]}
+
+
 REFUSING = {
     "record show": (["record", "show", "caffe_quant_param_record.txt"], "caffe_quant_param_record.txt"),
     "config check": (["config", "check", "caffe.json", "--model", "net.prototxt"], "caffe.json"),
@@ -475,6 +506,22 @@ def test_files_of_an_interrupted_save_are_refused_by_every_reader(place, command
     assert f'{file}" cannot be used' in error
     assert "Run that save again" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("named", [".bashrc", ".profile", "new/record.txt"])
+def test_a_prototxt_that_names_a_record_elsewhere_writes_no_file_of_the_user(place, named):
+    graph = caffe_graph()
+    amct_caffe.weights_quantize_model(graph, "a.prototxt", "a.caffemodel")
+    amct_caffe.activation_quantize_model(graph, "a.prototxt", "a.caffemodel")
+    model, target = place / "model" / "a.prototxt", place / "home" / named
+    text = model.read_text()
+    own = str(place / "model" / "flow_record.txt")
+    assert own in text
+    model.write_text(text.replace(own, str(target)))
+    before = state(place / "home")
+    with pytest.raises(AmctError, match=r"not a record|does not exist; a prototxt creates no files|\.bashrc:1"):
+        run_caffe("a.prototxt", "a.caffemodel")
+    assert state(place / "home") == before
 
 
 def test_the_modified_onnx_file_of_an_interrupted_save_is_refused(place):

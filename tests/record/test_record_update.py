@@ -186,6 +186,8 @@ def test_entries_that_cannot_be_written_leave_the_file(tmp_path):
         update(file, "a", 3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="expected a non-empty string"):
         update(file, "", LayerRecord())
+    with pytest.raises(ArgumentTypeError, match="expected a non-empty string"):
+        update_inputs(file, {"": [DataFactors(scale=1.0, offset=0)]})
     with pytest.raises(FileError, match="it is a folder"):
         update(tmp_path, "a", LayerRecord())
     assert parse_record(file.read_text()) == Record({"a": LayerRecord(offset_d=1)})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from amct.caffe.door import quantize
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
+    from amct.caffe.qat.door import CaffeRetraining, prepare_qat
     from amct.caffe.reporting import report
     from amct.config.ptq.quant_config import QuantConfig
     from amct.config.settings import LayerConfig
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaffeRecord",
+    "CaffeRetraining",
     "LayerConfig",
     "QuantConfig",
     "QuantizedModel",
     "compare",
     "equalize_model",
     "export_onnx",
+    "prepare_qat",
     "quantize",
     "report",
 ]
@@ -37,12 +40,14 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "CaffeRecord": "amct.record",
+        "CaffeRetraining": "amct.caffe.qat.door",
         "LayerConfig": "amct.config.settings",
         "QuantConfig": "amct.config.ptq.quant_config",
         "QuantizedModel": "amct.ptq.quantized_model",
         "compare": "amct.caffe.comparing",
         "equalize_model": "amct.caffe.ptq.equalization",
         "export_onnx": "amct.caffe.onnx.graph",
+        "prepare_qat": "amct.caffe.qat.door",
         "quantize": "amct.caffe.door",
         "report": "amct.caffe.reporting",
     },

@@ -51,7 +51,7 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
         FileError: The file does not exist.
     """
     path = Path(model)
-    if path.suffix == ".prototxt" or model.endswith(".prototxt.txt"):
+    if is_prototxt(model):
         from amct.caffe.layer_list import layer_list
 
         return Dialect.caffe, layer_list(path, custom_proto)
@@ -68,6 +68,11 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
         'model: expected a .prototxt, an .onnx file, a Python reference "package.module:factory" or a list of layers '
         f'in a .txt file ({LIST_FORM}), got "{model}"'
     )
+
+
+def is_prototxt(model: str) -> bool:
+    """Whether a model is a prototxt, by its name."""
+    return model.endswith((".prototxt", ".prototxt.txt"))
 
 
 def _listed(path: Path) -> tuple[Dialect, LayerList]:

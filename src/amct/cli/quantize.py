@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from amct.cli.data_options import DataOptions, takes_data
-from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference
+from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
 from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, short_name, show, show_json
 from amct.errors import ArgumentError
@@ -274,6 +274,13 @@ def inspect(
 
     dialect, layers = model_layers(model, input_shape, custom_proto)
     rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
+    if is_prototxt(model):
+        from amct.caffe.layer_list import unbuildable_layer
+
+        name, reason = unbuildable_layer(model, custom_proto) or (None, "")
+        for row in rows:
+            if row["layer"] == name:
+                row["verdict"] = f"cannot be built: {reason}"
     if as_json:
         show_json(rows)
         return

@@ -11,6 +11,7 @@ import typer
 from amct.cli import printing
 from amct.cli.comparison import Models, Request, Top1, check_report
 from amct.cli.data_options import DataOptions, takes_data
+from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 from amct.cli.model_pair import check_file
 from amct.errors import ArgumentError
 
@@ -22,6 +23,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")],
     data: DataOptions | None,
     top1: Top1 = False,
+    custom_proto: CustomProtoOption = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Compare quantizations: the arguments are two or more quant.json files."),
@@ -45,7 +47,7 @@ def report(
         return
     if data is None:
         raise ArgumentError("--data: a report needs data to run the models on, or --compare and quant.json files")
-    result = Request(models=models, data=data, report=output, top1=top1).run()
+    result = Request(models=models, data=data, report=output, top1=top1, custom_proto=custom_proto).run()
     if as_json:
         printing.show_json(result)
     else:

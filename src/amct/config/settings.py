@@ -23,6 +23,8 @@ def _integer(value: Any) -> Any:  # noqa: ANN401  any JSON value
     return value
 
 
+MOST_SEARCH_STEPS = 100_000
+"""The largest number of ranges that IFMR tries: more would take hours or all memory, and find nothing better."""
 Percentile = Annotated[float, Field(strict=True, gt=0.5, le=1.0)]
 OpenFraction = Annotated[float, Field(strict=True, gt=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(strict=True, gt=0.0)]
@@ -69,6 +71,12 @@ class IfmrSettings(CheckedSettings):
             raise SettingsError("search_range", message)
         if self.search_step > (end - start) * (1 + _FLOAT32_EPSILON) + _FLOAT32_EPSILON:
             message = f"search_step must be at most the width {end - start:g} of search_range, got {self.search_step:g}"
+            raise SettingsError("search_step", message)
+        if (end - start) / self.search_step > MOST_SEARCH_STEPS:
+            message = (
+                f"search_step must divide search_range into at most {MOST_SEARCH_STEPS} steps, "
+                f"got {self.search_step:g} for [{start:g}, {end:g}]"
+            )
             raise SettingsError("search_step", message)
 
 

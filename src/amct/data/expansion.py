@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 
 from amct.errors import ParseError
+from amct.memory import gibibytes, machine_bytes
 
 FREE_BYTES = 2**29
 """Any file may expand to this many bytes."""
@@ -29,6 +30,11 @@ def check_expansion(expanded: int, stored: int, source: str) -> None:
         raise ParseError(
             f"{source}: {expanded} bytes of data in {stored} bytes, more than {RATIO} times: the file is damaged or "
             "hostile. If it is yours, store it without compression"
+        )
+    if expanded > machine_bytes():
+        raise ParseError(
+            f"{source}: {gibibytes(expanded)} of data, more than the {gibibytes(machine_bytes())} of memory of this "
+            "machine. Split the file"
         )
 
 

@@ -145,12 +145,14 @@ class SavedContent:
         tensors: Factors of the tensors between layers; None if nothing was observed.
         reference: The batch on which the written files are run; None: they are not.
         calls: How often each layer is computed, if more than once.
+        others: Further files of the group, by path.
     """
 
     record: Any
     tensors: Mapping[str, TensorFactors] | None = None
     reference: Reference | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[Path, bytes] = field(default_factory=dict)
 
 
 def save_files(
@@ -172,7 +174,7 @@ def save_files(
         FileError: a file cannot be written; none was.
     """
     exports = _Exports.of(request, model, content) if model is not None else None
-    others: dict[Path, bytes] = {}
+    others = dict(content.others)
     if request.with_record:
         path = request.where.file("record.txt")
         others[path] = encode_record(content.record, "text")

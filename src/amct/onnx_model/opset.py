@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 from onnx import ModelProto, helper, version_converter
 
 from amct.errors import ModelError
-from amct.export.onnx.messages import copy_fields, first_line, model_opset
+from amct.export.onnx.light import is_large, light_copy
+from amct.export.onnx.messages import first_line, model_opset
 from amct.export.writer import OPSETS, check_opset
-
-if TYPE_CHECKING:
-    from onnx import TensorProto
 
 NEWEST_FILE_VERSION = 10
 """The IR version of the newest supported opset; runtimes reject files with a newer one."""
@@ -51,31 +46,9 @@ def set_file_version(model: ModelProto) -> None:
     model.ir_version = max(needed, min(model.ir_version, NEWEST_FILE_VERSION))
 
 
-# -- models without their large weights --------------------------------------------------------------------------------
-# Checking, shape inference and opset conversion need small constants (shapes, axes) but no weights. In a light copy
-# large initializers are inputs of the same name and shape, so that models above protobuf's 2 GB limit work too.
-
-
-LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
-
-
-def light_copy(model: ModelProto) -> ModelProto:
-    """A copy of the model with large initializers replaced by inputs; small ones are kept."""
-    light = ModelProto()
-    copy_fields(model, light, skip={"graph"})
-    copy_fields(model.graph, light.graph, skip={"initializer"})
-    declared = {value.name for value in light.graph.input}
-    for tensor in model.graph.initializer:
-        if not _is_large(tensor):
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in declared:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-    return light
-
-
 def with_weights(light: ModelProto, model: ModelProto) -> ModelProto:
     """Add the large initializers of the model to its (possibly changed) light copy, in place, and return it."""
-    light.graph.initializer.extend(tensor for tensor in model.graph.initializer if _is_large(tensor))
+    light.graph.initializer.extend(tensor for tensor in model.graph.initializer if is_large(tensor))
     drop_stored_inputs(light)
     return light
 
@@ -86,7 +59,3 @@ def drop_stored_inputs(model: ModelProto) -> None:
     kept = [value for value in model.graph.input if value.name not in stored]
     del model.graph.input[:]
     model.graph.input.extend(kept)
-
-
-def _is_large(tensor: TensorProto) -> bool:
-    return math.prod(tensor.dims) > LARGEST_CONSTANT

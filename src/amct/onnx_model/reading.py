@@ -19,17 +19,17 @@ from amct.errors import ArgumentTypeError, ModelError, ParseError
 from amct.export.onnx.checked import (
     check_function_sizes,
     check_loops,
-    check_sizes,
     check_tensors,
     check_texts,
     decode_model,
     load_external,
 )
+from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import first_line
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
+from amct.export.onnx.sizes import check_sizes
 from amct.onnx_model.opset import (
     drop_stored_inputs,
-    light_copy,
     set_file_version,
     usual_opset,
     with_opset,
@@ -99,8 +99,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     if not allow_quantized:
         proto = with_explicit_pool_padding(with_opset(proto, usual_opset(proto)))
         _name_nodes(proto)
-    _declare_shapes(proto)
-    check_sizes(source, (*proto.graph.value_info, *proto.graph.output))
+    check_sizes(source, _declare_shapes(proto))
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
     return SourceModel(name=name, model=proto)
 
@@ -192,16 +191,20 @@ def _name_nodes(proto: ModelProto) -> None:
         taken.add(name)
 
 
-def _declare_shapes(proto: ModelProto) -> None:
-    """Add the inferred shapes; if inference fails, the model keeps its declarations."""
+def _declare_shapes(proto: ModelProto) -> ModelProto:
+    """Add the inferred shapes, and return a light copy that also has those of bodies.
+
+    If inference fails, the model keeps its declarations and is returned itself.
+    """
     try:
         inferred = onnx.shape_inference.infer_shapes(light_copy(proto))
     except Exception:  # noqa: BLE001  only a help: onnxruntime judges the model
-        return
+        return proto
     known = {value.name for value in proto.graph.value_info}
     for value in inferred.graph.value_info:
         if value.name not in known:
             proto.graph.value_info.append(value)
+    return inferred
 
 
 def input_shape(proto: ModelProto, name: str) -> tuple[int | str | None, ...] | None:

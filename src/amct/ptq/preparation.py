@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.calibration import CalibrationResult
-    from amct.config.plan import LayerPlan, Plan
+    from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.binding import LayerBinding
     from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.weights import LayerWeights
@@ -221,8 +221,12 @@ def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) ->
     )
 
 
-def enabled_layers(plan: Plan, names: Iterable[str]) -> list[LayerPlan]:
+def enabled_layers(
+    plan: LayerPlans[PlannedLayer], names: Iterable[str], *, switch: str = "quant_enable"
+) -> list[PlannedLayer]:
     """The plans of the layers to be quantized, in the order of ``names``; the plan's warnings are logged.
+
+    ``switch`` is the key of the config that switches a layer on.
 
     Raises:
         CalibrationError: There is none.
@@ -233,6 +237,6 @@ def enabled_layers(plan: Plan, names: Iterable[str]) -> list[LayerPlan]:
     chosen = [by_name[name] for name in names if name in by_name]
     if not chosen:
         raise CalibrationError(
-            f"{plan.source}: no layer is to be quantized; set quant_enable of at least one layer to true"
+            f"{plan.source}: no layer is to be quantized; set {switch} of at least one layer to true"
         )
     return chosen

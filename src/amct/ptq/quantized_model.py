@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from amct.report.summary import summary_html, summary_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.export.binding import TensorFactors
     from amct.model import Skip
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
-    from amct.report.content import ReportContent
+    from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Metric
 
 
@@ -47,12 +48,12 @@ class QuantizedModel:
         prepared: PreparedModel,
         record: AnyRecord,
         tensors: Mapping[str, TensorFactors] | None,
-        example: Any,  # noqa: ANN401  the door's arguments
+        examples: Sequence[Any],
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
-        self._example = example
+        self._examples = examples
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -144,7 +145,7 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        compared = reference(self.prepared, self.record, self._example) if check and request.formats else None
+        compared = reference(self.prepared, self.record, self._examples) if check and request.formats else None
         return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(
@@ -170,6 +171,7 @@ class QuantizedModel:
         *,
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
+        training: TrainingContent | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -183,6 +185,7 @@ class QuantizedModel:
             files: Files whose sizes are shown, such as those that ``save`` returned. Outputs and metric are measured of
                 a QDQ file among them, otherwise of the simulation. A ``quant.json`` among them gets the report's
                 SHA-256 and what was measured.
+            training: What quantization-aware training did.
 
         Returns:
             The path.
@@ -197,7 +200,7 @@ class QuantizedModel:
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
         found = self._measured_report(data, metric, inputs, listed)
-        write_page(where, found.content)
+        write_page(where, replace(found.content, training=training))
         for file in listed:
             if file.name.endswith(QUANT_JSON):
                 add_related(file, "report", where)
@@ -228,12 +231,11 @@ class QuantizedModel:
             config=config_text(prepared.plan),
             network=prepared.network(_integer_tensors(listed)),
         )
-        batches = (
-            iter([(self._example, self._example)]) if data is None else prepared.batches(data, inputs).with_originals()
-        )
+        first = self._examples[0]
+        batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
         file = qdq_file(listed)
         written = WrittenFile(prepared, file) if file is not None else None
-        if written is not None and not written.fits(self._example):
+        if written is not None and not written.fits(first):
             file = written = None
         measured = measure(
             *prepared.compared_models(self.record),

@@ -57,11 +57,15 @@ def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable
     """
     if kind not in (LayerRecord, KvCacheRecord, CaffeLayerRecord):
         raise ArgumentTypeError(f"expected a LayerRecord, KvCacheRecord or CaffeLayerRecord, got {kind.__name__}")
-    if not isinstance(layer, str) or not layer:
-        raise ArgumentTypeError(f"the name of a layer: expected a non-empty string, got {layer!r}")
+    _check_name(layer)
     source = os.fspath(path)
 
     atomic.modify(path, lambda content: _changed_entry(content, source, layer, kind, change))
+
+
+def _check_name(layer: object) -> None:
+    if not isinstance(layer, str) or not layer:
+        raise ArgumentTypeError(f"the name of a layer: expected a non-empty string, got {layer!r}")
 
 
 def update_input(path: AnyPath, layer: str, factors: DataFactors) -> None:
@@ -79,6 +83,8 @@ def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) ->
         FileError: The file cannot be read or written.
         RecordParseError: The file is not a record.
     """
+    for layer in inputs:
+        _check_name(layer)
     source = os.fspath(path)
 
     def changed(content: bytes | None) -> bytes:

@@ -175,12 +175,38 @@ class LayerNote:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrunedLayer:
+    """A layer that makes channels: their number before and after pruning."""
+
+    layer: str
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileSize:
     """A file that belongs to the report, with its size in bytes and what was measured when it was checked."""
 
     name: str
     size: int
     check: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedClips:
+    """The clips of a layer's input before training, where they were known, and after."""
+
+    layer: str
+    before: tuple[float, float] | None
+    after: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingContent:
+    """What quantization-aware training did: the losses of its steps or epochs, and where the clips moved."""
+
+    losses: tuple[float, ...] = ()
+    clips: tuple[TrainedClips, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +224,13 @@ class ReportContent:
         files: The files of the model with their sizes.
         layers: The quantized layers, in execution order.
         fused: The folded layers, each with the layer it was folded into.
-        skipped: The layers that are not quantized, each with the reason.
+        skipped: The layers that are not quantized, or not pruned, each with the reason.
+        pruned: The layers of a pruned model.
+        kind: What the page is called.
         config: The config used, as text.
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
+        training: What quantization-aware training did; None without training.
     """
 
     model: str
@@ -215,6 +244,9 @@ class ReportContent:
     layers: tuple[LayerContent, ...] = ()
     fused: tuple[LayerNote, ...] = ()
     skipped: tuple[LayerNote, ...] = ()
+    pruned: tuple[PrunedLayer, ...] = ()
+    kind: str = "Quantization report"
     config: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
+    training: TrainingContent | None = None

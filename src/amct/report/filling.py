@@ -169,17 +169,17 @@ def report_content(
         verdict=verdict(measured.metric, measured.outputs, [(layer.name, layer.sqnr) for layer in layers]),
         network=subject.network,
         figures=tuple(_figures(measured, (before, after))),
-        files=_file_sizes([Path(file) for file in files]),
+        files=file_sizes([Path(file) for file in files]),
         layers=layers,
         fused=subject.fused,
         skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in subject.skipped),
         config=subject.config,
-        versions=_versions(),
+        versions=program_versions(),
         created=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
 
 
-def _file_sizes(paths: Sequence[Path]) -> tuple[FileSize, ...]:
+def file_sizes(paths: Sequence[Path]) -> tuple[FileSize, ...]:
     """The files with their sizes, and the numbers that a quant.json among them has of their check."""
     documents = [read_quant_json(path) for path in paths if path.name.endswith(QUANT_JSON) and path.is_file()]
     checks = {name: entry.check for document in documents for name, entry in document.files.items()}
@@ -240,7 +240,7 @@ def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
     return WeightRanges(minimum=tuple(minima), maximum=tuple(maxima)) if minima else None
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def program_versions() -> tuple[tuple[str, str], ...]:
     """Return the names and versions of the programs used."""
     others = ("onnx", "onnxruntime", "numpy")
     return (

@@ -1,28 +1,33 @@
-"""The largest allowed size of a blob: a wrong number in a prototxt gives an error instead of using all memory."""
+"""The largest allowed size of a blob and of a net: a wrong number in a prototxt is an error, no use of all memory."""
 
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.blob import MAX_ELEMENTS
+from amct.caffe.engine.plan import build_plan
 from amct.errors import ModelError
+from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.build.graph import Graph
+    from amct.caffe.engine.plan import Step
 
-#: Environment variable that raises the limit, in bytes.
+#: Environment variable that raises the limit of one blob, in bytes.
 LIMIT_VARIABLE = "AMCT_CAFFE_MAX_BLOB_BYTES"
 DEFAULT_LIMIT = 2 * 2**30
+#: Environment variable that raises the limit of all blobs of a net together, in bytes.
+NET_LIMIT_VARIABLE = "AMCT_CAFFE_MAX_NET_BYTES"
 _BYTES_PER_VALUE = 4
 
 
 def size_check() -> Callable[[Shape, str], None]:
     """Return a function that rejects shapes above the limit: ``check(shape, 'blob "conv1"')`` raises ModelError."""
-    limit = _limit()
+    limit = number_from_environment(LIMIT_VARIABLE, DEFAULT_LIMIT)
 
     def check(shape: Shape, what: str) -> None:
         if any(size < 0 for size in shape):
@@ -34,17 +39,63 @@ def size_check() -> Callable[[Shape, str], None]:
             raise ModelError(f"{what} would have shape {shape}: blob size exceeds INT_MAX ({MAX_ELEMENTS} values)")
         if count * _BYTES_PER_VALUE > limit:
             raise ModelError(
-                f"{what} would have shape {shape}, {count * _BYTES_PER_VALUE / 2**30:.1f} GiB; the limit is "
-                f"{limit / 2**30:.1f} GiB. If this size is intended, set {LIMIT_VARIABLE} to a larger number of bytes."
+                f"{what} would have shape {shape}, {gibibytes(count * _BYTES_PER_VALUE)}; the limit is "
+                f"{gibibytes(limit)}. If this size is intended, set {LIMIT_VARIABLE} to a larger number of bytes."
             )
 
     return check
 
 
-def _limit() -> int:
-    text = os.environ.get(LIMIT_VARIABLE, "")
-    if not text:
-        return DEFAULT_LIMIT
-    if not text.isdigit() or int(text) == 0:
-        raise ModelError(f"{LIMIT_VARIABLE} must be a number of bytes, got {text!r}")
-    return int(text)
+class NetMemory:
+    """Counts the parameters and blobs that a net holds at the same time; each step of a forward pass must fit.
+
+    The limit is half of the machine's memory: gradients and copies inside of layers need as much again.
+    """
+
+    def __init__(self) -> None:
+        self._tensors = LiveTensors(number_from_environment(NET_LIMIT_VARIABLE, machine_bytes() // 2))
+
+    def begin(self, step: Step) -> None:
+        """Add the parameters and the tops of a step; the shapes are known.
+
+        Raises:
+            ModelError: There are too many blobs.
+        """
+        layer = step.node.layer
+        for node in (step.node,) if step.chain is None else step.chain.nodes:
+            # Shared parameters have one memory, which is counted once.
+            self._tensors.make({id(blob.values): _bytes(blob) for blob in node.layer.blobs})
+        is_view = step.chain is None and layer.shares_memory and bool(step.bottoms)
+        self._tensors.make(
+            {id(blob): _bytes(blob) for blob in step.tops}, view_of=id(step.bottoms[0]) if is_view else None
+        )
+        if self._tensors.is_too_much:
+            raise layer.error(
+                f"with this layer the net holds {gibibytes(self._tensors.bytes)} of parameters and blobs at the same "
+                f"time; the limit is {gibibytes(self._tensors.limit)}. Use a smaller batch; or, if this size is "
+                f"intended, set {NET_LIMIT_VARIABLE} to a larger number of bytes"
+            )
+
+    def end(self, step: Step) -> None:
+        """Remove the blobs that are freed after a step."""
+        self._tensors.free(map(id, step.release))
+
+
+def check_net_memory(graph: Graph, kept: Collection[int] | None) -> None:
+    """Check a forward pass over the whole net before anything is allocated.
+
+    Args:
+        graph: The net.
+        kept: None if every blob is kept, else the blobs that are not freed after their last reader.
+
+    Raises:
+        ModelError: The net needs too much memory; the message names the layer at which the limit is reached.
+    """
+    memory = NetMemory()
+    for step in build_plan(graph, 0, len(graph.nodes) - 1, literal=True, kept=kept).steps:
+        memory.begin(step)
+        memory.end(step)
+
+
+def _bytes(blob: Blob) -> int:
+    return math.prod(blob.shape) * _BYTES_PER_VALUE

@@ -15,7 +15,7 @@ from amct.caffe.engine.build.graph import GraphBuilder
 from amct.caffe.engine.build.insert_splits import insert_splits
 from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.layer import TEST
-from amct.caffe.engine.limits import size_check
+from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.plan import Plan, Step, build_plan
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
@@ -69,6 +69,7 @@ class Net:
             for node in self.graph.nodes:
                 node.needs_backward = False
         self._kept = self._kept_blobs(keep_blobs)
+        check_net_memory(self.graph, self._kept)
         self._records: dict[int, Record] = {}
         self._plans: dict[tuple[int, int, frozenset[int], bool], Plan] = {}
         self._check_size = size_check()
@@ -150,12 +151,12 @@ class Net:
         plan = self._plan(start, last, kept, literal=bool(watched))
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
-        loss = 0.0
+        loss, memory = 0.0, NetMemory()
         with torch.no_grad():
             for step in plan.steps:
                 for callback in self._callbacks["before_forward"]:
                     callback(step.node.index)
-                self._run_step(step)
+                self._run_step(step, memory)
                 loss += _loss_of(step.node)
                 for callback in self._callbacks["after_forward"]:
                     callback(step.node.index)
@@ -264,13 +265,14 @@ class Net:
     def _blobs(self, indices: list[int]) -> list[Blob]:
         return [self.graph.blobs[index] for index in indices]
 
-    def _run_step(self, step: Step) -> None:
+    def _run_step(self, step: Step, memory: NetMemory) -> None:
         node, layer = step.node, step.node.layer
         shapes = [blob.shape for blob in step.bottoms]
         if shapes != step.shapes:
             for each in [node] if step.chain is None else step.chain.nodes:
                 self._reshape_node(each)
             step.shapes = shapes
+        memory.begin(step)
         try:
             self._compute(step)
         except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
@@ -281,6 +283,7 @@ class Net:
             blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
         for blob in step.release:
             blob.values.release()
+        memory.end(step)
 
     def _compute(self, step: Step) -> None:
         node, layer = step.node, step.node.layer

@@ -103,7 +103,7 @@ def _find_mirrors(graph: Graph, steps: list[Step]) -> None:
     """Where a layer shares its bottom's memory (Reshape), a later in-place layer changes both blobs, as in Caffe."""
     source: dict[int, int] = {}
     for node in graph.nodes:
-        if node.layer.shares_memory and node.bottoms:
+        if node.layer.shares_memory and node.bottoms and node.bottoms[0] not in node.tops:  # not in place
             source.update(dict.fromkeys(node.tops, node.bottoms[0]))
     for step in steps:
         changed = _tops(step)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import math
 import os
 import zipfile
 from pathlib import Path
@@ -20,7 +21,9 @@ import numpy as np
 from onnx import helper
 
 from amct.atomic import read_bytes
-from amct.errors import FileError
+from amct.errors import FileError, ModelError
+from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
+from amct.memory import gibibytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,10 +38,13 @@ LARGEST_BATCH = 16_000_000
 """Bytes of a batch that is kept beside a record."""
 MOST_SAMPLES = 16
 """A check needs no more samples than this, where the model does not fix their number."""
+MOST_BATCHES = 8
+"""A check needs no more batches than this."""
 _RECORD, _NAMES, _INPUT = "record_sha256", "names", "input_"
 _LARGEST_HEADERS = 1_000_000
 _SEED = 20240607
 _UNKNOWN_SIZE = 1
+_DRAWN_BYTES = 8  # random numbers are drawn as float64 or int64
 
 
 def batch_path(record: str | os.PathLike[str]) -> Path:
@@ -94,9 +100,10 @@ def _decoded(content: bytes, record: bytes, name: str) -> dict[str, NDArray[Any]
                 return f"{name} belongs to another record"
             names = [str(each) for each in arrays[_NAMES].reshape(-1)]
             found = {each: arrays[f"{_INPUT}{index}"] for index, each in enumerate(names)}
-    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, MemoryError, zipfile.BadZipFile):
+    except Exception:  # noqa: BLE001  a damaged file may raise any error of zipfile, numpy and the tokenizer it uses
         return damaged
-    if any(array.dtype.kind not in "fiub" for array in found.values()):
+    # NumPy returns an entry that is no array as its bytes.
+    if any(not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub" for array in found.values()):
         return damaged
     return found
 
@@ -141,11 +148,21 @@ def seeded_batch(inputs: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> d
 
     Args:
         inputs: By name: the shape, in which a size that is not positive counts as 1, and the type.
+
+    Raises:
+        ModelError: The inputs would need too much memory.
     """
     random = np.random.default_rng(_SEED)
     found: dict[str, NDArray[Any]] = {}
+    total = 0
     for name, (sizes, dtype) in inputs.items():
         shape = [size if size > 0 else _UNKNOWN_SIZE for size in sizes]
+        total += math.prod(shape) * max(dtype.itemsize, _DRAWN_BYTES)
+        if total > model_limit():
+            raise ModelError(
+                f'input "{name}" has shape {shape}: with it the inputs need {gibibytes(total)}; the limit is '
+                f"{gibibytes(model_limit())}. If this size is intended, set {MODEL_LIMIT_VARIABLE} to a larger number"
+            )
         values = random.standard_normal(shape) if dtype.kind == "f" else random.integers(0, 2, shape)
         found[name] = np.asarray(values).astype(dtype)
     return found

@@ -13,7 +13,8 @@ square.
   make the noise of the weights 4 times as large. So the whole noise grows by at most the larger of both factors:
   ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
 
-A file that is worse than the simulation by more than ``WORSE`` is reported. One that is worse by more than
+A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
+data: the loss that was measured plus ``LIKELY`` standard errors of it exceeds ``WORSE``. One that is worse by more than
 ``expected_loss`` + ``WORSE`` is repaired, if its further tensors are the cause of at least half of the loss: without
 them, fewer layers run in integer kernels, so they are not given up for little.
 """
@@ -38,6 +39,8 @@ SEVEN_BIT_NOISE = 4.0
 """How much larger the rounding noise of weights is with 7 bits than with 8."""
 WORSE = 1.0
 """Decibels by which a file may be worse than the simulation without a warning."""
+LIKELY = 2.0
+"""Standard errors above the measured loss up to which the loss on other data is expected: 97.5 % of normal errors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,12 +53,19 @@ class Reference:
         expected: The floating-point outputs of the float model in the order of the ONNX files, with their names where
             the front door has names; None: the float ONNX model gives them.
         simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
+        further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
     """
 
     inputs: Mapping[str, NDArray[Any]]
     origin: str
     expected: Outputs | None = None
     simulated: Outputs | None = None
+    further: tuple[Reference, ...] = ()
+
+    @property
+    def batches(self) -> tuple[Reference, ...]:
+        """This batch and the further ones."""
+        return self, *self.further
 
 
 def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx
 from google.protobuf.descriptor import FieldDescriptor
@@ -18,16 +18,15 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from amct.atomic import check_whole
 from amct.errors import FileError, ModelError, ParseError
 from amct.export.onnx.messages import first_line, subgraphs
+from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
+from amct.memory import gibibytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from onnx import FunctionProto, GraphProto, NodeProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, NodeProto
 
-LIMIT_VARIABLE = "AMCT_ONNX_MAX_TENSOR_BYTES"
-"""Environment variable that raises the largest allowed size of a tensor between two nodes, in bytes."""
-DEFAULT_LIMIT = 4 * 2**30
 MOST_NODES = 1_000_000
 """The largest number of nodes of a model whose functions are expanded."""
 MOST_REPETITIONS = 1_000_000
@@ -103,6 +102,7 @@ def load_external(source: str, proto: ModelProto, folder: Path | None) -> None:
             f'{source}: tensor "{outside[0].name}" is kept in another file; give the path of the model instead'
         )
     check_whole(*{_location(source, tensor, folder) for tensor in outside})
+    _check_external_sizes(source, outside, folder)
     try:
         onnx.load_external_data_for_model(proto, str(folder))
     except Exception as error:
@@ -130,6 +130,22 @@ def _location(source: str, tensor: TensorProto, folder: Path) -> Path:
     if not exists:
         raise FileError(f'{source}: tensor "{tensor.name}" is kept in "{location}", which does not exist')
     return place
+
+
+def _check_external_sizes(source: str, tensors: Iterable[TensorProto], folder: Path) -> None:
+    """Check how much will be read before it is read: many tensors may name the same bytes of one file."""
+    total = 0
+    for tensor in tensors:
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        # Without a usable length the rest of the file is read; a negative one would be taken as such, too.
+        length = entries.get("length", "")
+        total += int(length) if length.isdigit() else _location(source, tensor, folder).stat().st_size
+        if total > model_limit():
+            raise ModelError(
+                f'{source}: with tensor "{tensor.name}" the tensors that it keeps in files of their own need '
+                f"{gibibytes(total)}; the limit is {gibibytes(model_limit())}. If this size is intended, set "
+                f"{MODEL_LIMIT_VARIABLE} to a larger number of bytes"
+            )
 
 
 def stored_tensors(graph: GraphProto) -> Iterator[TensorProto]:
@@ -203,21 +219,34 @@ def _standard(node: NodeProto, opsets: Mapping[str, int]) -> NodeProto:
     return plain
 
 
+class _Count(NamedTuple):
+    """The size of a graph whose functions are expanded."""
+
+    nodes: int
+    bytes: int
+
+
 def check_function_sizes(source: str, proto: ModelProto) -> None:
-    """Check how many nodes a model has after its functions are expanded: each function may call another one twice.
+    """Check how large a model becomes when its functions are expanded: each function may call another one twice.
 
     Raises:
-        ParseError: there are too many, or a function calls itself.
+        ModelError: its nodes, with the constants in them, need too much memory.
+        ParseError: there are too many nodes, or a function calls itself.
     """
     functions = {(function.domain, function.name): function for function in proto.functions}
-    counts: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], _Count] = {}
     for key in functions:
         _count_function(source, key, functions, counts)
-    total = _count(proto.graph.node, counts)
+    total, size = _count(proto.graph.node, counts)
     if total > MOST_NODES:
         raise ParseError(
             f"{source}: its functions expand to {total} nodes; the limit is {MOST_NODES}. The file is damaged or "
             "hostile; export the model without functions"
+        )
+    if size > model_limit():
+        raise ModelError(
+            f"{source}: its functions expand to nodes of {gibibytes(size)}; the limit is {gibibytes(model_limit())}. "
+            f"If this size is intended, set {MODEL_LIMIT_VARIABLE} to a larger number of bytes"
         )
 
 
@@ -225,7 +254,7 @@ def _count_function(
     source: str,
     key: tuple[str, str],
     functions: Mapping[tuple[str, str], FunctionProto],
-    counts: dict[tuple[str, str], int],
+    counts: dict[tuple[str, str], _Count],
 ) -> None:
     """Count the nodes of a function and of the functions that it calls; iterative, because chains can be long."""
     waiting, entered = [key], set()
@@ -250,45 +279,16 @@ def _all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from _all_nodes(body.node)
 
 
-def _count(nodes: Iterable[NodeProto], counts: Mapping[tuple[str, str], int]) -> int:
-    return sum(counts.get((node.domain, node.op_type), 1) for node in _all_nodes(nodes))
+def _count(nodes: Iterable[NodeProto], counts: Mapping[tuple[str, str], _Count]) -> _Count:
+    total = size = 0
+    for node in _all_nodes(nodes):
+        called = counts.get((node.domain, node.op_type), _Count(1, 0))
+        # The nodes of a body are counted twice, in the body and by its owner: the expanded size is not underestimated.
+        total, size = total + called.nodes, size + called.bytes + node.ByteSize()
+    return _Count(total, size)
 
 
-# -- sizes and loops ---------------------------------------------------------------------------------------------------
-
-
-def check_sizes(source: str, values: Iterable[ValueInfoProto]) -> None:
-    """Check the sizes of tensors whose shapes are known: a Concat of a tensor with itself doubles it.
-
-    Raises:
-        ModelError: a tensor is above the limit.
-    """
-    limit = _limit()
-    for value in values:
-        kind = value.type.tensor_type
-        sizes = [dimension.dim_value if dimension.HasField("dim_value") else 1 for dimension in kind.shape.dim]
-        count = math.prod(max(size, 0) for size in sizes)
-        if count * _element_bytes(kind.elem_type) > limit:
-            raise ModelError(
-                f'{source}: tensor "{value.name}" would have shape {sizes}, more than {limit / 2**30:.1f} GiB. If this '
-                f"size is intended, set {LIMIT_VARIABLE} to a larger number of bytes"
-            )
-
-
-def _element_bytes(kind: int) -> int:
-    try:
-        return int(helper.tensor_dtype_to_np_dtype(kind).itemsize) or 1
-    except (KeyError, TypeError, ValueError):
-        return 1
-
-
-def _limit() -> int:
-    text = os.environ.get(LIMIT_VARIABLE, "")
-    if not text:
-        return DEFAULT_LIMIT
-    if not text.isdigit() or int(text) == 0:
-        raise ModelError(f"{LIMIT_VARIABLE} must be a number of bytes, got {text!r}")
-    return int(text)
+# -- loops -------------------------------------------------------------------------------------------------------------
 
 
 def check_loops(source: str, proto: ModelProto) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
-from threading import TIMEOUT_MAX, Timer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +12,10 @@ import torch
 from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
+from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import any_value, copy_fields, first_line, tensor_array
+from amct.export.onnx.run_watch import RunWatch, longest_run
+from amct.export.onnx.sizes import check_sizes_of_run
 from amct.export.writer import EXTERNAL_THRESHOLD, save_model
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
-SECONDS_VARIABLE = "AMCT_ONNX_RUN_SECONDS"
-"""Environment variable with the longest time of one batch."""
-DEFAULT_SECONDS = 600
 _PROVIDERS = ["CPUExecutionProvider"]
 _NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
@@ -51,6 +49,9 @@ class Runner:
         self._constants = {name: tensor_array(stored[name]) for name in wanted if name in stored}
         computed = [name for name in wanted if name not in inputs and name not in stored]
         self._fetched = tuple(dict.fromkeys([*self.outputs, *computed]))
+        self._seconds = longest_run(model)
+        self._light = light_copy(model)
+        self._checked_shapes: dict[str, tuple[int, ...]] | None = None
         self._session = open_session(with_outputs(model, computed), _NO_SPINNING)
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
@@ -58,35 +59,33 @@ class Runner:
 
         Raises:
             CalibrationError: the model rejects these inputs, or does not end.
+            ModelError: it would need too much memory for inputs of these shapes.
         """
-        seconds = _longest_run()
-        options = onnxruntime.RunOptions()
-        options.log_severity_level = _FATAL_ONLY
-        watch = Timer(seconds, setattr, (options, "terminate", True))
-        watch.daemon = True
-        watch.start()
+        self._check_memory(feeds)
+        options = quiet_options()
+        watch = RunWatch(options, self._seconds)
         try:
-            results = self._session.run(list(self._fetched), dict(feeds), options)
+            with watch:
+                results = self._session.run(list(self._fetched), dict(feeds), options)
         except Exception as error:
-            if options.terminate:
-                raise CalibrationError(
-                    f"the model does not finish one batch in {seconds} seconds: does it have a Loop that never ends? "
-                    f"If it needs more time, set {SECONDS_VARIABLE}"
-                ) from error
-            raise CalibrationError(f"onnxruntime cannot run the model on this batch: {first_line(error)}") from error
-        finally:
-            watch.cancel()
+            reason = watch.reason or f"onnxruntime cannot run the model on this batch: {first_line(error)}"
+            raise CalibrationError(reason) from error
         found = dict(zip(self._fetched, results, strict=True))
         return {**found, **{name: feeds[name] for name in self._fed}, **self._constants}
 
+    def _check_memory(self, feeds: Mapping[str, NDArray[Any]]) -> None:
+        """Check the sizes of all tensors, once for every shape of the inputs."""
+        shapes = {name: tuple(value.shape) for name, value in feeds.items()}
+        if shapes != self._checked_shapes:
+            check_sizes_of_run("the model", self._light, shapes, self._fetched)
+            self._checked_shapes = shapes
 
-def _longest_run() -> int:
-    text = os.environ.get(SECONDS_VARIABLE, "")
-    if not text:
-        return DEFAULT_SECONDS
-    if not text.isdigit() or int(text) == 0:
-        raise ModelError(f"{SECONDS_VARIABLE} must be a number of seconds, got {text!r}")
-    return min(int(text), int(TIMEOUT_MAX))
+
+def quiet_options() -> onnxruntime.RunOptions:
+    """Options of a run that prints nothing: errors are raised."""
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL_ONLY
+    return options
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:

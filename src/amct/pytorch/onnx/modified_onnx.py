@@ -19,8 +19,9 @@ from amct import __version__
 from amct.atomic import Snapshot, read_bytes
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, ParseError
-from amct.export.onnx.checked import check_nodes, check_tensors, decode_model, load_external
+from amct.export.onnx.checked import check_loops, check_nodes, check_tensors, decode_model, load_external
 from amct.export.onnx.messages import tensor_array
+from amct.export.onnx.sizes import check_declared_sizes
 from amct.export.writer import save_model
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.layer_types import own_weight
@@ -131,6 +132,8 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
     check_nodes(f'"{file}"', model)
     load_external(f'"{file}"', model, file.parent)
     check_tensors(f'"{file}"', model)
+    check_loops(f'"{file}"', model)
+    check_declared_sizes(f'"{file}"', model)
     try:
         notes = FileNotes.model_validate_json(text) if text is not None else _notes_of_nodes(model)
     except ValidationError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.atomic import read_bytes, write_bytes
+from amct.atomic import is_file, read_bytes, write_bytes
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.registry import register
 from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
@@ -24,11 +24,11 @@ from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
-from amct.errors import AmctError, CalibrationError
+from amct.errors import AmctError, CalibrationError, FileError
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
-from amct.record import update_inputs
+from amct.record import read_caffe_record, update_inputs
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class IFMR(Layer):
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options."""
         self.options = self.parameter.ifmr_param
-        if not self.options.object_layer:
-            raise self.error("ifmr_param needs object_layer")
+        if not self.options.object_layer or "" in self.options.object_layer:
+            raise self.error("ifmr_param needs object_layer, the name of a layer")
         self.session: CalibrationSession | None = None
         self.kept: _KeptInputs | None = None
         self._log_started = False
@@ -235,18 +235,38 @@ class _KeptInputs:
         return None if self._missing or not self._found else self._found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _RecordFile:
     """The record file of a calibration, its progress file and the kept batch."""
 
     path: str
     kept: _KeptInputs
+    is_checked: bool = False
+
+    def _check(self) -> None:
+        """Check that the record exists, as after ``init``: otherwise a prototxt could write to any path that it names.
+
+        Raises:
+            FileError: There is no record.
+            RecordParseError: The file is not a record.
+        """
+        if self.is_checked:
+            return
+        if not is_file(self.path):
+            raise FileError(
+                f'record_file_path: the record "{self.path}" does not exist; a prototxt creates no files. Start again '
+                "with init and activation_quantize_model"
+            )
+        read_caffe_record(self.path)
+        self.is_checked = True
 
     def note(self, progress: Mapping[str, Progress]) -> None:
+        self._check()
         logger.info("calibration: %d/%d batches", *max(progress.values()))
         RecordFiles(self.path).note(progress)
 
     def write(self, result: CalibrationResult) -> None:
+        self._check()
         found = caffe_inputs(result)
         update_inputs(self.path, found)
         for layer, inputs in found.items():
