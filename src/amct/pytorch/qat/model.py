@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amct import log
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import Placement, Target
 from amct.export.saving import DEFAULT_FORMATS
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
