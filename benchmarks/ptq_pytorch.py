@@ -299,7 +299,7 @@ def jobs(folder: Path) -> Values:
     for name in ("ours", *PEERS):
         package = PEERS.get(name, "amct")
         if importlib.util.find_spec(package) is None:
-            found[name] = {"failed": f'the package "{package}" is not installed (pip install "amct[bench]")'}
+            found[name] = {"failed": f"{name} is not installed (pip install {package.replace('_', '-')})"}
         else:
             found[name] = job(name, folder / name, REPETITIONS)
     return found

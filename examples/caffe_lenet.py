@@ -58,7 +58,7 @@ def quantize(weights: Path, data: Digits, folder: Path) -> Example:
     files = quantized.save(folder / "lenet")
 
     tests = data.test_batches()
-    worst = min(quantized.compare(tests[:1]), key=lambda layer: layer.sqnr)
+    worst = min(quantized.compare(tests), key=lambda layer: layer.sqnr)
     float_file = folder / "lenet_float.onnx"
     amct.export_onnx(DEPLOY, weights, float_file)  # for comparison only
     report = quantized.report(folder / "lenet.html", tests, top1_accuracy, files=[weights, *files])

@@ -91,7 +91,10 @@ def main() -> int:
         from measuring import measure
 
         figures = [measure(example) for example in examples]
-    console.print(table_of(examples, figures))
+    table = table_of(examples, figures)
+    console.print(table)
+    with (folder / "table.txt").open("w", encoding="utf-8") as file:  # `make pictures` puts it into the README
+        Console(file=file, width=80).print(table)
     took = f"{time.perf_counter() - begin:.0f} seconds"
     console.print(f"All files are in {folder}; the reports open in any browser. It took {took}.", highlight=False)
     return 0

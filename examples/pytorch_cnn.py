@@ -87,7 +87,7 @@ def quantize(model: nn.Module, data: Digits, folder: Path) -> Example:
     files = quantized.save(folder / "cnn")
 
     tests = [(torch.from_numpy(images), torch.from_numpy(labels)) for images, labels in data.test_batches()]
-    worst = min(quantized.compare(tests[:1]), key=lambda layer: layer.sqnr)
+    worst = min(quantized.compare(tests), key=lambda layer: layer.sqnr)
     float_file = export_float(model, calibration[0], folder / "cnn_float.onnx")
     report = quantized.report(folder / "cnn.html", tests, top1_accuracy, files=[float_file, *files])
     return Example(

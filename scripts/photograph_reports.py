@@ -1,4 +1,4 @@
-"""Photograph the reports of the demo for the documents: the whole page, one layer, and the page on a phone.
+"""Photograph the reports of the demo for the documents, and put its table into the READMEs: all of one run.
 
 Run it (``make pictures``) after the look of the report changed. It runs the demo unless its reports are there, opens
 them in a headless Chromium, and writes ``docs/images/*.png``. Pillow reduces the colours to keep the pictures small.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
 LARGEST = 200 * 1024  # bytes
 
 sys.path.insert(0, str(ROOT / "tests" / "report"))
@@ -51,7 +54,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture(name="report", page="cnn.html", last="#detail"),
+    Picture(name="report", page="cnn.html", last="#graph"),
     Picture(name="report-page", page="cnn.html"),
     Picture(name="report-layer", page="lenet.html", first="#detail", last="#detail", layer="conv2"),
     Picture(name="report-phone", page="lenet.html", last="#layers", phone=True),
@@ -79,19 +82,30 @@ def photograph(browser: Chromium, folder: Path, picture: Picture) -> bytes:
     return base64.b64decode(shot["data"])
 
 
+def put_into_readmes(table: str) -> None:
+    """Replace the demo's table in both READMEs, so that it is of the same run as the pictures."""
+    lines = [line.rstrip() for line in table.splitlines()[2:]]  # without its title
+    block = "```text\n" + "\n".join(lines).strip("\n") + "\n```"
+    for page in READMES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"```text\n.*?```", lambda _: block, text, count=1, flags=re.DOTALL), encoding="utf-8")
+
+
 def main() -> int:
     """Write the images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", type=Path, default=ROOT / "out" / "demo", help="where the demo left its reports")
     folder = parser.parse_args().demo.resolve()
     if not (folder / "cnn.html").is_file():
-        subprocess.run([sys.executable, ROOT / "examples" / "demo.py", "--output", folder], check=True)
+        demo = [sys.executable, ROOT / "examples" / "demo.py", "--output", os.path.relpath(folder, ROOT)]
+        subprocess.run(demo, cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Chromium(Path(profile))
         try:
             pictures = {picture.name: photograph(browser, folder, picture) for picture in PICTURES}
         finally:
             browser.close()
+    put_into_readmes((folder / "table.txt").read_text(encoding="utf-8"))
     for name, png in pictures.items():
         small = small_png(png)
         if len(small) > LARGEST:

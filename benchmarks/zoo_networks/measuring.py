@@ -80,10 +80,11 @@ def _measure(subject: Subject, folder: Path, progress: Progress, *, brief: bool)
         job_seconds=time.process_time() - begin, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     )
     progress.write(step="run")
-    wanted = [subject.float_outputs(batch) for batch in subject.test]
-    simulated = [subject.simulated_outputs(quantized, batch) for batch in subject.test]
-    progress.write(simulation_sqnr=sqnr(wanted, simulated))
     files = {"float": folder / "float.onnx", "ours": folder / "net_qdq_model.onnx"}
+    names = [value.name for value in session(files["ours"]).get_outputs()]
+    wanted = [subject.file_reference(batch, names) for batch in subject.test]
+    simulated = [subject.simulated_outputs(quantized, batch, names) for batch in subject.test]
+    progress.write(simulation_sqnr=sqnr(wanted, simulated))
     onnx.save(subject.float_onnx(quantized), files["float"])
     progress.write(file_sqnr=file_sqnr(files["ours"], subject))
     progress.write(outcome="quantized")

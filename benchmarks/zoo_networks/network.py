@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Outputs = list[np.ndarray]
     Feeds = Mapping[str, np.ndarray]
 
-CALIBRATION, TEST = 8, 6  # batches
+CALIBRATION, TEST = 8, 12  # batches
 
 
 class Subject(Protocol):
@@ -35,14 +35,11 @@ class Subject(Protocol):
     def quantize(self) -> QuantizedModel:
         """Quantize it with the defaults of its door."""
 
-    def float_outputs(self, batch: Any) -> Outputs:  # noqa: ANN401  the door's own kind
-        """What the user's float model computes."""
-
     def file_reference(self, batch: Any, names: Sequence[str]) -> Outputs:  # noqa: ANN401
         """What the user's float model computes for the outputs of a file."""
 
-    def simulated_outputs(self, quantized: QuantizedModel, batch: Any) -> Outputs:  # noqa: ANN401
-        """What the simulation computes."""
+    def simulated_outputs(self, quantized: QuantizedModel, batch: Any, names: Sequence[str]) -> Outputs:  # noqa: ANN401
+        """What the simulation computes for the outputs of a file."""
 
     def float_onnx(self, quantized: QuantizedModel) -> onnx.ModelProto:
         """The float file against which speed is measured, and which the other quantizer gets."""

@@ -37,17 +37,13 @@ class OnnxSubject:
         """Quantize it with the defaults."""
         return amct.onnx_model.quantize(self.path, self.calibration)
 
-    def float_outputs(self, batch: Feeds) -> list[np.ndarray]:
+    def file_reference(self, batch: Feeds, _: Sequence[str]) -> list[np.ndarray]:
         """The outputs of the file in onnxruntime."""
         if self._session is None:
             self._session = onnxruntime.InferenceSession(self.path, providers=["CPUExecutionProvider"])
         return [np.asarray(array) for array in self._session.run(None, batch)]
 
-    def file_reference(self, batch: Feeds, _: Sequence[str]) -> list[np.ndarray]:
-        """The same: a file has the outputs of the model."""
-        return self.float_outputs(batch)
-
-    def simulated_outputs(self, quantized: QuantizedModel, batch: Feeds) -> list[np.ndarray]:
+    def simulated_outputs(self, quantized: QuantizedModel, batch: Feeds, _: Sequence[str]) -> list[np.ndarray]:
         """The outputs of the simulation."""
         return [np.asarray(array) for array in quantized(batch).values()]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import amct.caffe
+from amct.caffe.running import build_net, run_net
 from amct_caffe import caffe
 from zoo_networks.data import images
 from zoo_networks.network import CALIBRATION, TEST, Network
@@ -36,6 +37,7 @@ class CaffeSubject:
         self.calibration = [self._batch(100 + index) for index in range(CALIBRATION)]
         self.test = [self._batch(900 + index) for index in range(TEST)]
         self._float = caffe.Net(str(prototxt), str(self.weights), caffe.TEST)
+        self._simulation: Any = None
 
     def _batch(self, seed: int) -> dict[str, np.ndarray]:
         return inputs(self.shapes, seed)
@@ -44,19 +46,20 @@ class CaffeSubject:
         """Quantize it with the defaults."""
         return amct.caffe.quantize(self.prototxt, self.weights, self.calibration)
 
-    def float_outputs(self, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The outputs of the float net, by name."""
-        return ordered(self._float.forward(**batch))
-
     def file_reference(self, batch: Mapping[str, np.ndarray], names: Sequence[str]) -> list[np.ndarray]:
         """The blobs that the file outputs: it ends in front of layers without an ONNX form."""
         outputs = self._float.forward(**batch)
         blobs = self._float.blobs
         return [np.array(outputs[name] if name in outputs else blobs[name].data) for name in names]
 
-    def simulated_outputs(self, quantized: QuantizedModel, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The outputs of the simulation."""
-        return ordered(quantized(batch))
+    def simulated_outputs(
+        self, quantized: QuantizedModel, batch: Mapping[str, np.ndarray], names: Sequence[str]
+    ) -> list[np.ndarray]:
+        """The same blobs of the simulation."""
+        if self._simulation is None:
+            self._simulation = build_net(quantized.prepared.caffe_model(quantized.record))
+        outputs = run_net(self._simulation, batch)
+        return [np.array(outputs[name] if name in outputs else self._simulation.blob(name).data) for name in names]
 
     def float_onnx(self, quantized: QuantizedModel) -> onnx.ModelProto:
         """The float net as ONNX, batch norms folded."""
@@ -65,11 +68,6 @@ class CaffeSubject:
     def feeds(self, batch: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
         """The batch itself."""
         return {name: batch[name] for name in names}
-
-
-def ordered(outputs: Mapping[str, Any]) -> list[np.ndarray]:
-    """Outputs in the order of their names."""
-    return [np.array(outputs[name]) for name in sorted(outputs)]
 
 
 def inputs(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
@@ -81,6 +79,8 @@ def inputs(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.nda
             batch[name] = 255 * images(shape[0], shape[2:], seed, normalized=False)[:, ::-1] - CAFFE_MEAN
         elif len(shape) == 4 and shape[1] == 1:
             batch[name] = images(shape[0], shape[2:], seed, normalized=False)[:, :1]
+        elif name == "cont":  # a sequence begins with the first word; otherwise a net goes on with the one before
+            batch[name] = np.arange(shape[0]).reshape(-1, 1) > np.zeros(shape)
         elif name == "im_info":
             batch[name] = np.tile([*_picture_size(shapes), 1], (shape[0], 1))
         elif name == "rois":

@@ -42,15 +42,11 @@ class TorchSubject:
         """Quantize it with the defaults."""
         return amct.pytorch.quantize(self.model, self.calibration)
 
-    def float_outputs(self, batch: Any) -> list[np.ndarray]:  # noqa: ANN401
+    def file_reference(self, batch: Any, _: Sequence[str]) -> list[np.ndarray]:  # noqa: ANN401
         """The outputs of the module as the user has it."""
         return flat(call(self.model, batch))
 
-    def file_reference(self, batch: Any, _: Sequence[str]) -> list[np.ndarray]:  # noqa: ANN401
-        """The same: a file has the outputs of the model."""
-        return self.float_outputs(batch)
-
-    def simulated_outputs(self, quantized: QuantizedModel, batch: Any) -> list[np.ndarray]:  # noqa: ANN401
+    def simulated_outputs(self, quantized: QuantizedModel, batch: Any, _: Sequence[str]) -> list[np.ndarray]:  # noqa: ANN401
         """The outputs of the simulation."""
         return flat(quantized(batch))
 

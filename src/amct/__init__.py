@@ -3,4 +3,4 @@
 Importing this package imports no torch and writes nothing; use ``amct.pytorch`` or ``amct.caffe``.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

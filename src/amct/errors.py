@@ -12,11 +12,16 @@ derives from the built-in type that AMCT raises in the same place::
     ├── ConfigError              (ValueError)    a config is readable but wrong
     │   └── ConfigTypeError      (TypeError)     ... a field has the wrong type
     ├── ModelError               (RuntimeError)  a model cannot be read, traced or built
-    │   └── UnsupportedLayerError                ... because of one layer
+    │   ├── UnsupportedLayerError                ... because of one layer
+    │   └── ModelArgumentError   (ArgumentError) ... because of its settings or its input
+    │       └── ModelTypeError   (ArgumentTypeError) ... which have the wrong type
     ├── CalibrationError         (RuntimeError)  data or call order make calibration impossible
+    │   ├── CalibrationArgumentError (ArgumentError)     ... a setting of a calibration cannot be used
+    │   └── MissingDefinitionError   (MissingFileError)  ... the config that names the layers does not exist
     ├── RecordError              (RuntimeError)  a record does not fit its model or is incomplete
     │   ├── RecordValueError     (ValueError)    ... a factor is outside its legal range
     │   └── RecordParseError     (ParseError)    ... it is not a record file
+    ├── TrainingError            (RuntimeError)  a trained model or its checkpoint cannot be used as asked
     ├── CheckpointError          (KeyError)      an entry is missing from a checkpoint
     └── ExportError              (RuntimeError)  a file cannot be exported as requested
 
@@ -116,8 +121,24 @@ class UnsupportedLayerError(ModelError):
     """A layer of a model has an unsupported type."""
 
 
+class ModelArgumentError(ModelError, ArgumentError):
+    """A module cannot be built or run with these settings or this input; also a ``ValueError``."""
+
+
+class ModelTypeError(ModelArgumentError, ArgumentTypeError):
+    """A module of another type was expected, or its input has the wrong type; also a ``TypeError``."""
+
+
 class CalibrationError(AmctError, RuntimeError):
     """Data or call order make calibration impossible."""
+
+
+class CalibrationArgumentError(CalibrationError, ArgumentError):
+    """A setting of a calibration cannot be used; also a ``ValueError``."""
+
+
+class MissingDefinitionError(MissingFileError, CalibrationError):
+    """The simple config of a calibration does not exist; both a ``FileNotFoundError`` and a ``RuntimeError``."""
 
 
 class RecordError(AmctError, RuntimeError):
@@ -130,6 +151,10 @@ class RecordValueError(RecordError, ValueError):
 
 class RecordParseError(RecordError, ParseError):
     """A file is not a valid record file."""
+
+
+class TrainingError(AmctError, RuntimeError):
+    """A model in training, or its checkpoint, cannot be used as asked: it diverged, is not trained, or does not fit."""
 
 
 class CheckpointError(AmctError, KeyError):

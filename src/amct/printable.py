@@ -10,6 +10,8 @@ import re
 
 LONGEST_LINE = 4000
 LONGEST_WORD = 300
+LONGEST_LAYER_NAME = 60
+"""Of a layer, in a table."""
 _CONTROLS = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f"  # C0 without tab and line feed, delete

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from amct.caffe.amct_api import (
-    activation_quantize_model,
-    create_quant_config,
-    init,
-    set_cpu_mode,
-    set_gpu_mode,
-    weights_quantize_model,
-)
-from amct.caffe.ptq.convert import convert_model
-from amct.caffe.ptq.save import save_model
-from amct.caffe.pycaffe.install import install_as_caffe
-from amct.caffe.uninplace import uninplace_model
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.caffe.amct_api import (
+        activation_quantize_model,
+        create_quant_config,
+        init,
+        set_cpu_mode,
+        set_gpu_mode,
+        weights_quantize_model,
+    )
+    from amct.caffe.ptq.convert import convert_model
+    from amct.caffe.ptq.save import save_model
+    from amct.caffe.pycaffe.install import install_as_caffe
+    from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model
+    from amct.caffe.qat.save import save_quant_retrain_model
+    from amct.caffe.uninplace import uninplace_model
 
 #: ``from amct_caffe import amct``, as in the samples of AMCT's guide.
 amct = sys.modules[__name__]
@@ -25,11 +31,32 @@ __all__ = [
     "amct",
     "convert_model",
     "create_quant_config",
+    "create_quant_retrain_config",
+    "create_quant_retrain_model",
     "init",
     "install_as_caffe",
     "save_model",
+    "save_quant_retrain_model",
     "set_cpu_mode",
     "set_gpu_mode",
     "uninplace_model",
     "weights_quantize_model",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "activation_quantize_model": "amct.caffe.amct_api",
+        "convert_model": "amct.caffe.ptq.convert",
+        "create_quant_config": "amct.caffe.amct_api",
+        "create_quant_retrain_config": "amct.caffe.qat.amct_api",
+        "create_quant_retrain_model": "amct.caffe.qat.amct_api",
+        "init": "amct.caffe.amct_api",
+        "install_as_caffe": "amct.caffe.pycaffe.install",
+        "save_model": "amct.caffe.ptq.save",
+        "save_quant_retrain_model": "amct.caffe.qat.save",
+        "set_cpu_mode": "amct.caffe.amct_api",
+        "set_gpu_mode": "amct.caffe.amct_api",
+        "uninplace_model": "amct.caffe.uninplace",
+        "weights_quantize_model": "amct.caffe.amct_api",
+    },
+)

@@ -1,5 +1,96 @@
 """The names of AMCT for PyTorch: ``import amct_pytorch as amct``. Everything is implemented in ``amct``."""
 
-from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+from __future__ import annotations
 
-__all__ = ["create_quant_config", "quantize_model", "quantize_preprocess", "save_model"]
+from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
+    from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
+    from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+    from amct.pytorch.prune_api import (
+        create_compressed_retrain_model,
+        create_prune_retrain_model,
+        restore_compressed_retrain_model,
+        restore_prune_retrain_model,
+        save_compressed_retrain_model,
+        save_prune_retrain_model,
+    )
+    from amct.pytorch.qat.single_op.layers import (
+        Conv1dQAT,
+        Conv2dQAT,
+        Conv3dQAT,
+        ConvTranspose1dQAT,
+        ConvTranspose2dQAT,
+        LinearQAT,
+        MatMulQAT,
+    )
+    from amct.pytorch.qat.single_op.recurrent import GRUQAT, LSTMQAT
+    from amct.pytorch.retrain_api import (
+        create_quant_retrain_config,
+        create_quant_retrain_model,
+        restore_quant_retrain_model,
+        save_quant_retrain_model,
+    )
+
+__all__ = [
+    "GRUQAT",
+    "LSTMQAT",
+    "Conv1dQAT",
+    "Conv2dQAT",
+    "Conv3dQAT",
+    "ConvTranspose1dQAT",
+    "ConvTranspose2dQAT",
+    "LinearQAT",
+    "MatMulQAT",
+    "QuantCalibrationOp",
+    "create_compressed_retrain_model",
+    "create_prune_retrain_model",
+    "create_quant_cali_config",
+    "create_quant_cali_model",
+    "create_quant_config",
+    "create_quant_retrain_config",
+    "create_quant_retrain_model",
+    "quantize_model",
+    "quantize_preprocess",
+    "restore_compressed_retrain_model",
+    "restore_prune_retrain_model",
+    "restore_quant_retrain_model",
+    "save_compressed_retrain_model",
+    "save_model",
+    "save_prune_retrain_model",
+    "save_quant_retrain_model",
+]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "GRUQAT": "amct.pytorch.qat.single_op.recurrent",
+        "LSTMQAT": "amct.pytorch.qat.single_op.recurrent",
+        "Conv1dQAT": "amct.pytorch.qat.single_op.layers",
+        "Conv2dQAT": "amct.pytorch.qat.single_op.layers",
+        "Conv3dQAT": "amct.pytorch.qat.single_op.layers",
+        "ConvTranspose1dQAT": "amct.pytorch.qat.single_op.layers",
+        "ConvTranspose2dQAT": "amct.pytorch.qat.single_op.layers",
+        "LinearQAT": "amct.pytorch.qat.single_op.layers",
+        "MatMulQAT": "amct.pytorch.qat.single_op.layers",
+        "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
+        "create_compressed_retrain_model": "amct.pytorch.prune_api",
+        "create_prune_retrain_model": "amct.pytorch.prune_api",
+        "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
+        "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",
+        "create_quant_config": "amct.pytorch.amct_api",
+        "create_quant_retrain_config": "amct.pytorch.retrain_api",
+        "create_quant_retrain_model": "amct.pytorch.retrain_api",
+        "quantize_model": "amct.pytorch.amct_api",
+        "quantize_preprocess": "amct.pytorch.amct_api",
+        "restore_compressed_retrain_model": "amct.pytorch.prune_api",
+        "restore_prune_retrain_model": "amct.pytorch.prune_api",
+        "restore_quant_retrain_model": "amct.pytorch.retrain_api",
+        "save_compressed_retrain_model": "amct.pytorch.prune_api",
+        "save_model": "amct.pytorch.amct_api",
+        "save_prune_retrain_model": "amct.pytorch.prune_api",
+        "save_quant_retrain_model": "amct.pytorch.retrain_api",
+    },
+)

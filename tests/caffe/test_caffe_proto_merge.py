@@ -382,3 +382,24 @@ def test_inspect_does_not_call_a_layer_float_that_cannot_be_built(write, capsys)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert "cannot be built: unknown layer type" in first
     assert "stays float" in second
+
+
+def test_configs_and_reports_with_messages_of_ones_own(own_net):
+    from typer.testing import CliRunner
+
+    from amct.cli.app import app
+
+    model, weights, custom, x = own_net
+    np.save("data.npy", x)
+    commands = [
+        ["config", "init", "--model", model, "-o", "full.json"],
+        ["config", "check", "full.json", "--model", model],
+        ["config", "explain", "full.json", "--model", model],
+        ["quantize", model, weights, "--data", "data.npy", "-o", "out/own"],
+        ["report", model, weights, "out/own", "--data", "data.npy", "-o", "report.html"],
+    ]
+    for arguments in commands:
+        done = CliRunner().invoke(app, [*arguments, "--custom-proto", custom])
+        assert done.exit_code == 0, (arguments, done.output)
+    without = CliRunner().invoke(app, ["config", "check", "full.json", "--model", model])
+    assert "times_param" in str(without.exception)

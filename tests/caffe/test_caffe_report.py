@@ -158,7 +158,11 @@ def test_the_metric_is_the_mean_over_samples(resnet):
         for net in (resnet.original(), resnet.result("fake_quant"))
     ]
     figure = content_of(resnet, metric=top1).figures[0]
-    assert (figure.label, figure.before, figure.after) == ("top1", f"{expected[0]:.4g}", f"{expected[1]:.4g}")
+    assert (figure.label, figure.before, figure.after) == (
+        "top1",
+        f"{expected[0]:.2%}".replace("%", " %"),
+        f"{expected[1]:.2%}".replace("%", " %"),
+    )
 
 
 def test_folded_skipped_and_config_are_told(resnet):

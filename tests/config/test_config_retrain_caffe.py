@@ -17,16 +17,20 @@ NETWORK = layers(
     "pool:Pooling", "fc:InnerProduct", "shared:Convolution", "loss:SoftmaxWithLoss",
     shared={"refusal": "it shares its weights"},
 )  # fmt: skip
-ALL = ["conv1", "dw", "up", "fc"]
+ALL = ["conv1", "bn", "relu", "dw", "up", "pool", "fc"]
 
 
-def test_types_are_the_first_four_with_weights():
-    assert {name: capability.channel_wise for name, capability in CAFFE_QAT.types.items()} == {
-        "Convolution": True,
-        "DepthwiseConv": True,
-        "InnerProduct": False,
-        "Deconvolution": True,
-    }
+OFF_BY_DEFAULT = {
+    "AbsVal", "PReLU", "ReLU", "Scale", "BatchNorm", "Bias", "Clip", "RReLU", "ReLU6",
+}  # fmt: skip
+
+
+def test_types_are_those_of_the_guides_list():
+    with_weights = {name: each.channel_wise for name, each in CAFFE_QAT.types.items() if each.weights}
+    assert with_weights == {"Convolution": True, "DepthwiseConv": True, "InnerProduct": False, "Deconvolution": True}
+    data_only = {name: each.on_by_default for name, each in CAFFE_QAT.types.items() if not each.weights}
+    assert len(data_only) == 49
+    assert {name for name, on in data_only.items() if not on} == OFF_BY_DEFAULT
 
 
 def test_default_config_has_the_guides_keys_in_its_order():
@@ -44,10 +48,9 @@ def test_default_config_has_the_guides_keys_in_its_order():
     assert plan.batch_num == 1
     assert plan.not_quantized == {
         "data": "Data cannot be quantized",
-        "bn": "BatchNorm cannot be quantized",
-        "relu": "ReLU cannot be quantized",
+        "bn": "BatchNorm is off by default: switch it on with retrain_enable",
+        "relu": "ReLU is off by default: switch it on with retrain_enable",
         "lstm": "LSTM cannot be quantized",
-        "pool": "Pooling cannot be quantized",
         "shared": "it shares its weights",
         "loss": "SoftmaxWithLoss cannot be quantized",
     }
@@ -87,7 +90,8 @@ def test_a_simple_config():
     ]
     assert content["fc"]["retrain_data_config"] == {"algo": "ulq_quantize", "num_bits": 16}
     plan = make_plan(config, NETWORK)
-    assert [layer.name for layer in plan.enabled] == ["conv1", "dw", "fc"]
+    assert [layer.name for layer in plan.enabled] == ["conv1", "dw", "pool", "fc"]
+    assert [layer.name for layer in plan.enabled if not layer.quantizes_weights] == ["pool"]
     assert plan.not_quantized["up"] == "switched off: global field (r.cfg:4:1)"
     assert plan.find("dw").activation == CaffeUlqSettings(
         clip_max=3.0, clip_min=-3.0, fixed_min=True, fixed_clip=True, num_bits=8
@@ -123,6 +127,29 @@ def test_explain():
     assert rows["", "batch_num"] == "global field (r.cfg:1:1)"
 
 
+def test_a_layer_without_weights_has_data_factors_only():
+    content = default_config(NETWORK).to_dict()
+    assert content["pool"] == {
+        "retrain_enable": True,
+        "retrain_data_config": {"algo": "ulq_quantize", "num_bits": 8},
+    }
+    assert content["relu"]["retrain_enable"] is False
+    content["relu"] = {"retrain_enable": True, "retrain_weight_config": {"algo": "arq_retrain"}}
+    config = read_config(json.dumps(content), "c.json", NETWORK)
+    assert [str(each).partition(": ")[2] for each in config.warnings] == [
+        "relu.retrain_weight_config is ignored: ReLU has no weights to quantize"
+    ]
+    plan = make_plan(config, NETWORK)
+    assert plan.find("relu").enabled
+    assert not plan.find("relu").quantizes_weights
+    assert plan.find("conv1").quantizes_weights
+
+
+def test_an_override_switches_on_what_is_off_by_default():
+    config = expand_config('override_layer_types { layer_type: "ReLU" }', "r.cfg", NETWORK)
+    assert make_plan(config, NETWORK).find("relu").enabled
+
+
 def data(block: str) -> str:
     return f"retrain_data_quant_config {{ ulq_quantize {{ {block} }} }}"
 
@@ -151,11 +178,11 @@ CFG_MISTAKES = {
     ),
     "unknown layer": ('@skip_layers: "conv2"', 'the layer "conv2" is unknown. Did you mean "conv1"'),
     "layer without QAT": ('@quant_skip_layers: "lstm"', "of type LSTM, which cannot be quantized"),
-    "type without QAT": ('@skip_layer_types: "Pooling"', 'the layer type "Pooling" cannot be quantized'),
+    "type without QAT": ('@skip_layer_types: "LSTM"', 'the layer type "LSTM" cannot be quantized'),
     "everything skipped": (
         '@quant_skip_types: "Convolution" quant_skip_types: "DepthwiseConv" quant_skip_types: "Deconvolution"'
-        ' skip_layers: "fc"',
-        r"every layer that can be quantized \(4\) is switched off",
+        ' skip_layers: "fc" skip_layers: "pool"',
+        r"every layer that can be quantized \(7\) is switched off",
     ),
     "batch_num": ("@batch_num: 0", "batch_num must be at least 1, got 0"),
 }
@@ -196,7 +223,7 @@ WRONG_VALUE = {
     "batch_num": ("batch_num", 0, "batch_num must be at least 1, got 0", "0"),
     "unknown layer": ("conv2", {}, '"conv2" is unknown. Did you mean "conv1"', '"conv2"'),
     "unknown global": ("do_fusion", True, '"do_fusion" is unknown', '"do_fusion"'),
-    "type without QAT": ("pool", {}, 'the layer "pool" cannot be quantized: its type Pooling is not', '"pool"'),
+    "type without QAT": ("lstm", {}, 'the layer "lstm" cannot be quantized: its type LSTM is not', '"lstm"'),
     "refused": ("shared", {}, "it shares its weights. Remove it", '"shared"'),
     "7 bits": ("conv1", json_data(num_bits=7), "num_bits must be at least 8, got 7", "7"),
     "17 bits": ("conv1", json_data(num_bits=17), "num_bits must be at most 16, got 17", "17"),
@@ -259,6 +286,6 @@ def test_a_clip_may_be_given_alone_and_without_a_decimal_point():
 
 def test_nets_no_config_can_be_made_for():
     with pytest.raises(ConfigError, match="the model has no layer that can be quantized"):
-        default_config(layers("data:Data", "relu:ReLU"))
+        default_config(layers("data:Data", "lstm:LSTM"))
     with pytest.raises(ConfigError, match=r'"version" has the name of a global field .*Rename the layer'):
         default_config(layers("version:Convolution"))

@@ -21,7 +21,7 @@ NETWORK = layers(
     "pool:AvgPool2d", "fc:Linear",
 )  # fmt: skip
 CAFFE = layers(
-    "data:Data", "conv1:Convolution", "relu1:ReLU", "conv2_1/expand:Convolution", "conv2_1/dwise:DepthwiseConv",
+    "data:Data", "conv1:Convolution", "drop:Dropout", "conv2_1/expand:Convolution", "conv2_1/dwise:DepthwiseConv",
     "loss:SoftmaxWithLoss",
 )  # fmt: skip
 PYTORCH_SAMPLES = {

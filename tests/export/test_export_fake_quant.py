@@ -26,6 +26,17 @@ def every_tensor(model, feeds):
     return run_all(onnx.shape_inference.infer_shapes(model), feeds)
 
 
+def test_a_vector_stays_a_vector():
+    net = Net()
+    net.layer("MatMul", "fc", net.input("x", 8), net.weight("w", 8, 4), outputs=["y"])
+    model = net.model("y")
+    factors, _ = calibrate(net, model)
+    exported = fake_quant_model(model, net.bindings(), factors).model
+    expected, got = (run(each, net.data())["y"] for each in (model, exported))
+    assert got.shape == expected.shape == (4,)
+    np.testing.assert_allclose(got, expected, atol=0.05)
+
+
 @pytest.mark.parametrize("make", NETS.values(), ids=NETS)
 def test_it_agrees_with_numpy_up_to_rounding_at_halves(make):
     net, model = make()

@@ -12,8 +12,9 @@ from onnx import numpy_helper
 from transformer_nets import NORMALIZATIONS, TOKENS, audio_encoder, vision_transformer
 
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import ExportOptions, export_formats
+from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.options import ExportOptions
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.residual_streams import residual_streams
 

@@ -21,8 +21,9 @@ from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import file_name
 from amct.export.onnx.messages import model_opset
 from amct.export.qdq.exporter import qdq_model
+from amct.export.save_path import SavePath
 from amct.export.saving import quant_document
-from amct.export.writer import SavePath, check_opset, save_model, save_models
+from amct.export.writer import check_opset, save_model, save_models
 from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
 from integer_kernels import count_integer_kernels
 
@@ -135,9 +136,8 @@ def test_overwriting_only_warns(tmp_path, models, caplog):
     save_models(target, models)
     with caplog.at_level(logging.WARNING):
         save_models(target, models, document=DOCUMENT)
-    assert [record.message for record in caplog.records] == [
-        f"{target.file(output)} exists and is replaced" for output in models
-    ]
+    names = ", ".join(target.file(output).name for output in models)
+    assert [record.message for record in caplog.records] == [f"{tmp_path}: {names} exist and are replaced"]
 
 
 def test_a_folder_that_cannot_be_is_said(tmp_path, models):

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_nets import graph_model, node, normal, products, run
 
 import amct.onnx_model as amct
-from amct.errors import AmctError, ArgumentTypeError, ExportError, FileError, ModelError, ParseError
+from amct.errors import AmctError, ArgumentTypeError, ConfigError, ExportError, FileError, ModelError, ParseError
 from amct.export.onnx.light import LARGEST_CONSTANT
 from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.opset import with_opset
@@ -311,6 +311,24 @@ def test_layers_inside_a_branch_are_told():
     skips, found = reasons(nodes, {"w": normal(4, 4), "c": np.array(True)}, (2, 4), outputs=("y", "a"))
     assert "inside the body of If" in skips["if/inner"]
     assert found == {"outer": "Linear"}
+
+
+def test_layers_inside_branches_are_the_reason_why_there_is_no_layer():
+    branches = {
+        f"{name}_branch": helper.make_graph(
+            [node("Conv", "x w", f"{name}_z", name)],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"{name}_z", TensorProto.FLOAT, None)],
+        )
+        for name in ("then", "else")
+    }
+    choice = helper.make_node("If", ["c"], ["y"], name="choose", **branches)
+    model = graph_model([choice], {"w": normal(4, 3, 3, 3), "c": np.array(True)}, (1, 3, 8, 8))
+    with pytest.raises(ConfigError, match="no layer that can be quantized") as error:
+        amct.quantize(model, normal(1, 3, 8, 8))
+    for name in ("then", "else"):
+        assert f"choose/{name} (Conv): it is inside the body of If" in str(error.value)
 
 
 def test_types_are_those_of_the_configs():

@@ -137,6 +137,31 @@ def test_inspect_says_what_can_be_quantized(capsys):
     assert lines[-1] == "2 of 4 layers are quantized by default"
 
 
+NET_WITH_MISTAKE = """
+layer {{ name: "data" type: "Input" top: "data" input_param {{ shape {{ dim: 1 dim: 3 dim: 8 dim: 8 }} }} }}
+layer {{ name: "relu" type: "ReLU" bottom: "data" top: "data" }}
+layer {{ name: "wrong" bottom: "{bottom}" top: "wrong" {options} }}
+layer {{ name: "conv" type: "Convolution" bottom: "wrong" top: "conv"
+  convolution_param {{ num_output: 2 kernel_size: 3 }} }}
+"""
+MISTAKES = {
+    "an option is missing": ("data", 'type: "Pooling" pooling_param { pool: MAX }', "kernel_size"),
+    "an option is impossible": ("data", 'type: "LRN" lrn_param { local_size: 4 }', "local_size"),
+    "an unknown blob": ("dta", 'type: "Softmax"', 'no layer before it writes the blob "dta"'),
+}
+
+
+@pytest.mark.parametrize(("bottom", "options", "reason"), MISTAKES.values(), ids=MISTAKES)
+def test_inspect_says_which_layer_cannot_be_built(tmp_path, capsys, bottom, options, reason):
+    prototxt = tmp_path / "net.prototxt"
+    prototxt.write_text(NET_WITH_MISTAKE.format(bottom=bottom, options=options))
+    assert main(["inspect", str(prototxt)]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "cannot be built: " in lines["wrong"]
+    assert reason in lines["wrong"]
+    assert lines["conv"].endswith("quantized")
+
+
 BAD = {
     "no weights": (["net.prototxt", "--data", "data.npy", "-o", "out/x"], "expected a prototxt and a caffemodel"),
     "no data": (["net.prototxt", "net.caffemodel", "--data", "none", "-o", "out/x"], "none"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,25 @@ def test_one_table_for_both_networks(demo):
         assert "<html" in (folder / report).read_text()
 
 
+def test_the_table_and_the_pages_agree(demo):
+    """They are measured apart: the table in onnxruntime on all images at once, the page batch by batch."""
+    result, folder = demo
+    before, after = (row(result.stdout, f"accuracy, {kind}") for kind in ("float", "INT8 (QDQ)"))
+    harmed = row(result.stdout, "most harmed layer")
+    for place, page in enumerate(("lenet", "cnn")):
+        text = (folder / "out/demo" / f"{page}.html").read_text()
+        assert f'<span class="before">{before[2 * place]} %</span>' in text
+        assert f'<span class="after">{after[2 * place]} %</span>' in text
+        assert f"{harmed[3 * place + 1].strip('(')} dB" in text.partition('class="bars"')[2].partition("</li>")[0]
+        assert f"{page}_qdq_model.onnx, layers those of the simulation" in text
+
+
+def test_both_readmes_show_the_same_table():
+    tables = [re.search(r"```text\n(.*?)```", page.read_text(), re.DOTALL)[1] for page in ROOT.glob("README*.md")]
+    assert len(tables) == 2
+    assert tables[0] == tables[1]
+
+
 def test_the_table_shows_the_sizes_of_the_files(demo):
     result, folder = demo
     lenet, _, cnn, _ = row(result.stdout, "file, INT8 (QDQ)")
@@ -146,8 +166,16 @@ def test_pictures_of_the_documents_are_taken_from_these_reports(demo, tmp_path, 
 
     _, folder = demo
     monkeypatch.setattr(photograph_reports, "IMAGES", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n```text\nold\n```\n```text\nkept\n```\n")
+    monkeypatch.setattr(photograph_reports, "READMES", [readme])
     monkeypatch.setattr(sys, "argv", ["photograph_reports.py", "--demo", str(folder / "out/demo")])
     assert photograph_reports.main() == 0
+    assert re.fullmatch(
+        r"before\n```text\n +Caffe LeNet +PyTorch CNN\n.*cnn\.html\n```\n```text\nkept\n```\n",
+        readme.read_text(),
+        re.DOTALL,
+    )
     taken, kept = pictures(tmp_path), pictures(IMAGES)
     assert {name: image.width for name, image in taken.items()} == {name: image.width for name, image in kept.items()}
     for image in taken.values():

@@ -68,6 +68,23 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
     assert code_of(CHINESE) == code_of(ROOT / "README.md")
 
 
+def structure(page):
+    """Levels of headings, languages of blocks, links and rows of tables: what does not depend on the language."""
+    text = page.read_text()
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", prose) if not link.startswith("README")]
+    return {
+        "headings": [len(level) for level in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+        "blocks": [block.language for block in blocks(page)],
+        "links": links,
+        "rows": len(re.findall(r"^\|", prose, re.MULTILINE)),
+    }
+
+
+def test_the_chinese_readme_follows_the_english_one():
+    assert structure(CHINESE) == structure(ROOT / "README.md")
+
+
 # -- commands in running text ------------------------------------------------------------------------------------------
 
 

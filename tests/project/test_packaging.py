@@ -31,6 +31,25 @@ def test_every_package_says_that_it_is_typed():
     assert without == []
 
 
+def test_the_readmes_promise_the_torch_of_the_package():
+    (bound,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    for page in ROOT.glob("README*.md"):
+        assert f"torch {bound}" in page.read_text()
+
+
+def test_trying_another_torch_keeps_all_pins_but_those_that_torch_decides(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import try_versions
+
+    kept = try_versions.other_constraints(tmp_path).read_text().splitlines()
+    left_out = set((ROOT / "constraints.txt").read_text().splitlines()) - set(kept)
+    assert {line.partition("==")[0] for line in left_out} <= set(try_versions.OWN_PINS)
+    assert any(line.startswith("torch==") for line in left_out)
+    wanted = try_versions.dependencies()
+    assert any(line.startswith("onnx>") for line in wanted)
+    assert [line for line in wanted if line.startswith(("torch", "amct"))] == []
+
+
 @pytest.mark.parametrize(
     ("package", "hole"),
     [

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from torch import nn
 
 import amct.onnx_model
@@ -21,6 +21,8 @@ from amct.export import formats
 from amct.export.check import checking, child
 from amct.export.exported import ExportedModel
 from amct.model.quant_json import FileCheck, read_quant_json
+from amct.ptq import batches
+from amct.ptq.batches import KeptBatches
 
 IMAGES = torch.from_numpy(np.random.default_rng(5).normal(size=(4, 3, 8, 8)).astype(np.float32))
 FILES = ("qdq", "deploy", "fake_quant")
@@ -161,6 +163,64 @@ def test_a_file_with_values_that_are_not_finite_is_reported(quantized, monkeypat
     quantized.save(tmp_path / "net", formats=["fake_quant"])
     assert "has values that are not finite" in checks_in(tmp_path)["fake_quant"].not_checked
     assert "net_fake_quant_model.onnx: output " in lines.text
+
+
+def clip_the_input(model):
+    """As an exporter whose range is too small: what lies beyond -1 and 1 is lost."""
+    name = model.graph.input[0].name
+    for node in model.graph.node:
+        node.input[:] = ["clipped" if each == name else each for each in node.input]
+    for limit in (-1.0, 1.0):
+        model.graph.initializer.append(numpy_helper.from_array(np.float32(limit), f"limit{limit}"))
+    model.graph.node.insert(0, helper.make_node("Clip", [name, "limit-1.0", "limit1.0"], ["clipped"]))
+
+
+def test_a_loss_that_the_first_sample_does_not_show_is_reported(monkeypatch, tmp_path, lines):
+    small = IMAGES[:1].clip(-1, 1)
+    replace_exporter(monkeypatch, "qdq", clip_the_input)
+    same_integers = {"formats": ["qdq"], "placement": "exact", "target": "exact8"}
+    amct.pytorch.quantize(network(), [small]).save(tmp_path / "net", **same_integers)
+    assert checks_in(tmp_path)["qdq"].sqnr > 30
+    assert "worse than the simulation" not in lines.text
+    several = amct.pytorch.quantize(network(), [small, *IMAGES[1:].split(1)])
+    several.save(tmp_path / "net", **same_integers)
+    check = checks_in(tmp_path)["qdq"]
+    assert check.batch == "4 calibration batches"
+    assert check.simulation_sqnr - check.sqnr > 10
+    assert "worse than the simulation" in lines.text
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.convolution(x.mul_(0.5))
+
+
+def test_a_forward_that_writes_to_its_input_does_not_change_the_users_data(tmp_path):
+    torch.manual_seed(0)
+    data = IMAGES.clone()
+    quantized = amct.pytorch.quantize(WritesToItsInput().eval(), [data])
+    quantized.save(tmp_path / "net", formats=["fake_quant"])
+    check = checks_in(tmp_path)["fake_quant"]
+    quantized(data)
+    torch.testing.assert_close(data, IMAGES, rtol=0, atol=0)
+    assert check.sqnr == pytest.approx(check.simulation_sqnr, abs=0.1)
+    assert check.sqnr > 35
+
+
+def test_kept_batches_are_copies_within_a_budget(monkeypatch):
+    monkeypatch.setattr(batches, "LARGEST_BATCH", 5 * 12)
+    given = [np.full((1, 3), index, np.float32) for index in range(9)]
+    kept = KeptBatches()
+    for batch in kept.passing(iter(given)):
+        batch += 100
+    assert [float(batch[0, 0]) for batch in kept.kept] == [0, 1, 2, 3, 4]
+    large = KeptBatches()
+    list(large.passing(iter([np.zeros((20, 3), np.float32), np.zeros((20, 3), np.float32)])))
+    assert len(large.kept) == 1
 
 
 # -- formats that cannot be run ----------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import OrderedDict
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,51 @@ def outputs_of(model, name, batches):
     return torch.cat(found).double().numpy().reshape(-1)
 
 
+def test_outputs_and_metric_are_those_of_the_written_file(model, quantized, batches, tmp_path):
+    """Of a file that takes 8 samples at once; the last batch has 3."""
+    files = quantized.save(tmp_path / "net", ("qdq", "record"), check=False)
+    seen = []
+
+    def largest(output, _):
+        seen.append(output.numpy())
+        return float(output.max())
+
+    content = quantized.report_content(batches, largest, files=files)
+    session = onnxruntime.InferenceSession(files[0])
+    (name,) = (value.name for value in session.get_inputs())
+    images = np.concatenate([batch.numpy() for batch, _ in batches])
+    padded = np.concatenate([images, images[-1:].repeat(5, 0)])
+    expected = np.concatenate([session.run(None, {name: padded[start : start + 8]})[0] for start in (0, 8, 16)])[:19]
+    np.testing.assert_array_equal(np.concatenate(seen[1::2]), expected)
+    with torch.no_grad():
+        np.testing.assert_allclose(np.concatenate(seen[::2]), model(torch.from_numpy(images)).numpy(), atol=1e-5)
+    assert (content.outputs_of, content.layers_of) == ("net_qdq_model.onnx", "the simulation")
+    assert quantized.report_content(batches).outputs_of == "the simulation"
+
+
+def test_the_network_is_in_the_report(quantized, batches):
+    network = content_of(quantized, batches).network
+    assert [box.layer for box in network.boxes if box.layer] == ["conv1", "conv2", "fc"]
+    assert all(box.inputs for box in network.boxes[1:])
+
+
+def test_a_report_puts_its_numbers_into_quant_json(quantized, batches, tmp_path):
+    files = quantized.save(tmp_path / "net", ("qdq",), check=False)
+    quantized.report(tmp_path / "report.html", batches, files=files)
+    measured = json.loads((tmp_path / "net_quant.json").read_text())["measured"]
+    layers = quantized.compare(batches)
+    assert measured["layers"] == {layer.layer: pytest.approx(layer.sqnr, abs=1e-3) for layer in layers}
+    assert (measured["of"], measured["on"]) == ("the simulation", "3 batches")
+
+
+def test_a_notebook_shows_the_summary_with_every_name_escaped():
+    net = nn.Sequential(OrderedDict({"fc": nn.Linear(4, 4), "<b>harm</b>": nn.LayerNorm(4)}))
+    shown = amct.quantize(net, [torch.randn(2, 4)])._repr_html_()
+    assert "Sequential: 1 layers quantized" in shown
+    assert "<td><code>&lt;b&gt;harm&lt;/b&gt;</code></td><td>" in shown
+    assert "<b>" not in shown
+
+
 def test_sqnr_and_cosine_are_those_of_the_layers_outputs(model, quantized, batches):
     content = content_of(quantized, batches)
     assert [layer.name for layer in content.layers] == ["conv1", "conv2", "fc"]
@@ -110,7 +157,11 @@ def test_the_metric_is_the_mean_over_samples(model, quantized, batches):
     with torch.no_grad():
         expected = [(net(images).argmax(1) == labels).double().mean() for net in (model, quantized.model)]
     figure = content.figures[0]
-    assert (figure.label, figure.before, figure.after) == ("top1", f"{expected[0]:.4g}", f"{expected[1]:.4g}")
+    assert (figure.label, figure.before, figure.after) == (
+        "top1",
+        f"{expected[0]:.2%}".replace("%", " %"),
+        f"{expected[1]:.2%}".replace("%", " %"),
+    )
 
 
 def test_fused_skipped_and_config_are_told(quantized, batches):

@@ -15,6 +15,8 @@ from amct.report.content import (
     ReportContent,
     WeightRanges,
 )
+from amct.report.network import Box, Network
+from amct.report.verdict import Verdict
 
 HOSTILE = '</script><script>window.harm=1</script><img src=x onerror="window.harm=1">&amp;\u2028\'"{{ 7*7 }}'
 
@@ -51,7 +53,22 @@ def small_report() -> ReportContent:
     return ReportContent(
         model="Net <b>",
         measured_on="3 batches",
-        figures=(Figure(label="top1", before="0.71", after="0.70"), Figure(label="cosine", after="0.9993")),
+        outputs_of="net_qdq_model.onnx",
+        verdict=Verdict(level="look", reasons=("below 10 dB: <i>",)),
+        network=Network(
+            boxes=(
+                Box(name="x", type="input"),
+                Box(name="conv1", type="Conv", inputs=(0,), layer="conv1", integer=True, merged=("Relu",)),
+                Box(name="conv10", type="Conv", inputs=(1,), layer="conv10", integer=True),
+                Box(name=HOSTILE, type="Conv", inputs=(1,), layer=HOSTILE, integer=True),
+                Box(name="sum", type="Add", inputs=(2, 3)),
+                Box(name="fc", type="Gemm", inputs=(4,), layer="fc", integer=True),
+            )
+        ),
+        figures=(
+            Figure(label="top1", before="0.71", after="0.70", change="−0.01"),
+            Figure(label="cosine", after="0.9993"),
+        ),
         files=(FileSize(name="net_qdq_model.onnx", size=123_456),),
         layers=(
             layer("conv1", 30.5),
@@ -66,4 +83,19 @@ def small_report() -> ReportContent:
         config="batch_num: 2 <script>",
         versions=(("amct", "0.1.0"),),
         created="2026-01-02 03:04 UTC",
+    )
+
+
+def large_report(layers: int = 1000) -> ReportContent:
+    """A network of many layers with skips over ten of them."""
+    names = [f"stage{place // 100}.block{place % 100}.conv" for place in range(layers)]
+    boxes = [Box(name="image", type="input")]
+    for place, name in enumerate(names):
+        skip = (place - 9,) if place % 10 == 9 else ()
+        boxes.append(Box(name=name, type="Conv", inputs=(place, *skip), layer=name, integer=True))
+    return ReportContent(
+        model="Large",
+        measured_on="1 batch",
+        layers=tuple(layer(name, 8.0 + place * 37 % 40, channels=64) for place, name in enumerate(names)),
+        network=Network(boxes=tuple(boxes)),
     )

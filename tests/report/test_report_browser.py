@@ -6,7 +6,7 @@ import io
 
 import pytest
 from PIL import Image
-from report_examples import HOSTILE, small_report
+from report_examples import HOSTILE, large_report, small_report
 
 from amct.report.page import write_page
 
@@ -99,8 +99,8 @@ def test_choosing_a_layer_draws_its_histogram_clip_range_and_weights(tab):
     # The picture goes from -0.5 to 7.5; the clip range 0 … 6.375 is drawn at the same measure.
     lines = "Array.from(document.querySelectorAll('#activation line.clip'), line => Number(line.getAttribute('x1')))"
     low, high = tab.run(lines)
-    assert (high - low) / 612 == pytest.approx(6.375 / 8)
-    assert (low - 14) / 612 == pytest.approx(0.5 / 8)
+    assert (high - low) / 552 == pytest.approx(6.375 / 8)
+    assert (low - 74) / 552 == pytest.approx(0.5 / 8)
     # Bars of 1/8: 4 before 0, and those whose middle is above 6.375: 9 of 64.
     assert tab.run("document.querySelectorAll('#activation rect.outside').length") == 4 + 9
     assert "3 values lie beyond" in tab.run("document.getElementById('activation-note').textContent")
@@ -131,3 +131,83 @@ def test_the_page_fits_the_width_of_the_screen(tab, width):
     assert len(picture.getcolors(1 << 24)) > 20  # something is drawn, in more than the colours of empty panels
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.complaints() == []
+
+
+def test_axes_have_titles_and_round_numbers(tab):
+    click(tab, '#table tbody tr[data-index="0"]')
+    texts = "Array.from(document.querySelectorAll('#%s text'), text => text.textContent)"
+    activation, weights = tab.run(texts % "activation"), tab.run(texts % "weights")
+    assert {"value of the input", "number of values (log)", "1", "10", "0", "2", "4", "6"} <= set(activation)
+    assert {"output channel", "weight", "-5", "0", "5"} <= set(weights)
+    assert tab.run("document.querySelector('#activation rect title').textContent") == "-0.5 … -0.375: 0 values"
+    click(tab, "#logarithmic")
+    assert {"number of values", "20", "40", "60"} <= set(tab.run(texts % "activation"))
+
+
+PICKED = "document.getElementById('picked').textContent"
+
+
+def test_a_box_of_the_network_shows_its_layer(tab):
+    assert tab.run("document.querySelectorAll('.canvas .box').length") == 6
+    assert tab.run("document.querySelectorAll('.canvas .lines path').length") == 6
+    tab.run("document.querySelector('.box[data-index=\"5\"]').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    assert tab.run(CHOSEN) == "fc"
+    assert tab.run(PICKED).startswith("fc · type Linear · SQNR dB 25.0")
+    assert tab.run("document.querySelectorAll('.box.chosen').length") == 1
+    tab.run("document.querySelector('.box[data-index=\"0\"]').focus()")
+    tab.send("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13)
+    assert tab.run(CHOSEN) == "conv1"
+
+
+def test_everything_is_reached_with_the_keyboard(tab):
+    tab.run("document.activeElement.blur()")
+    focused = "(e => e.id || e.dataset.zoom || e.className.baseVal || e.className || e.tagName)(document.activeElement)"
+    reached = []
+    for _ in range(80):
+        tab.send("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        reached.append(tab.run(focused))
+    assert {"SUMMARY", "choose", "canvas", "1.4", "fit", "chosen", "search", "logarithmic"} <= set(reached)
+    assert any(str(name).startswith("box ") for name in reached)
+
+
+def test_zooming_keeps_the_middle_and_finds_the_chosen_layer(tab, tmp_path):
+    write_page(tmp_path / "large.html", large_report(200))
+    tab.open(tmp_path / "large.html")
+    click(tab, '[data-zoom="fit"]')
+    drawn = tab.run("document.querySelector('.canvas svg').getBoundingClientRect().height")
+    room = tab.run("document.querySelector('.canvas').clientHeight")
+    assert drawn <= room + 1
+    click(tab, '#table tbody tr[data-index="150"]')
+    click(tab, '[data-zoom="chosen"]')
+    inside = (
+        "(([box, view]) => box.top >= view.top && box.bottom <= view.bottom)"
+        "(['.box.chosen', '.canvas'].map(part => document.querySelector(part).getBoundingClientRect()))"
+    )
+    assert tab.run(inside) is True
+    assert tab.complaints() == []
+
+
+def test_a_thousand_layers_are_drawn(browser, tmp_path):
+    write_page(tmp_path / "large.html", large_report())
+    browser.open(tmp_path / "large.html")
+    browser.send("Runtime.evaluate", expression="new Promise(requestAnimationFrame)", awaitPromise=True)
+    assert browser.run("document.querySelectorAll('.canvas .box').length") == 1001
+    assert browser.run("document.querySelectorAll('*').length") < 30_000  # what a browser lays out in a blink
+    assert (tmp_path / "large.html").stat().st_size < 4_000_000
+    paint = browser.run("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+    print(f"first paint of 1000 layers after {paint:.0f} ms")
+    assert browser.complaints() == []
+
+
+def test_the_printed_page_has_the_verdict_the_network_and_no_buttons(tab):
+    tab.send("Emulation.setEmulatedMedia", media="print")
+    try:
+        visible = "getComputedStyle(document.querySelector('%s')).display"
+        assert tab.run(visible % ".tools") == "none"
+        assert tab.run(visible % "#verdict") != "none"
+        size = tab.run("(b => [b.width, b.height])(document.querySelector('.canvas svg').getBoundingClientRect())")
+        assert min(size) > 50
+        document = tab.send("Page.printToPDF", printBackground=True)["data"]
+        assert len(document) > 10_000
+    finally:
+        tab.send("Emulation.setEmulatedMedia", media="")

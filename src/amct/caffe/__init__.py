@@ -7,46 +7,48 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.caffe.comparing import compare
     from amct.caffe.door import quantize
     from amct.caffe.onnx.graph import export_onnx
     from amct.caffe.ptq.equalization import equalize_model
+    from amct.caffe.qat.door import CaffeRetraining, prepare_qat
     from amct.caffe.reporting import report
     from amct.config.ptq.quant_config import QuantConfig
     from amct.config.settings import LayerConfig
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
-_MODULES = {
-    "CaffeRecord": "amct.record",
-    "LayerConfig": "amct.config.settings",
-    "QuantConfig": "amct.config.ptq.quant_config",
-    "QuantizedModel": "amct.ptq.quantized_model",
-    "compare": "amct.caffe.comparing",
-    "equalize_model": "amct.caffe.ptq.equalization",
-    "export_onnx": "amct.caffe.onnx.graph",
-    "quantize": "amct.caffe.door",
-    "report": "amct.caffe.reporting",
-}
 __all__ = [
     "CaffeRecord",
+    "CaffeRetraining",
     "LayerConfig",
     "QuantConfig",
     "QuantizedModel",
     "compare",
     "equalize_model",
     "export_onnx",
+    "prepare_qat",
     "quantize",
     "report",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name, and torch with it, when it is first used."""
-    if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CaffeRecord": "amct.record",
+        "CaffeRetraining": "amct.caffe.qat.door",
+        "LayerConfig": "amct.config.settings",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "compare": "amct.caffe.comparing",
+        "equalize_model": "amct.caffe.ptq.equalization",
+        "export_onnx": "amct.caffe.onnx.graph",
+        "prepare_qat": "amct.caffe.qat.door",
+        "quantize": "amct.caffe.door",
+        "report": "amct.caffe.reporting",
+    },
+)

@@ -17,18 +17,19 @@ from amct.caffe.ptq.equalization import divide_channels, find_factors
 from amct.caffe.ptq.graph import QuantGraph
 from amct.caffe.ptq.qdq import qdq_observers
 from amct.caffe.ptq.save import SaveNotes, results_with, save_results
-from amct.caffe.reporting import fused_notes, report_layers
+from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inputs_by_name, run_net, sample_count
 from amct.calibration.layer_records import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.ptq.quant_config import plan_of
 from amct.errors import ConfigError
+from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
 from amct.ptq import flow
-from amct.ptq.door import Calibration
+from amct.ptq.door import Calibration, ModelOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     import numpy.typing as npt
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
+    from amct.report.network import Network
 
 AnyPath = str | os.PathLike[str]
 
@@ -187,6 +189,14 @@ class CaffePreparation:
     def onnx_inputs(self, arguments: Batch) -> dict[str, npt.NDArray[Any]]:
         """The batch by the names of the input blobs."""
         return inputs_by_name(input_blobs(self.graph.model), arguments)
+
+    def onnx_outputs(self, arrays: Mapping[str, npt.NDArray[Any]]) -> ModelOutput:
+        """The outputs by the names of their blobs."""
+        return ModelOutput(value=dict(arrays), tensors=[(name, as_tensor(array)) for name, array in arrays.items()])
+
+    def network(self, integer_tensors: Collection[str] = ()) -> Network:
+        """The folded net as a graph for the report."""
+        return caffe_network(self.graph.model.net, self.layers, integer_tensors)
 
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write Caffe pairs, ONNX formats, record and quant.json as one group."""

@@ -11,6 +11,7 @@ from amct.caffe.engine.messages import read_message
 from amct.caffe.proto_merge import custom_schema
 from amct.caffe.uninplace import free_name
 from amct.config.layers import LayerInfo, LayerList
+from amct.errors import AmctError
 
 if TYPE_CHECKING:
     import os
@@ -41,6 +42,14 @@ def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | No
     net = upgrade_net(read_message(prototxt, "NetParameter", custom_schema(custom_proto)), str(prototxt))
     net.state.phase = TEST_PHASE
     return with_unique_names(filter_net(net))
+
+
+def input_shape(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> tuple[int, ...]:
+    """The declared shape of the first input; empty if the net has none (its data come from a layer)."""
+    for layer in read_test_phase(prototxt, custom_proto).layer:
+        if layer.type == "Input" and layer.input_param.shape:
+            return tuple(layer.input_param.shape[0].dim)
+    return ()
 
 
 def with_unique_names(net: ProtoMessage) -> ProtoMessage:
@@ -96,3 +105,31 @@ def _has_bias(layer: ProtoMessage) -> bool:
 def _is_local_average(pooling: ProtoMessage) -> bool:
     average = pooling.DESCRIPTOR.enum_types_by_name["PoolMethod"].values_by_name["AVE"].number
     return bool(pooling.pool == average and not pooling.global_pooling)
+
+
+def unbuildable_layer(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> tuple[str, str] | None:
+    """The first layer of the TEST phase of a known type that cannot be built, and the reason; None if there is none.
+
+    What follows it is not looked at: the shapes are not known there. Layers that read data are not looked at either,
+    because their data may be elsewhere, nor are nets with Python layers, which would execute code.
+    """
+    from amct.caffe.engine.build.graph import GraphBuilder  # imports torch
+    from amct.caffe.engine.build.insert_splits import insert_splits
+    from amct.caffe.engine.registry import find_layer_class
+
+    net = read_test_phase(prototxt, custom_proto)
+    names: set[str] = set()
+    for layer in net.layer:
+        if unknown := [name for name in layer.bottom if name not in names]:
+            return layer.name, f'no layer before it writes the blob "{unknown[0]}"'
+        names.update(layer.top)
+    builder = GraphBuilder(insert_splits(net))
+    for layer in builder.net.layer:
+        if layer.type == "Python" or find_layer_class(layer.type) is None:
+            return None
+        try:
+            builder.add_layer(layer)
+        except AmctError as error:
+            own = str(error).removeprefix(f'layer "{layer.name}" ({layer.type}): ')
+            return (layer.name, own) if layer.bottom else None
+    return None

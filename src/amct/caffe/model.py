@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 from amct.atomic import Snapshot
+from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.bn import bn_blobs
+from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.layer_list import TEST_PHASE, read_test_phase
+from amct.caffe.proto_merge import custom_schema
 from amct.caffe.uninplace import remove_in_place
 from amct.errors import ModelError, ParseError
 from amct.model import Graph, Node
@@ -106,6 +109,31 @@ def read_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath
     """
     files = Snapshot(model_file, weights_file)
     net = read_net(model_file, custom_proto)
+    model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
+    files.check_unchanged()
+    for layer in net.layer:
+        check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
+        _unshare_weights(layer)
+    return model
+
+
+def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
+    """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
+    files = Snapshot(model_file, weights_file)
+    net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
+    check_is_float(net, str(model_file))
+    model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
+    files.check_unchanged()
+    return model
+
+
+def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
+    """Read the TEST-phase layers of a model after retraining, those of retraining among them; errors as ``read_model``.
+
+    In-place layers are kept.
+    """
+    files = Snapshot(model_file, weights_file)
+    net = read_test_net(model_file, custom_proto)
     model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
     files.check_unchanged()
     for layer in net.layer:

@@ -14,11 +14,12 @@ from amct.numerics.arq import channels_first
 from amct.report.content import LayerNote
 from amct.report.filling import ReportLayer, ReportSubject, report_content
 from amct.report.measuring import MeasuredReport
+from amct.report.network import Box, merged_chains
 from amct.report.page import write_page
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.ptq.batches import BatchInputs
     from amct.report.measuring import Metric
+    from amct.report.network import Network
 
     AnyPath = str | os.PathLike[str]
 
@@ -85,6 +87,36 @@ def fused_notes(folded: Mapping[str, Sequence[str]], accelerated: Sequence[str])
                 yield LayerNote(layer=name, text=into)
 
 
+_CHEAP_TYPES = "ReLU ReLU6 PReLU ELU Sigmoid TanH Swish HardSwish Flatten Reshape Permute Dropout Split"
+"""Merged into the box before."""
+
+
+def caffe_network(net: ProtoMessage, layers: Collection[str], integer_blobs: Collection[str] = ()) -> Network:
+    """The net as a graph.
+
+    Args:
+        net: The net, with Input layers.
+        layers: The quantized layers.
+        integer_blobs: The blobs that are rounded to integers in the quantized file.
+    """
+    maker: dict[str, int] = {}
+    boxes = []
+    for layer in net.layer:
+        sources = tuple(dict.fromkeys(maker[blob] for blob in layer.bottom if blob in maker))
+        quantized = layer.name in layers
+        boxes.append(
+            Box(
+                name=layer.name,
+                type=layer.type,
+                inputs=sources,
+                layer=layer.name if quantized else None,
+                integer=quantized or any(blob in integer_blobs for blob in layer.top),
+            )
+        )
+        maker.update({blob: len(boxes) - 1 for blob in layer.top})
+    return merged_chains(boxes, frozenset(_CHEAP_TYPES.split()))
+
+
 def files_report(
     float_model: object,
     quantized_model: object,
@@ -122,9 +154,12 @@ def files_report(
         fused=tuple(fused_notes(notes.folded, notes.accelerated)),
         skipped=notes.skipped,
         config=notes.config,
+        network=caffe_network(reference.message, [*bits]),
     )
     measured = measure_nets(reference, quantized, data, statistics=subject.statistics(), metric=metric, inputs=inputs)
-    return MeasuredReport(content=report_content(subject, measured, files=shown), measured=measured)
+    name = Path(shown[2]).name
+    content = report_content(subject, measured, files=shown, outputs_of=name, layers_of=name)
+    return MeasuredReport(content=content, measured=measured)
 
 
 def report(

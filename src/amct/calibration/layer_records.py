@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from amct.calibration.session import HIDDEN, INPUT, Stream
-from amct.record import CaffeLayerRecord, DataFactors, LayerRecord
+from amct.calibration.session import HIDDEN, INPUT, OUTPUT, Stream
+from amct.record import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from amct.calibration.session import CalibrationResult
     from amct.config.plan import LayerPlan
+    from amct.config.ptq.kv_cache import KvCacheLayerPlan
     from amct.numerics.observer import ActivationFactors
     from amct.record import CaffeRecord, Record
 
@@ -42,6 +43,31 @@ def _with_activations(entry: LayerRecord, factors: Mapping[str, ActivationFactor
     if hidden is None:
         return entry
     return replace(entry, scale_h=float(hidden.scale), offset_h=int(hidden.offset))
+
+
+LAST_AXIS = -1
+
+
+def kv_cache_stream(layer: KvCacheLayerPlan) -> Stream:
+    """Return the stream of a layer whose output goes to a key/value cache."""
+    return Stream(
+        layer=layer.name,
+        name=OUTPUT,
+        settings=layer.activation,
+        batch_num=layer.batch_num,
+        channel_axis=LAST_AXIS if layer.per_channel else None,
+    )
+
+
+def kv_cache_entries(result: CalibrationResult) -> dict[str, KvCacheRecord]:
+    """Return the entries of the record, one scale and offset per layer or per element of the last dimension."""
+    return {layer: _kv_cache_entry(found[OUTPUT]) for layer, found in result.layers.items()}
+
+
+def _kv_cache_entry(factors: ActivationFactors) -> KvCacheRecord:
+    return KvCacheRecord(
+        scale=tuple(factors.scale.reshape(-1).tolist()), offset=tuple(factors.offset.reshape(-1).tolist())
+    )
 
 
 IMAGE_AXES = 4

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INPUT = "input"
+OUTPUT = "output"
 HIDDEN = "hidden state"
 
 
@@ -48,7 +49,8 @@ class Stream:
         batch_num: The number of batches needed.
         force_fp16: Whether the scale is rounded to half precision.
         symmetric_scale: The divisor of a symmetric range.
-        make_observer: Creates the observer; None: it is created from ``settings`` and ``symmetric_scale``.
+        channel_axis: The axis with one scale per channel; None: one scale for the tensor.
+        make_observer: Creates the observer; None: it is created from the settings above.
         same_as: Layer and name of a stream with the same values, whose factors are used instead of observing this one.
     """
 
@@ -58,6 +60,7 @@ class Stream:
     batch_num: int = 1
     force_fp16: bool = False
     symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
+    channel_axis: int | None = None
     make_observer: Callable[[], Observer] | None = None
     same_as: tuple[str, str] | None = None
 
@@ -84,6 +87,7 @@ class CalibrationSession:
         on_ready: Called with the result of the complete layers when one of them is executed again while others still
             need batches, because those may never be executed. Called again only when more layers are complete.
         on_end: Called once, with the result, when the session ends.
+        show_bar: Whether there is a progress bar.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class CalibrationSession:
         on_progress: Callable[[Mapping[str, Progress]], None] | None = None,
         on_ready: Callable[[CalibrationResult], None] | None = None,
         on_end: Callable[[CalibrationResult], None] | None = None,
+        show_bar: bool = True,
     ) -> None:
         self._layers: dict[str, dict[str, _Watched]] = {}
         for stream in (wanted := list(streams)):
@@ -117,7 +122,7 @@ class CalibrationSession:
         """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
-        self._bar = _Bar(most if most < OPEN_ENDED else None)
+        self._bar = _Bar(most if most < OPEN_ENDED else None, shown=show_bar and most > 1)
 
     @property
     def done(self) -> bool:
@@ -313,7 +318,9 @@ class _Watched:
         if stream.make_observer is not None:
             self.observer = stream.make_observer()
         else:
-            self.observer = make_observer(stream.settings, symmetric_scale=stream.symmetric_scale)
+            self.observer = make_observer(
+                stream.settings, channel_axis=stream.channel_axis, symmetric_scale=stream.symmetric_scale
+            )
 
     def follow(self, leader: _Watched) -> None:
         self.leader, self.observer = leader, None
@@ -373,22 +380,23 @@ def _progress(own: Mapping[str, _Watched]) -> Progress:
 class _Bar:
     """The progress bar of a session: shown from the first batch on, removed after the last one."""
 
-    def __init__(self, total: int | None) -> None:
+    def __init__(self, total: int | None, *, shown: bool) -> None:
         self._total = total
-        self._shown = 0
+        self._is_shown = shown
+        self._moved_to = 0
         self._stack = ExitStack()
         self._advance: progress.Advance | None = None
         # restores the cursor of the terminal if the loop is aborted
         self._cleanup = finalize(self, self._stack.close)
 
     def move_to(self, done: int) -> None:
-        if self._total == 1:
+        if not self._is_shown:
             return
         if self._advance is None:
             self._advance = self._stack.enter_context(progress.bar("Calibrating", self._total))
-        if done > self._shown:
-            self._advance(done - self._shown)
-            self._shown = done
+        if done > self._moved_to:
+            self._advance(done - self._moved_to)
+            self._moved_to = done
 
     def close(self) -> None:
         self._cleanup()

@@ -14,12 +14,17 @@ from amct.printable import printable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+USER_CODE_ERROR = 1
 USAGE_OR_INPUT_ERROR = 2
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (default: ``sys.argv``); return the exit code: 0 success, 2 bad input, 130 interrupted."""
+    """Run the command line (default: ``sys.argv``).
+
+    Returns:
+        The exit code: 0 success, 1 an exception in the user's own code, 2 bad input, 130 interrupted.
+    """
     from amct.cli.app import app
 
     try:
@@ -29,12 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_OR_INPUT_ERROR
     except KeyboardInterrupt:
         return _interrupted()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  of the user's code; all others are raised again
         if type(error).__name__ == "Abort":  # older releases of typer raise this on Ctrl-C
             return _interrupted()
-        if not _is_usage_error(error):
-            raise
-        return _show_usage_error(error)
+        if _is_usage_error(error):
+            return _show_usage_error(error)
+        return _show_error_of_user_code(error)
     if result == INTERRUPTED:  # newer releases of typer return it
         return _interrupted()
     return result if isinstance(result, int) else 0
@@ -55,3 +60,14 @@ def _show_usage_error(error: Exception) -> int:
     hint = f" (see {context.command_path} --help)" if context is not None else ""
     sys.stderr.write(f"error: {printable(error.format_message())}{hint}\n")  # type: ignore[attr-defined]  # checked by the caller
     return USAGE_OR_INPUT_ERROR
+
+
+def _show_error_of_user_code(error: Exception) -> int:
+    """Show the user's own line in which an error was raised; an error of other code is raised again."""
+    from amct.cli.user_code import place_in_user_code
+
+    place = place_in_user_code(error)
+    if place is None:
+        raise error
+    sys.stderr.write(printable(f"error: {type(error).__name__}: {error}\n  {place}\n"))
+    return USER_CODE_ERROR

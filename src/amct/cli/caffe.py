@@ -1,4 +1,4 @@
-"""``amct caffe``: train and test Caffe nets, and run scripts written for pycaffe, without an installed Caffe."""
+"""``amct caffe``: train, retrain and test Caffe nets, run scripts written for pycaffe, without an installed Caffe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import typer
 from amct import log
 from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 from amct.cli.printing import show
-from amct.errors import AmctError, ArgumentError, FileError
+from amct.errors import AmctError, ArgumentError, FileError, TrainingError
+from amct.verbosity import few_lines
 
 if TYPE_CHECKING:
     import signal
@@ -82,6 +83,49 @@ def train(  # noqa: PLR0913 - a command's options are its arguments
         running.action_source = requests
         running.solve(snapshot)
     return INTERRUPTED if running.stopped_early else 0
+
+
+@app.command()
+@log.screen_only()
+def retrain(  # noqa: PLR0913 - a command's options are its arguments
+    solver: Annotated[Path, typer.Option("--solver", help="The solver prototxt; its net is replaced.")],
+    model: Annotated[Path, typer.Option("--model", help="The net's prototxt, with the layers of both phases.")],
+    weights: Annotated[Path, typer.Option("--weights", help="The caffemodel of the trained float net.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the files go: folder/prefix.")],
+    config: Annotated[Path | None, typer.Option(help="A config of retraining, simple (.cfg) or full (.json).")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Training iterations; max_iter of the solver if none.")] = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", help="A solver state to go on from.")] = None,
+    gpu: GpuOption = False,
+    device: DeviceOption = None,
+    custom_proto: CustomProtoOption = None,
+    allow_python: PythonOption = False,
+) -> int:
+    """Train a net for quantization, and write its INT8 files with a report. Ctrl-C writes a snapshot and stops."""
+    import signal
+
+    from amct.caffe.engine.solvers import Action, choose_device, signal_actions
+    from amct.caffe.qat.door import prepare_qat
+
+    choose_device(gpu=gpu, device=device)
+    work = output.parent / f"{output.name}_retrain"
+    with few_lines():
+        prepared = prepare_qat(
+            model, weights, solver, config, folder=work, iterations=iterations, custom_proto=custom_proto,
+            allow_python=allow_python,
+        )  # fmt: skip
+        with signal_actions({signal.SIGINT: Action.STOP}) as requests:
+            try:
+                prepared.train(snapshot, action_source=requests)
+            except TrainingError as error:
+                show(f"error: {error}")
+                return INTERRUPTED
+        files = prepared.save(output)
+    report = prepared.report(output.parent / f"{output.name}_report.html", files)
+    for name, after in prepared.scores_after.items():
+        show(f"{name}: {prepared.scores_before[name]:.4g} before, {after:.4g} after")
+    for path in (*files, report):
+        show(f"written: {path}")
+    return 0
 
 
 @app.command(name="test")

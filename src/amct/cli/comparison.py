@@ -13,7 +13,7 @@ from amct.cli.printing import comparison_row
 from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -70,8 +70,9 @@ class Request:
 
         pair = parse_models(self.models)
         if self.report is not None:
-            _check_report(self.report)
+            check_report(self.report)
             atomic.check_writable(self.report.parent)
+        self.data.check()
         measured, content = _RUNS[pair.kind](pair, self)
         if self.report is not None:
             from amct.report.page import write_page
@@ -97,6 +98,10 @@ class Request:
                     "labels, an .npz with labels, an LMDB or idx files"
                 )
             yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
+
+    def with_size(self, model_input: Sequence[int | str | None]) -> Request:
+        """Return the request with pictures in the size of the model's input, if no size is given."""
+        return replace(self, data=self.data.with_size(model_input))
 
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
@@ -132,7 +137,8 @@ def _values(batch: Batch | dict[str, NDArray[Any]]) -> NDArray[np.float32] | dic
     return batch if isinstance(batch, dict) else batch[0]
 
 
-def _check_report(path: Path) -> None:
+def check_report(path: Path) -> None:
+    """Check that a report has the name of an HTML file."""
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise ArgumentError(f'"{path}": expected the name of an HTML file for the report, such as report.html')
 
@@ -141,6 +147,9 @@ def _check_report(path: Path) -> None:
 
 
 def _run_caffe(pair: ModelPair, request: Request) -> _Found:
+    from amct.caffe.layer_list import input_shape
+
+    request = request.with_size(input_shape(pair.float_model[0], request.custom_proto))
     data, metric = request.batches(), request.metric
     if request.report is not None:
         from amct.caffe.reporting import files_report
@@ -162,10 +171,12 @@ def _run_caffe(pair: ModelPair, request: Request) -> _Found:
 
 def _run_onnx(pair: ModelPair, request: Request) -> _Found:
     from amct.cli.onnx_data import is_plain, onnx_data
-    from amct.onnx_model.reading import read_model
+    from amct.onnx_model.reading import input_shape, read_model
 
     (float_model,) = pair.float_model
-    if is_plain(read_model(float_model, "FLOAT").model):
+    proto = read_model(float_model, "FLOAT").model
+    if is_plain(proto):
+        request = request.with_size(input_shape(proto, proto.graph.input[0].name) or ())
         return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
     if request.top1:
         raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
@@ -174,9 +185,12 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
 
 def _run_torch(pair: ModelPair, request: Request) -> _Found:
     from amct.cli.model_layers import load_reference
+    from amct.onnx_model.reading import input_shape, read_model
     from amct.pytorch.comparing import reference_onnx
 
     (reference,) = pair.float_model
+    proto = read_model(pair.quantized_model[0], "QUANT", allow_quantized=True).model
+    request = request.with_size(input_shape(proto, proto.graph.input[0].name) or ())
     first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
     if first is None:
         raise CalibrationError(f"{request.data.data}: there are no samples")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 from amct.cli.printing import JsonOption, aligned, show, show_json
 from amct.errors import ArgumentError
 
@@ -75,6 +76,7 @@ def init(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the full config.")],
     cfg: Annotated[Path | None, typer.Option("--cfg", help="A simple config to start from.")] = None,
     input_shape: ShapeOption = None,
+    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Write the full config of a model: built-in defaults, or what a simple config makes of it.
 
@@ -83,7 +85,7 @@ def init(
     from amct import atomic
     from amct.cli.model_layers import model_layers
 
-    dialect, layers = model_layers(model, input_shape)
+    dialect, layers = model_layers(model, input_shape, custom_proto)
     config = _expanded(cfg, dialect, Kind.ptq, layers) if cfg else _default(dialect, layers)
     atomic.write_text(output, config.to_json())
     _show_warnings(config)
@@ -92,13 +94,17 @@ def init(
 
 @app.command()
 def check(
-    config: ConfigArgument, model: ModelOption, input_shape: ShapeOption = None, kind: KindOption = Kind.ptq
+    config: ConfigArgument,
+    model: ModelOption,
+    input_shape: ShapeOption = None,
+    kind: KindOption = Kind.ptq,
+    custom_proto: CustomProtoOption = None,
 ) -> None:
     """Check a config against a model: every mistake with its line, exit code 2 when there is one.
 
     Example: amct config check quant.cfg --model deploy.prototxt
     """
-    full, layers = _read(config, model, input_shape, kind)
+    full, layers = _read(config, model, input_shape, kind, custom_proto)
     _show_warnings(full)
     enabled = sum(1 for layer in full.layers if _is_enabled(layer.data))
     show(f"{config}: fits {model}: {enabled} of {len(layers)} layers are compressed")
@@ -111,6 +117,7 @@ def explain(
     input_shape: ShapeOption = None,
     kind: KindOption = Kind.ptq,
     layer: Annotated[str | None, typer.Option("--layer", help="Only this layer, with every setting.")] = None,
+    custom_proto: CustomProtoOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the effective settings of each layer and the file:line they come from.
@@ -119,7 +126,7 @@ def explain(
     """
     from amct.config.full_config import explain as explain_config
 
-    full, layers = _read(config, model, input_shape, kind)
+    full, layers = _read(config, model, input_shape, kind, custom_proto)
     rows = explain_config(full)
     if layer is not None:
         rows = _only(rows, layer, layers)
@@ -132,10 +139,12 @@ def explain(
     _show_warnings(full)
 
 
-def _read(config: Path, model: str, input_shape: str | None, kind: Kind) -> tuple[FullConfig, LayerList]:
+def _read(
+    config: Path, model: str, input_shape: str | None, kind: Kind, custom_proto: Path | None
+) -> tuple[FullConfig, LayerList]:
     from amct.cli.model_layers import model_layers
 
-    dialect, layers = model_layers(model, input_shape)
+    dialect, layers = model_layers(model, input_shape, custom_proto)
     return _expanded(config, dialect, kind, layers), layers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
@@ -13,17 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from amct.atomic import is_file
+from amct.cli.printing import show
 from amct.errors import ArgumentError, CalibrationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from amct.data import Preparation
+
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
 
 logger = logging.getLogger(__name__)
+
+_PICTURE_INPUT_AXES = 4  # batch, channels, height, width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +62,57 @@ class DataOptions:
             raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
         return islice(self._batches(), self.batches)
 
+    def check(self) -> None:
+        """Check the options and that the data can be read: of pictures and databases, the first sample.
+
+        Raises:
+            ArgumentError: An option is invalid.
+            FileError, ParseError: The data cannot be read.
+        """
+        from amct.data import first_shape
+
+        self.labelled()
+        first_shape(self.data, self._preparation())
+
+    def with_size(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+        """Return the options with the size of the model's input for pictures, if no size is given.
+
+        A line tells which size is taken and why.
+
+        Args:
+            model_input: The shape that the model declares; names or None where any size fits; None: not known.
+        """
+        from amct.data import first_shape, holds_pictures
+
+        if self.size is not None or self.crop is not None or not holds_pictures(self.data):
+            return self
+        height, width = _picture_size(model_input)
+        if height is not None and width is not None:
+            show(f"pictures    resized to {height} x {width}, the size of the model's input: no --size given", err=True)
+            return replace(self, size=f"{height},{width}")
+        shape = first_shape(self.data, self._preparation())
+        assert shape is not None  # pictures have one
+        why = "a PyTorch model does not tell its size" if model_input is None else "the model takes any size"
+        show(f"pictures    used as they are, the first {shape[1]} x {shape[2]}: no --size given, and {why}", err=True)
+        return self
+
     def _batches(self) -> Iterator[LabelledBatch]:
+        from amct.data import batches, open_samples
+
+        yield from batches(open_samples(self.data, self._preparation()), self.batch_size)
+
+    def _preparation(self) -> Preparation:
         import numpy as np
 
-        from amct.data import Preparation, batches, open_samples
+        from amct.data import Preparation
 
-        preparation = Preparation(
+        return Preparation(
             size=_pair("--size", self.size),
             crop=_pair("--crop", self.crop),
             color=cast("Literal['bgr', 'rgb', 'gray']", self.color),
             mean=np.zeros(0, np.float32) if self.mean is None else _mean(self.mean),
             scale=self.scale,
         )
-        yield from batches(open_samples(self.data, preparation), self.batch_size)
 
 
 def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iterator[Any]:
@@ -94,26 +137,35 @@ def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iter
         yield batch
 
 
-def takes_data(command: Callable[..., None]) -> Callable[..., None]:
+def takes_data(command: Callable[..., None], *, optional: bool = False) -> Callable[..., None]:
     """Decorate a command: replace its parameter ``data`` by one option for each field of ``DataOptions``.
 
-    Typer derives the options from the signature, so the decorator changes the signature.
+    Typer derives the options from the signature, so the decorator changes the signature. If ``optional``, the command
+    gets None when there is no ``--data``.
     """
     given = inspect.signature(command, eval_str=True).parameters.values()
-    ours = inspect.signature(DataOptions, eval_str=True).parameters
+    ours = dict(inspect.signature(DataOptions, eval_str=True).parameters)
+    if optional:
+        ours["data"] = ours["data"].replace(default=None)
     place = next(index for index, parameter in enumerate(given) if parameter.name == "data")
     parameters = [*given]
     parameters[place : place + 1] = ours.values()
 
     @wraps(command)
     def with_options(**arguments: Any) -> None:  # noqa: ANN401  the options have various types
-        options = DataOptions(**{name: arguments.pop(name) for name in ours})
-        command(data=options, **arguments)
+        chosen = {name: arguments.pop(name) for name in ours}
+        command(data=DataOptions(**chosen) if chosen["data"] is not None else None, **arguments)
 
     keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     with_options.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]  # functions take any attribute
     with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in keyword}
     return with_options
+
+
+def _picture_size(shape: Sequence[int | str | None] | None) -> tuple[int | None, int | None]:
+    """Height and width of an input of four axes, where they are fixed."""
+    height, width = shape[2:] if shape is not None and len(shape) == _PICTURE_INPUT_AXES else (None, None)
+    return (height if isinstance(height, int) else None), (width if isinstance(width, int) else None)
 
 
 def _pair(option: str, text: str | None) -> tuple[int, int] | None:

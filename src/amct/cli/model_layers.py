@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +15,8 @@ import typer
 from amct.errors import ArgumentError, FileError, ParseError, Position, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
     from amct.config.layers import LayerList
@@ -47,7 +51,7 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
         FileError: The file does not exist.
     """
     path = Path(model)
-    if path.suffix == ".prototxt" or model.endswith(".prototxt.txt"):
+    if is_prototxt(model):
         from amct.caffe.layer_list import layer_list
 
         return Dialect.caffe, layer_list(path, custom_proto)
@@ -64,6 +68,11 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
         'model: expected a .prototxt, an .onnx file, a Python reference "package.module:factory" or a list of layers '
         f'in a .txt file ({LIST_FORM}), got "{model}"'
     )
+
+
+def is_prototxt(model: str) -> bool:
+    """Whether a model is a prototxt, by its name."""
+    return model.endswith((".prototxt", ".prototxt.txt"))
 
 
 def _listed(path: Path) -> tuple[Dialect, LayerList]:
@@ -116,6 +125,33 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def check_reference(reference: str) -> None:
+    """Check that the module of ``package.module:factory`` can be found, without importing it.
+
+    Raises:
+        ArgumentError: There is no such module.
+    """
+    top = reference.partition(":")[0].partition(".")[0]
+    with _modules_of_the_working_directory():
+        if not top or (top not in sys.modules and importlib.util.find_spec(top) is None):
+            raise _no_module(top, reference)
+
+
+@contextmanager
+def _modules_of_the_working_directory() -> Iterator[None]:
+    """Find modules in the working directory too, as ``python -m`` does."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _no_module(name: str | None, reference: str) -> ArgumentError:
+    return ArgumentError(f'model: the Python module "{name}" was not found (looked for "{reference}")')
+
+
 def load_reference(reference: str) -> nn.Module:
     """Return the model that ``package.module:factory`` refers to; a function or class is called without arguments.
 
@@ -123,15 +159,11 @@ def load_reference(reference: str) -> nn.Module:
         ArgumentError: The module or its attribute does not exist, or is or returns no ``torch.nn.Module``.
     """
     module_name, _, attribute = reference.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, to find modules in the working directory
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f'model: the Python module "{error.name}" was not found (looked for "{reference}")'
-        ) from error
-    finally:
-        sys.path.pop(0)
+    with _modules_of_the_working_directory():
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise _no_module(error.name, reference) from error
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, [name for name in vars(module) if not name.startswith("_")])
         raise ArgumentError(f'model: "{module_name}" has no "{attribute}".{hint}')

@@ -57,7 +57,7 @@ def parse_models(words: list[str]) -> ModelPair:
     if left:
         raise ArgumentError(f'expected two models, and got "{left[0]}" behind them; write {FORMS}')
     for path in (*(() if kind is Kind.TORCH else float_model), *quantized):
-        _check_file(path)
+        check_file(path)
     return ModelPair(kind=kind, float_model=float_model, quantized_model=quantized)
 
 
@@ -97,7 +97,7 @@ def _caffe_files(model: str, rest: list[str]) -> tuple[tuple[str, str], list[str
     """Return a prototxt with its weights, and the remaining words; without a weights word, a file beside it is used."""
     if rest and rest[0].endswith(_WEIGHTS):
         return (model, rest[0]), rest[1:]
-    _check_file(model)
+    check_file(model)
     stem = model.removesuffix(_MODEL) if model.endswith(_MODEL) else None
     beside = f"{stem}{_WEIGHTS_BESIDE}" if stem is not None else str(Path(model).with_suffix(".caffemodel"))
     if not is_file(beside):
@@ -115,6 +115,11 @@ def _existing(prefix: str, endings: list[str]) -> str:
     raise FileError(f'"{prefix}": expected a quantized model, or the prefix of its files; there is no {expected}')
 
 
-def _check_file(path: str) -> None:
+def check_file(path: str) -> None:
+    """Check that a file of a model exists.
+
+    Raises:
+        FileError: There is none, or it is a folder.
+    """
     if not is_file(path):
         raise FileError(f'"{path}" {"is a folder" if is_folder(path) else "does not exist"}')

@@ -29,14 +29,15 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
         AmctError: The model or the data cannot be read, or they do not fit together.
     """
     from amct.data.arrays import is_array_file
-    from amct.onnx_model.reading import read_model
+    from amct.onnx_model.reading import input_shape, read_model
 
     proto = read_model(model).model
     size = fixed_batch_size(proto)
     if size is not None:
         options = replace(options, batch_size=size)
     if is_plain(proto):
-        return _Batches(lambda: full_batches(options, size, options.data))
+        sized = options.with_size(input_shape(proto, proto.graph.input[0].name) or ())
+        return _Batches(lambda: full_batches(sized, size, sized.data))
     if not is_array_file(options.data):
         names = ", ".join(value.name for value in proto.graph.input)
         raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")

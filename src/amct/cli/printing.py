@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from amct.printable import escaped, printable, shortened
+from amct.printable import LONGEST_LAYER_NAME, escaped, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,8 +55,13 @@ def decibel(value: float) -> str:
     return "no error" if value == math.inf else f"{value:.1f} dB"
 
 
+def short_name(name: str) -> str:
+    """The name of a layer for a table or a line; JSON output has the whole name."""
+    return escaped(shortened(name, LONGEST_LAYER_NAME)).replace("\n", "\\n")
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines with aligned columns."""
-    rows = [[escaped(shortened(word)).replace("\n", "\\n") for word in row] for row in rows]
+    """Format rows as lines with aligned columns; a long name in the first one is shortened in the middle."""
+    rows = [[short_name(row[0]), *(escaped(shortened(word)).replace("\n", "\\n") for word in row[1:])] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

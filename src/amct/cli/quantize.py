@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 import typer
 
 from amct.cli.data_options import DataOptions, takes_data
-from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption
-from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, show, show_json
+from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference, is_prototxt
+from amct.cli.model_pair import check_file
+from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, short_name, show, show_json
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amct.config.layers import LayerInfo
+    from amct.export.save_path import SavePath
     from amct.numerics.similarity import LayerComparison
     from amct.ptq.quantized_model import QuantizedModel
 
@@ -34,7 +36,9 @@ def quantize(  # noqa: PLR0913  the options of a command
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     weights: Annotated[Path | None, typer.Argument(help="The caffemodel of a prototxt.")] = None,
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", help='Where the files go: folder/prefix, or "folder/" without a prefix.')
+    ],
     config: Annotated[Path | None, typer.Option(help="An AMCT config, simple (.cfg) or full (.json).")] = None,
     data: DataOptions,
     equalize: Annotated[
@@ -70,12 +74,11 @@ def quantize(  # noqa: PLR0913  the options of a command
         for option, given in (("--equalize", equalize), ("--custom-proto", custom_proto)):
             if given and weights is None:
                 raise ArgumentError(f"{option} is for Caffe models, a prototxt with a caffemodel; leave it out")
-        if weights is None and not model.endswith(ONNX_ENDING) and ":" not in model:
-            raise ArgumentError(
-                'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
-                f'got only "{model}"'
-            )
+        _check_model(model, weights)
+        if config is not None:
+            check_file(str(config))
         files.check()
+        data.check()
         caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
         result = _result(*_quantized(model, weights, data, config, caffe), files)
     if as_json:
@@ -84,11 +87,27 @@ def quantize(  # noqa: PLR0913  the options of a command
         show(_as_text(result))
 
 
+def _check_model(model: str, weights: Path | None) -> None:
+    """Check that the model's files exist; without importing torch, so that a wrong name is answered at once."""
+    if weights is not None:
+        check_file(model)
+        check_file(str(weights))
+    elif model.endswith(ONNX_ENDING):
+        check_file(model)
+    elif ":" in model:
+        check_reference(model)
+    else:
+        raise ArgumentError(
+            'expected a prototxt and a caffemodel, an .onnx file, or a Python reference "package.module:factory", '
+            f'got only "{model}"'
+        )
+
+
 @dataclass(frozen=True)
 class _Files:
     """The files to write: their prefix, whether there is a report, formats, placement, and whether they are run."""
 
-    output: Path
+    output: str
     report: bool
     formats: str | None
     placement: str
@@ -97,24 +116,35 @@ class _Files:
     def check(self) -> None:
         """Check the output folder, the formats and the placement before quantization starts."""
         from amct import atomic
-        from amct.export.formats import ExportOptions, check_formats
+        from amct.export.formats import check_formats
+        from amct.export.options import ExportOptions
 
-        atomic.check_writable(self.output.parent)
+        atomic.check_writable(self._where.folder)
         check_formats(self._names())
         ExportOptions(placement=self.placement)
+
+    @property
+    def _where(self) -> SavePath:
+        from amct.export.save_path import SavePath
+
+        return SavePath.parse(self.output)
 
     def _names(self) -> tuple[str, ...]:
         return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
 
     def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
-        """Write the model and, if requested, its report; return the paths."""
+        """Write the model and, if requested, its report; return the paths. A report of replaced files is removed."""
         from amct.export.saving import DEFAULT_FORMATS
+        from amct.report.page import is_report
 
         names = self._names()
         files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=self.placement, check=self.run_files)
+        page = self._where.file("report.html")
         if self.report:
-            page = self.output.with_name(f"{self.output.name}_report.html")
-            files = [*files, quantized.report(page, batches, files=files)]
+            return [*files, quantized.report(page, batches, files=files)]
+        if is_report(page):
+            page.unlink()
+            show(f"removed     {page}, which belonged to the files before; --report writes a new one", err=True)
         return files
 
 
@@ -132,8 +162,9 @@ def _quantized(
     batches: Iterable[Any]
     if weights is not None:
         import amct.caffe
+        from amct.caffe.layer_list import input_shape
 
-        batches = list(data)
+        batches = list(data.with_size(input_shape(model, caffe["custom_proto"])))
         return amct.caffe.quantize(model, weights, batches, config=config, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
@@ -146,7 +177,7 @@ def _quantized(
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = [torch.from_numpy(batch) for batch in data]
+    batches = [torch.from_numpy(batch) for batch in data.with_size(None)]
     return amct.pytorch.quantize(load_reference(model), batches, config=config), batches
 
 
@@ -180,12 +211,15 @@ def _measured(
     quantized: QuantizedModel, batches: Iterable[Any], written: list[Path]
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
     """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs."""
+    from amct.model.quant_json import QUANT_JSON, add_measurement
     from amct.onnx_model import measure
 
     file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
     if file is None:
         return "simulation", quantized.compare(batches), ()
     measured = measure(quantized.prepared.float_model(None), file, batches)
+    for document in (path for path in written if path.name.endswith(QUANT_JSON)):
+        add_measurement(document, measured.as_measurement(file.name))
     return str(file), measured.layers.values(), measured.outputs
 
 
@@ -195,7 +229,9 @@ def _as_text(result: dict[str, Any]) -> str:
     lines = [f"quantized   {len(result['quantized'])} layers; {left} left as they are{':' if left else ''}"]
     lines += [f"              {reason}: {_some(names)}" for reason, names in _by_reason(result["left float"])]
     if worst:
-        lines += ["most harmed " + ", ".join(f"{row['layer']} (SQNR {row['sqnr']:.1f} dB)" for row in worst)]
+        lines += [
+            "most harmed " + ", ".join(f"{short_name(row['layer'])} (SQNR {row['sqnr']:.1f} dB)" for row in worst)
+        ]
         lines += [f"              measured on the calibration data, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
     lines += [f"{path}  {check['text']}" for path, check in result["checks"].items()]
@@ -209,7 +245,7 @@ def _measured_name(measured: str) -> str:
 def _some(names: list[str]) -> str:
     """Format the first few names; the JSON output, quant.json and the report have all of them."""
     more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(short_name, names[:NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def _by_reason(left_float: dict[str, str]) -> list[tuple[str, list[str]]]:
@@ -238,6 +274,13 @@ def inspect(
 
     dialect, layers = model_layers(model, input_shape, custom_proto)
     rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
+    if is_prototxt(model):
+        from amct.caffe.layer_list import unbuildable_layer
+
+        name, reason = unbuildable_layer(model, custom_proto) or (None, "")
+        for row in rows:
+            if row["layer"] == name:
+                row["verdict"] = f"cannot be built: {reason}"
     if as_json:
         show_json(rows)
         return

@@ -82,10 +82,14 @@ def checked_settings(settings: Callable[..., Settings], values: Mapping[str, Any
         ConfigError: a value is invalid; all mistakes are listed.
     """
     problems = ProblemList()
-    checked = check_settings(settings, values, lambda _: None, problems, block=block)
+    checked = check_settings(settings, values, nowhere, problems, block=block)
     problems.raise_all()
     assert checked is not None
     return checked
+
+
+def nowhere(_: Path) -> None:
+    """The position of values that come from no file."""
 
 
 @cache

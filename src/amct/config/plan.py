@@ -76,11 +76,11 @@ class _Layer(Protocol):
     def enabled(self) -> bool: ...
 
 
-_LayerT = TypeVar("_LayerT", bound=_Layer)
+PlannedLayer = TypeVar("PlannedLayer", bound=_Layer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlans(Generic[_LayerT]):
+class LayerPlans(Generic[PlannedLayer]):
     """The plans of the layers of a model.
 
     Attributes:
@@ -90,15 +90,15 @@ class LayerPlans(Generic[_LayerT]):
     """
 
     source: str
-    layers: tuple[_LayerT, ...] = ()
+    layers: tuple[PlannedLayer, ...] = ()
     warnings: tuple[Problem, ...] = ()
 
     @property
-    def enabled(self) -> tuple[_LayerT, ...]:
+    def enabled(self) -> tuple[PlannedLayer, ...]:
         """The enabled layers."""
         return tuple(layer for layer in self.layers if layer.enabled)
 
-    def find(self, name: str) -> _LayerT | None:
+    def find(self, name: str) -> PlannedLayer | None:
         """The plan of one layer, or None if it has none."""
         return next((layer for layer in self.layers if layer.name == name), None)
 

@@ -12,7 +12,7 @@ from amct.data.idx import read_idx
 from amct.data.images import decode_image, list_images, read_image
 from amct.data.read_ahead import ReadAhead
 from amct.data.resample import resize
-from amct.data.samples import Preparation, Sample, SampleSource, batches, open_samples
+from amct.data.samples import Preparation, Sample, SampleSource, batches, first_shape, holds_pictures, open_samples
 
 __all__ = [
     "Preparation",
@@ -21,6 +21,8 @@ __all__ = [
     "SampleSource",
     "batches",
     "decode_image",
+    "first_shape",
+    "holds_pictures",
     "list_images",
     "open_samples",
     "read_array",

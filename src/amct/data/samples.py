@@ -133,6 +133,24 @@ def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = Non
     return _picture_source(str(path), [(place, None)], preparation)
 
 
+def holds_pictures(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``open_samples`` decodes pictures from a path: a folder of them, a list, or one picture."""
+    place = Path(path)
+    return not (is_lmdb(place) or is_array_file(place) or is_idx_file(place))
+
+
+def first_shape(path: str | os.PathLike[str], prepare: Preparation) -> tuple[int, ...] | None:
+    """Read the first picture or the first entry of a database; its shape. Of array files only the existence is checked.
+
+    Raises:
+        AmctError: As ``open_samples``; the first sample cannot be read or prepared.
+    """
+    if is_array_file(Path(path)) and is_file(path):
+        return None
+    first = next(iter(open_samples(path, prepare)), None)
+    return None if first is None else first.values.shape
+
+
 def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]]:
     """Read an image list of Caffe: a path per line, optionally followed by a space and an integer label.
 

@@ -97,7 +97,10 @@ def insert_quantizer(graph: OnnxGraph, name: str, tensor: str, scale: float, off
 
 
 def _insert_dequantizer(graph: OnnxGraph, layer: Layer) -> str:
-    scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", along_channels(layer, layer.dequant_scale()))
+    factors = along_channels(layer, layer.dequant_scale())
+    if graph.rank(layer.output) == 1:  # one vector: two dimensions would make it a matrix
+        factors = factors.reshape(-1)
+    scale = graph.add_constant(f"{layer.name}.fakedequant.dqscale", factors)
     name = f"{layer.name}.fakedequant.mul"
     last = name if layer.is_wide_float else f"{layer.name}.fakedequant.cast"
     read, write = graph.tap(layer.output, f"{last}.output0")

@@ -1,7 +1,8 @@
 """The registry of export formats: ``qdq``, ``deploy``, ``fake_quant`` and user-registered ones.
 
 An exporter is a function of an ``ExportRequest`` that returns an ONNX model, an ``ExportedModel`` (a model with a
-report) or the bytes of any other file. ``save(formats=…)`` and ``amct quantize --formats`` offer every format.
+report) or the bytes of any other file. ``save(formats=…)`` and ``amct quantize --formats`` offer every format. The
+exporters are imported when they run, so that the names of formats can be checked at once.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from onnx import ModelProto
-
 from amct.errors import ArgumentError, did_you_mean
-from amct.export.ascend import ascend_model
 from amct.export.exported import ExportedModel
-from amct.export.fake_quant import fake_quant_model
-from amct.export.qdq.exporter import Placement, choice, qdq_model
-from amct.export.qdq.nodes import Target
+from amct.export.options import ExportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from onnx import ModelProto
 
     from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 
@@ -30,26 +28,6 @@ logger = logging.getLogger(__name__)
 
 RECORD = "record"
 """The name under which ``save`` accepts the factors among the formats."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of the QDQ file.
-
-    Attributes:
-        placement: "fast" also quantizes the tensors between layers, "exact" only those of the record, "auto" times both
-            and float for each part of the model.
-        target: The integer types: "portable", "vnni" or "exact8".
-        float_tensors: Tensors between layers that "fast" leaves float, by ONNX name; layers still read them quantized.
-    """
-
-    placement: str = Placement.FAST.value
-    target: str = Target.PORTABLE.value
-    float_tensors: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        choice(Placement, self.placement, "placement")
-        choice(Target, self.target, "target")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +50,7 @@ class ExportRequest:
 
 
 Exported = ExportedModel | bytes
-Exporter = Callable[[ExportRequest], ModelProto | ExportedModel | bytes]
+Exporter = Callable[[ExportRequest], "ModelProto | ExportedModel | bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -153,21 +131,27 @@ def export_formats(
     exported: dict[str, Exported] = {}
     for name in names:
         result = _FORMATS[name].exporter(request)
-        exported[name] = ExportedModel(model=result) if isinstance(result, ModelProto) else result
+        exported[name] = result if isinstance(result, ExportedModel | bytes) else ExportedModel(model=result)
         for note in getattr(exported[name], "notes", ()):
             logger.info("%s: %s", _FORMATS[name].file_name, note)
     return exported
 
 
 def _export_deploy(request: ExportRequest) -> ExportedModel:
+    from amct.export.ascend import ascend_model
+
     return ascend_model(request.model, request.bindings, request.factors)
 
 
 def _export_fake_quant(request: ExportRequest) -> ExportedModel:
+    from amct.export.fake_quant import fake_quant_model
+
     return fake_quant_model(request.model, request.bindings, request.factors)
 
 
 def _export_qdq(request: ExportRequest) -> ExportedModel:
+    from amct.export.qdq.exporter import qdq_model
+
     return qdq_model(
         request.model,
         request.bindings,

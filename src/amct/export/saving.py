@@ -13,9 +13,11 @@ from amct.export.binding import LayerFactors, bindings_by_name
 from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
 from amct.export.exported import ExportedModel
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import RECORD, ExportOptions, check_formats, export_formats, file_name
+from amct.export.formats import RECORD, check_formats, export_formats, file_name
+from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
-from amct.export.writer import SavePath, add_model, check_opset, save_models
+from amct.export.save_path import SavePath
+from amct.export.writer import add_model, check_opset, save_models
 from amct.model import Skip
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, RelatedFile, related_file
 from amct.record import encode_record
@@ -143,12 +145,14 @@ class SavedContent:
         tensors: Factors of the tensors between layers; None if nothing was observed.
         reference: The batch on which the written files are run; None: they are not.
         calls: How often each layer is computed, if more than once.
+        others: Further files of the group, by path.
     """
 
     record: Any
     tensors: Mapping[str, TensorFactors] | None = None
     reference: Reference | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
+    others: Mapping[Path, bytes] = field(default_factory=dict)
 
 
 def save_files(
@@ -170,7 +174,7 @@ def save_files(
         FileError: a file cannot be written; none was.
     """
     exports = _Exports.of(request, model, content) if model is not None else None
-    others: dict[Path, bytes] = {}
+    others = dict(content.others)
     if request.with_record:
         path = request.where.file("record.txt")
         others[path] = encode_record(content.record, "text")

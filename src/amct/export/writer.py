@@ -11,10 +11,7 @@ more                                   ``<tensor>_fakequant.external``, ``<tenso
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,61 +19,20 @@ from onnx import ModelProto, TensorProto
 
 from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
-from amct.errors import ArgumentError, ArgumentTypeError, ExportError
+from amct.errors import ArgumentError, ExportError
 from amct.export.onnx.messages import copy_fields, tensor_array
-from amct.model.quant_json import QUANT_JSON, write_quant_json
+from amct.export.save_path import SavePath, warn_of_replaced
+from amct.model.quant_json import write_quant_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from amct.model.quant_json import QuantJson
 
-logger = logging.getLogger(__name__)
-
 EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of at least this size is split; protobuf's own limit is 2^31 bytes."""
-LONGEST_PREFIX = 241
 OPSETS = range(16, 22)
 """Opsets that users can choose."""
-
-
-@dataclass(frozen=True)
-class SavePath:
-    """A folder and a prefix, from ``dir/prefix``."""
-
-    folder: Path
-    prefix: str
-
-    @classmethod
-    def parse(cls, save_path: str | os.PathLike[str]) -> SavePath:
-        """Read ``dir/prefix``; a trailing "/" or "" means no prefix.
-
-        Raises:
-            ArgumentTypeError: it is not a string or path.
-            ArgumentError: the prefix is too long or not a file name.
-        """
-        if not isinstance(save_path, str | os.PathLike):
-            raise ArgumentTypeError(f"save_path: expected text or a path, got {type(save_path).__name__}")
-        text = os.fspath(save_path)
-        folder, prefix = os.path.split(text)
-        if prefix in (".", "..") or "\0" in text:
-            raise ArgumentError(
-                f'save_path: expected "folder/prefix", got "{text}"; end it with "/" to mean the folder'
-            )
-        if len(prefix) > LONGEST_PREFIX:
-            raise ArgumentError(
-                f"save_path: the prefix may have {LONGEST_PREFIX} characters, got {len(prefix)}: choose a shorter one"
-            )
-        return cls(Path(folder), prefix)
-
-    def file(self, name: str) -> Path:
-        """``<prefix>_<name>`` in the folder, or just ``<name>``."""
-        return self.folder / (f"{self.prefix}_{name}" if self.prefix else name)
-
-    @property
-    def quant_json(self) -> Path:
-        """The path of quant.json, the report on layers and files."""
-        return self.file(QUANT_JSON)
 
 
 def check_opset(opset: int) -> None:
@@ -119,7 +75,6 @@ def save_models(
         for name, content in files.items():
             path = save_path.file(name)
             if isinstance(content, bytes):
-                _warn_of_overwrite(path)
                 group.write_bytes(path, content)
                 written.append(path)
             else:
@@ -128,10 +83,10 @@ def save_models(
             group.write_bytes(path, data)
             written.append(path)
         if document is not None:
-            _warn_of_overwrite(save_path.quant_json)
             listed = document(group) if callable(document) else document
             write_quant_json(group, save_path.quant_json, listed)
             written.append(save_path.quant_json)
+        warn_of_replaced(group.written())
     return written
 
 
@@ -145,7 +100,9 @@ def save_model(
         FileError: a file cannot be written; none was.
     """
     with FileGroup() as group:
-        return _write_model(group, path, model, external_suffix, external_threshold)
+        written = _write_model(group, path, model, external_suffix, external_threshold)
+        warn_of_replaced(group.written())
+    return written
 
 
 def add_model(
@@ -168,7 +125,6 @@ def add_model(
 
 
 def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
-    _warn_of_overwrite(path)
     sizes = [(_data_size(tensor), index) for index, tensor in enumerate(model.graph.initializer)]
     rest = _bare_size(model) + sum(_message_size(tensor) for tensor in model.graph.initializer)
     moved: dict[int, str] = {}
@@ -247,8 +203,3 @@ def _external_name(tensor: str, suffix: str, taken: Collection[str]) -> str:
     while name in taken:
         name, number = f"{base}_{number}{suffix}", number + 1
     return name
-
-
-def _warn_of_overwrite(path: Path) -> None:
-    if path.exists():
-        logger.warning("%s exists and is replaced", path)

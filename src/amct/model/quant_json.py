@@ -31,6 +31,9 @@
                                  "simulation_sqnr": 34.5, "speed": 1.6, "costliest": ["conv1 (QLinearConv) 31 %"]}}
       },
       "not_written": {"qdq": "layer … has no ONNX form"},
+      "measured": {                                 the latest comparison with the float model; see ``Measurement``
+        "of": "net_qdq_model.onnx", "on": "8 batches", "layers": {"conv1": 31.2}, "outputs": {"scores": 34.2},
+        "metric": {"name": "top1 accuracy", "float_model": 99.16, "quantized": 98.99}},
       "related": {                                  files written on their own, by what they are; paths from this folder
         "record": {"path": "../record.txt", "sha256": "…"}, "report": {"path": "net_report.html", "sha256": "…"}
       }
@@ -61,6 +64,8 @@ from amct.model.kinds import LayerKind  # noqa: TC001  pydantic reads the annota
 from amct.model.layers import Skip  # noqa: TC001  pydantic reads the annotations
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from amct.atomic import FileGroup
 
 logger = logging.getLogger(__name__)
@@ -107,6 +112,7 @@ class FileCheck:
         cosine: The cosine similarity of this output in the float model and in the file.
         sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
         simulation_sqnr: The SQNR of the simulation on the same inputs.
+        likely_loss: Decibels by which it may be lower than that of the simulation on data like these inputs.
         speed: The time of the float ONNX file divided by that of this file, in onnxruntime on the machine of the save.
         costliest: The nodes of the file that take most time, with their share.
         differs_at: If the file is worse than the simulation: the first tensor that is.
@@ -120,6 +126,7 @@ class FileCheck:
     cosine: float | None = None
     sqnr: float | None = None
     simulation_sqnr: float | None = None
+    likely_loss: float | None = None
     speed: float | None = None
     costliest: tuple[str, ...] = ()
     differs_at: str = ""
@@ -154,6 +161,36 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricValues:
+    """A metric of the float and of the quantized model."""
+
+    __pydantic_config__ = _CLOSED
+    name: str
+    float_model: float
+    quantized: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The quantized model compared with the float model, for ``amct report --compare``.
+
+    Attributes:
+        of: What the layers were measured of: the name of a file, or the simulation.
+        on: The data.
+        layers: The SQNR of each layer in dB; None if it has no error.
+        outputs: The same for the outputs.
+        metric: The metric, if one was given.
+    """
+
+    __pydantic_config__ = _CLOSED
+    of: str
+    on: str
+    layers: Mapping[str, float | None]
+    outputs: Mapping[str, float | None] = field(default_factory=dict)
+    metric: MetricValues | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RelatedFile:
     """A file that is not part of the save: the record that was read, or the report on the saved files."""
 
@@ -177,6 +214,7 @@ class QuantJson:
     accelerated: tuple[str, ...] = ()
     not_written: Mapping[str, str] = field(default_factory=dict)
     related: Mapping[str, RelatedFile] = field(default_factory=dict)
+    measured: Measurement | None = None
 
     @property
     def folded(self) -> dict[str, tuple[str, ...]]:
@@ -236,12 +274,20 @@ def add_related(path: Path, role: str, file: Path) -> None:
         FileError, ParseError: quant.json cannot be read or written, or the file cannot be read.
     """
     entry = related_file(file, path.parent)
+    _change(path, lambda document: replace(document, related={**document.related, role: entry}))
 
-    def change(content: bytes | None) -> bytes:
-        document = _parsed(content or b"", path)
-        return quant_json_text(replace(document, related={**document.related, role: entry})).encode()
 
-    modify(path, change)
+def add_measurement(path: Path, measured: Measurement) -> None:
+    """Put a comparison that was made after the save into a quant.json.
+
+    Raises:
+        FileError, ParseError: quant.json cannot be read or written.
+    """
+    _change(path, lambda document: replace(document, measured=measured))
+
+
+def _change(path: Path, change: Callable[[QuantJson], QuantJson]) -> None:
+    modify(path, lambda content: quant_json_text(change(_parsed(content or b"", path))).encode())
 
 
 def _sha256(path: Path) -> str:

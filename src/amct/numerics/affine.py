@@ -64,7 +64,6 @@ def scale_and_offset(
     Raises:
         CalibrationError: a limit is NaN or infinite, the range is empty, or its scale exceeds ``LARGEST_SCALE``.
     """
-    lowest, _ = integer_range(bits)
     minimum, maximum = _checked_range(minimum, maximum)
     scale = _raw_scale(minimum, maximum, bits, asymmetric, symmetric_scale)
     too_large = scale > LARGEST_SCALE
@@ -74,6 +73,29 @@ def scale_and_offset(
             f"{_describe(too_large, minimum=minimum, maximum=maximum, scale=scale)}; "
             "look for a diverged layer or an outlier in the data, or leave this layer in float"
         )
+    return _legal_factors(scale, minimum, bits, asymmetric=asymmetric)
+
+
+def trained_factors(
+    minimum: Tensor,
+    maximum: Tensor,
+    bits: int,
+    *,
+    asymmetric: bool,
+    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE,
+) -> tuple[Tensor, Tensor]:
+    """``scale_and_offset`` without the checks, which would make every training step wait.
+
+    What is trained is checked elsewhere; NaN gives a scale of NaN.
+    """
+    minimum, maximum = minimum.detach().double(), maximum.detach().double()
+    scale = _raw_scale(minimum, maximum, bits, asymmetric, symmetric_scale)
+    return _legal_factors(scale, minimum, bits, asymmetric=asymmetric)
+
+
+def _legal_factors(scale: Tensor, minimum: Tensor, bits: int, *, asymmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scale and offset from the scale of a range and its lower end; a scale of practically nothing becomes 1."""
+    lowest, _ = integer_range(bits)
     near_zero = scale < SMALLEST_SCALE
     scale = torch.where(near_zero, torch.ones_like(scale), scale)
     if not asymmetric:

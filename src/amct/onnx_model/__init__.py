@@ -9,12 +9,17 @@
 
 from __future__ import annotations
 
-from amct.config.ptq.quant_config import QuantConfig
-from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
-from amct.onnx_model.comparing import compare, measure
-from amct.onnx_model.door import quantize
-from amct.ptq.quantized_model import QuantizedModel
-from amct.record import Record
+from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.config.ptq.quant_config import QuantConfig
+    from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
+    from amct.onnx_model.comparing import compare, measure
+    from amct.onnx_model.door import quantize
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.record import Record
 
 __all__ = [
     "ArqSettings",
@@ -28,3 +33,18 @@ __all__ = [
     "measure",
     "quantize",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ArqSettings": "amct.config.settings",
+        "HfmgSettings": "amct.config.settings",
+        "IfmrSettings": "amct.config.settings",
+        "LayerConfig": "amct.config.settings",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "Record": "amct.record",
+        "compare": "amct.onnx_model.comparing",
+        "measure": "amct.onnx_model.comparing",
+        "quantize": "amct.onnx_model.door",
+    },
+)

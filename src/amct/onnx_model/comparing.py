@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amct.errors import ModelError
 from amct.export.exported import layer_outputs, rescaled_layers
@@ -27,6 +27,7 @@ from amct.report.filling import input_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
@@ -125,12 +126,16 @@ class OnnxRun:
             for layer, (tensor, weights) in watched.items():
                 assert inputs is not None
                 inputs(input_key(layer), weights.balanced_input(as_tensor(values[tensor])))
-            found = {name: values[own] for name, own in self.outputs.items()}
-            value = next(iter(found.values())) if len(found) == 1 else found
-            floats = [(name, as_tensor(array)) for name, array in found.items() if array.dtype.kind == "f"]
-            return ModelOutput(value=value, tensors=floats)
+            return onnx_output({name: values[own] for name, own in self.outputs.items()})
 
         yield run
+
+
+def onnx_output(arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
+    """The outputs of a model by name; a metric gets the only one of them as it is."""
+    value = next(iter(arrays.values())) if len(arrays) == 1 else dict(arrays)
+    floats = [(name, as_tensor(array)) for name, array in arrays.items() if array.dtype.kind == "f"]
+    return ModelOutput(value=value, tensors=floats)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

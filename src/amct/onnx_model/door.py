@@ -18,7 +18,7 @@ from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
-from amct.onnx_model.comparing import Pair
+from amct.onnx_model.comparing import Pair, onnx_output
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.opset import with_opset
@@ -30,6 +30,7 @@ from amct.ptq.weights import quantize_weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from numpy.typing import NDArray
     from onnx import ModelProto
 
     from amct.config.plan import Plan
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from amct.onnx_model.layers import Layers
     from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Calibration, ComparedModel
+    from amct.ptq.door import Calibration, ComparedModel, ModelOutput
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import Record
 
@@ -140,6 +141,10 @@ class OnnxPreparation(Preparation):
     def onnx_inputs(self, arguments: Feeds) -> Feeds:
         """The batch itself."""
         return arguments
+
+    def onnx_outputs(self, arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
+        """The outputs by name."""
+        return onnx_output(arrays)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded model in the requested opset, or in its own."""

@@ -28,6 +28,7 @@ from amct.ptq.weights import LayerWeights
 from amct.record import Record, read_record
 from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
+from amct.report.network.onnx_graph import onnx_network
 
 if TYPE_CHECKING:
     import os
@@ -107,6 +108,7 @@ def files_report(
         fused=folded_notes(notes.folded),
         skipped=notes.skipped,
         config=notes.config,
+        network=onnx_network(reference, [layer.found.name for layer in layers], _integer_tensors(other)),
     )
     watched = {each.found.name: (each.found.layer.reader.input[0], each.weights) for each in layers}
     measured = measure(
@@ -116,7 +118,14 @@ def files_report(
         metric=metric,
         sample_count=lambda _, feeds: sample_count(feeds),
     )
-    return MeasuredReport(content=report_content(subject, measured, files=files), measured=measured)
+    file_name = Path(quantized_file).name
+    content = report_content(subject, measured, files=files, outputs_of=file_name, layers_of=file_name)
+    return MeasuredReport(content=content, measured=measured)
+
+
+def _integer_tensors(model: ModelProto) -> set[str]:
+    """The tensors that are quantized in a QDQ file."""
+    return {node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
 
 
 # -- the layers --------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Layers:
     Attributes:
         found: The quantizable layers by name, in graph order.
         skips: Nodes with weights that stay float, with the reason.
-        operators: The operator of every node except constants, by name.
+        operators: The operator of every node except constants, by name, and of the layers in bodies of nodes.
     """
 
     found: Mapping[str, FoundLayer]
@@ -107,19 +107,20 @@ def find_all_layers(model: ModelProto) -> Layers:
                 skips.append(Skip(node.name, layer))
         elif node.op_type in _OTHER_WEIGHTED:
             skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
-        skips += _in_bodies(node)
     operators = {node.name: node.op_type for node in graph.nodes if node.op_type != "Constant"}
+    for node in graph.nodes:
+        for name, body_of, operator in _in_bodies(node):
+            if operators.setdefault(name, operator) == operator:
+                skips.append(Skip(name, f"it is inside the body of {body_of}; only the main graph is quantized"))
     return Layers(found=found, skips=tuple(skips), operators=operators)
 
 
-def _in_bodies(node: NodeProto) -> Iterator[Skip]:
+def _in_bodies(node: NodeProto) -> Iterator[tuple[str, str, str]]:
+    """The layers in the bodies of an If, Loop or Scan: name, operator whose body it is, own operator."""
     for body in subgraphs(node):
         for child in body.node:
             if child.op_type in KIND_OF_OPERATOR:
-                name = child.name or child.output[0]
-                yield Skip(
-                    f"{node.name}/{name}", f"it is inside the body of {node.op_type}; only the main graph is quantized"
-                )
+                yield f"{node.name}/{child.name or child.output[0]}", node.op_type, child.op_type
             yield from _in_bodies(child)
 
 

@@ -1,7 +1,7 @@
 """A user's data as batches that a model can run on: arrays, lists of batches, data loaders, generators.
 
 Iterating again starts anew. Data that can be iterated only once is read once, unless ``keep`` was called before.
-Nothing here holds more than one batch, except what ``keep`` asks for.
+Nothing here holds more than one batch, except what ``keep`` asks for and the few samples of ``KeptBatches``.
 """
 
 from __future__ import annotations
@@ -9,9 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentTypeError, CalibrationError
+from amct.export.check.batch import LARGEST_BATCH, MOST_BATCHES, MOST_SAMPLES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BatchInputs = Callable[[Any], Any]
 """Turns a batch of the user's data into the inputs of the model, where its form does not tell them."""
@@ -97,3 +105,42 @@ class Batches:
         for batch in self._once:
             self._read.append(batch)
             yield batch
+
+
+class KeptBatches:
+    """Copies of the first batches that pass by, for the check of the saved files, in a fixed budget of memory.
+
+    Attributes:
+        kept: The copies as arguments of the model: the first batch, and further ones as far as the budget goes.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self._samples = self._bytes = 0
+
+    def passing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches."""
+        return map(self._notice, batches)  # no frame keeps a batch while the model runs
+
+    def _notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
+        if self._samples >= MOST_SAMPLES or len(self.kept) >= MOST_BATCHES:
+            return batch
+        samples, size = _size(batch)
+        fits = self._samples + samples <= MOST_SAMPLES and self._bytes + size <= LARGEST_BATCH
+        if fits or not self.kept:
+            self.kept.append(pytree.tree_map_only((Tensor, np.ndarray), _copy, batch))
+            self._samples += samples
+            self._bytes += size
+        return batch
+
+
+def _size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  the door's arguments
+    """The samples of a batch, by the first axis of its largest array, and the bytes of all its arrays."""
+    arrays = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray))]
+    largest = max(arrays, key=lambda array: array.nbytes, default=None)
+    samples = int(largest.shape[0]) if largest is not None and largest.ndim else 1
+    return samples, sum(array.nbytes for array in arrays)
+
+
+def _copy(array: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
+    return array.detach().clone() if isinstance(array, Tensor) else array.copy()

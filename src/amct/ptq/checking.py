@@ -1,39 +1,59 @@
-"""What the written files are compared with: a calibration batch in the front door's own float model and simulation."""
+"""What the written files are compared with: calibration batches in the front door's own float model and simulation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from amct.export.check.batch import CALIBRATION, MOST_SAMPLES
+from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES
 from amct.export.check.reference import Reference
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from amct.ptq.door import ComparedModel, PreparedModel
     from amct.record import AnyRecord
 
 
-def reference(prepared: PreparedModel, record: AnyRecord, example: Any) -> Reference:  # noqa: ANN401  the door's arguments
-    """Run the float model and the simulation on a calibration batch, or on its first samples if their number may vary.
+def reference(prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any]) -> Reference:
+    """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
     Args:
         prepared: The model.
         record: Its factors.
-        example: The batch as arguments of the model.
+        examples: The batches as arguments of the model; of the further ones those count that have the shapes of the
+            first, up to ``LARGEST_BATCH`` bytes of outputs.
     """
+    models = prepared.compared_models(record)
+    first = _reference(prepared, examples[0], models)
+    shapes = _shapes(first.inputs)
+    further: list[Reference] = []
+    size = _output_bytes(first)
+    for example in examples[1:]:
+        if size < LARGEST_BATCH and _shapes(prepared.onnx_inputs(example)) == shapes:
+            further.append(_reference(prepared, example, models))
+            size += _output_bytes(further[-1])
+    return replace(first, further=tuple(further))
+
+
+def _reference(prepared: PreparedModel, example: Any, models: tuple[ComparedModel, ComparedModel]) -> Reference:  # noqa: ANN401  the door's arguments
     batch = _first_samples(example) if prepared.any_batch_size else example
-    float_model, simulation = prepared.compared_models(record)
-    return Reference(
-        inputs=prepared.onnx_inputs(batch),
-        origin=CALIBRATION,
-        expected=_outputs(float_model, batch),
-        simulated=_outputs(simulation, batch),
-    )
+    expected, simulated = (_outputs(model, batch) for model in models)
+    return Reference(inputs=prepared.onnx_inputs(batch), origin=CALIBRATION, expected=expected, simulated=simulated)
+
+
+def _shapes(inputs: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in inputs.items()}
+
+
+def _output_bytes(batch: Reference) -> int:
+    return sum(array.nbytes for outputs in (batch.expected, batch.simulated) for _, array in outputs or ())
 
 
 def _outputs(model: ComparedModel, arguments: Any) -> list[tuple[str, NDArray[Any]]]:  # noqa: ANN401  the door's own

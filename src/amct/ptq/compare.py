@@ -31,6 +31,7 @@ def measure(
     statistics: Mapping[str, InputStatistics] | None = None,
     metric: Metric | None = None,
     sample_count: Callable[[Any, Any], int] = lambda _batch, _arguments: 1,
+    written: Callable[[Any], ModelOutput] | None = None,
 ) -> Measured:
     """Run both models on each batch.
 
@@ -41,6 +42,7 @@ def measure(
         statistics: What is summed up of the float inputs of layers, by their key.
         metric: ``metric(output, batch) -> float``, the mean over one batch.
         sample_count: The number of samples of a batch: its weight in the metric.
+        written: Runs a written file of the quantized model; outputs and metric are then measured of the file.
 
     Raises:
         ArgumentError: A layer's output has different shapes in both models.
@@ -70,6 +72,8 @@ def measure(
         for batch, arguments in progress.track(batches, "Comparing"):
             expected_layers.clear()
             expected, got = run_reference(arguments), run_quantized(arguments)
+            if written is not None:
+                got = written(arguments)
             measuring.add(pairs.outputs(expected, got))
             measuring.score(expected.value, got.value, batch, sample_count(batch, arguments))
     return measuring.result()

@@ -14,7 +14,7 @@ Everything else (config to plan, batch counting, record, comparison, report, sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from amct.record import AnyRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
+    from amct.report.network import Network
 
 _Record = Any  # each door takes records of its own dialect only
 OnTensor = Callable[[str, Tensor], None]
@@ -148,6 +149,12 @@ class PreparedModel(Protocol):
 
     def onnx_inputs(self, arguments: Any) -> dict[str, NDArray[Any]]:  # noqa: ANN401  the door's own kind
         """The arguments of one batch by the input names of the ONNX files."""
+
+    def onnx_outputs(self, arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
+        """The outputs of an ONNX file by name, in the form in which the door's own models return them."""
+
+    def network(self, integer_tensors: Collection[str] = ()) -> Network | None:
+        """The network as a graph for the report; None if it has no such form."""
 
     def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
         """Write the files asked for, as one group."""

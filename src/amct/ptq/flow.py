@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.export.qdq.tensor_factors import observed_factors
+from amct.ptq.batches import KeptBatches
 from amct.ptq.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
@@ -30,17 +31,17 @@ def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | 
         AmctError: A subclass says what is wrong: config, model, data or files.
     """
     batches = door.batches(data, inputs)
-    example = batches.first()
-    plan, open_ended = door.plan(config, example, batches.length)
+    plan, open_ended = door.plan(config, batches.first(), batches.length)
     limit = None if open_ended else plan.batch_num
     if door.reads_data_first(plan):
         batches.keep()
     prepared = door.prepare(plan, lambda: batches.limited(limit))
     calibration = prepared.start_calibration()
+    seen = KeptBatches()
     with closing(calibration.session):
-        calibration.run(batches.limited(limit))
+        calibration.run(seen.passing(batches.limited(limit)))
         if open_ended:
             calibration.session.finish()
         result = calibration.session.result
     tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
-    return QuantizedModel(prepared, prepared.complete_record(result), tensors, example)
+    return QuantizedModel(prepared, prepared.complete_record(result), tensors, seen.kept)

@@ -11,7 +11,7 @@ import torch
 
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
-from amct.errors import CalibrationError
+from amct.errors import CalibrationError, ExportError
 from amct.export.qdq.exporter import observed_tensors
 from amct.export.saving import save_files
 from amct.model import Skip
@@ -19,21 +19,23 @@ from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.weight_kind import WeightKind
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
+from amct.report.network.onnx_graph import onnx_network
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
     from torch import Tensor
 
     from amct.calibration import CalibrationResult
-    from amct.config.plan import LayerPlan, Plan
+    from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.binding import LayerBinding
     from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
+    from amct.report.network import Network
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,13 @@ class Preparation(ABC):
             found.append(LayerInput(layer=names[0], tensor=tensor, weight=weight))
         return found
 
+    def network(self, integer_tensors: Collection[str] = ()) -> Network | None:
+        """The network as a graph for the report; None if the model has no ONNX form."""
+        try:
+            return onnx_network(self.float_model(None), self.layers, integer_tensors)
+        except ExportError:
+            return None
+
     # -- files ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -212,8 +221,12 @@ def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) ->
     )
 
 
-def enabled_layers(plan: Plan, names: Iterable[str]) -> list[LayerPlan]:
+def enabled_layers(
+    plan: LayerPlans[PlannedLayer], names: Iterable[str], *, switch: str = "quant_enable"
+) -> list[PlannedLayer]:
     """The plans of the layers to be quantized, in the order of ``names``; the plan's warnings are logged.
+
+    ``switch`` is the key of the config that switches a layer on.
 
     Raises:
         CalibrationError: There is none.
@@ -224,6 +237,6 @@ def enabled_layers(plan: Plan, names: Iterable[str]) -> list[LayerPlan]:
     chosen = [by_name[name] for name in names if name in by_name]
     if not chosen:
         raise CalibrationError(
-            f"{plan.source}: no layer is to be quantized; set quant_enable of at least one layer to true"
+            f"{plan.source}: no layer is to be quantized; set {switch} of at least one layer to true"
         )
     return chosen

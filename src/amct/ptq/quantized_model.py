@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
 from amct.config.plan import config_text
-from amct.export.formats import ExportOptions
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
-from amct.model.quant_json import QUANT_JSON, add_related
+from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.ptq.checking import reference
 from amct.ptq.compare import measure
+from amct.ptq.written_file import WrittenFile, qdq_file
+from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
-from amct.report.measuring import check_metric
+from amct.report.measuring import MeasuredReport, check_metric
 from amct.report.page import write_page
-from amct.report.summary import summary_text
+from amct.report.summary import summary_html, summary_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amct.export.binding import TensorFactors
     from amct.model import Skip
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from amct.ptq.batches import BatchInputs
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
-    from amct.report.content import ReportContent
+    from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Metric
 
 
@@ -47,12 +48,12 @@ class QuantizedModel:
         prepared: PreparedModel,
         record: AnyRecord,
         tensors: Mapping[str, TensorFactors] | None,
-        example: Any,  # noqa: ANN401  the door's arguments
+        examples: Sequence[Any],
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
-        self._example = example
+        self._examples = examples
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -97,8 +98,15 @@ class QuantizedModel:
 
     def summary(self) -> str:
         """What was quantized, what was folded, what stays float and why, as text."""
-        folded = sum(len(names) for names in self.prepared.folded_layers.values())
-        return summary_text(self.prepared.name, self.record, folded, self.skipped)
+        return summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
+
+    def _repr_html_(self) -> str:
+        """The summary in a notebook."""
+        return summary_html(self.prepared.name, self.record, self._folded_count, self.skipped)
+
+    @property
+    def _folded_count(self) -> int:
+        return sum(len(names) for names in self.prepared.folded_layers.values())
 
     def save(
         self,
@@ -137,7 +145,7 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        compared = reference(self.prepared, self.record, self._example) if check and request.formats else None
+        compared = reference(self.prepared, self.record, self._examples) if check and request.formats else None
         return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(
@@ -163,6 +171,7 @@ class QuantizedModel:
         *,
         inputs: BatchInputs | None = None,
         files: Iterable[str | os.PathLike[str]] = (),
+        training: TrainingContent | None = None,
     ) -> Path:
         """Run the float and the quantized model on data, and write what was found as one HTML file.
 
@@ -173,8 +182,10 @@ class QuantizedModel:
                 called for both models; batches count as much as they have samples. Its name is shown. The output is
                 what the module returns (PyTorch), an array or a dict of arrays (ONNX), a dict of arrays (Caffe).
             inputs: As for ``quantize``.
-            files: Files whose sizes are shown, such as those that ``save`` returned. A ``quant.json`` among them gets
-                the report's SHA-256.
+            files: Files whose sizes are shown, such as those that ``save`` returned. Outputs and metric are measured of
+                a QDQ file among them, otherwise of the simulation. A ``quant.json`` among them gets the report's
+                SHA-256 and what was measured.
+            training: What quantization-aware training did.
 
         Returns:
             The path.
@@ -188,10 +199,12 @@ class QuantizedModel:
         where = Path(path)
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
-        write_page(where, self.report_content(data, metric, inputs=inputs, files=listed))
+        found = self._measured_report(data, metric, inputs, listed)
+        write_page(where, replace(found.content, training=training))
         for file in listed:
             if file.name.endswith(QUANT_JSON):
                 add_related(file, "report", where)
+                add_measurement(file, found.measured.as_measurement(found.content.layers_of))
         return where
 
     def report_content(
@@ -203,6 +216,11 @@ class QuantizedModel:
         files: Iterable[str | os.PathLike[str]] = (),
     ) -> ReportContent:
         """What ``report`` writes, as plain data; arguments and errors are the same."""
+        return self._measured_report(data, metric, inputs, [Path(file) for file in files]).content
+
+    def _measured_report(
+        self, data: object, metric: Metric | None, inputs: BatchInputs | None, listed: list[Path]
+    ) -> MeasuredReport:
         check_metric(metric, data)
         prepared = self.prepared
         subject = ReportSubject(
@@ -211,16 +229,30 @@ class QuantizedModel:
             fused=prepared.fused_notes,
             skipped=prepared.skips,
             config=config_text(prepared.plan),
+            network=prepared.network(_integer_tensors(listed)),
         )
-        batches = (
-            iter([(self._example, self._example)]) if data is None else prepared.batches(data, inputs).with_originals()
-        )
+        first = self._examples[0]
+        batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
+        file = qdq_file(listed)
+        written = WrittenFile(prepared, file) if file is not None else None
+        if written is not None and not written.fits(first):
+            file = written = None
         measured = measure(
             *prepared.compared_models(self.record),
             batches,
             statistics=subject.statistics(),
             metric=metric,
             sample_count=prepared.sample_count,
+            written=written.run if written is not None else None,
         )
         on = "the first calibration batch" if data is None else None
-        return report_content(subject, measured, files=files, measured_on=on)
+        of = file.name if file is not None else SIMULATION
+        content = report_content(subject, measured, files=listed, measured_on=on, outputs_of=of)
+        return MeasuredReport(content=content, measured=measured)
+
+
+def _integer_tensors(files: Iterable[Path]) -> frozenset[str]:
+    """The tensors between layers that the QDQ file of a save quantizes, from its quant.json."""
+    documents = [read_quant_json(file) for file in files if file.name.endswith(QUANT_JSON) and file.is_file()]
+    entries = (entry for document in documents for entry in document.files.values())
+    return frozenset(tensor for entry in entries for tensor in entry.tensors)

@@ -9,12 +9,22 @@
 
 from __future__ import annotations
 
-from amct.config.ptq.quant_config import QuantConfig
-from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
-from amct.ptq.quantized_model import QuantizedModel
-from amct.pytorch.comparing import compare
-from amct.pytorch.door import IoOptions, quantize
-from amct.record import Record
+from typing import TYPE_CHECKING
+
+from amct.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from amct.config.ptq.quant_config import QuantConfig
+    from amct.config.qat.qat_config import QatConfig
+    from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
+    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pytorch.comparing import compare
+    from amct.pytorch.door import IoOptions, quantize
+    from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
+    from amct.pytorch.pruning.pruned_model import PrunedModel
+    from amct.pytorch.qat.door import prepare_qat
+    from amct.pytorch.qat.model import QatModel
+    from amct.record import Record
 
 __all__ = [
     "AdaRoundSettings",
@@ -23,9 +33,39 @@ __all__ = [
     "IfmrSettings",
     "IoOptions",
     "LayerConfig",
+    "PrunedModel",
+    "QatConfig",
+    "QatModel",
     "QuantConfig",
     "QuantizedModel",
     "Record",
     "compare",
+    "prepare_qat",
+    "prune",
     "quantize",
+    "restore_pruned",
+    "sparsify",
 ]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AdaRoundSettings": "amct.config.settings",
+        "ArqSettings": "amct.config.settings",
+        "HfmgSettings": "amct.config.settings",
+        "IfmrSettings": "amct.config.settings",
+        "IoOptions": "amct.pytorch.door",
+        "LayerConfig": "amct.config.settings",
+        "PrunedModel": "amct.pytorch.pruning.pruned_model",
+        "QatConfig": "amct.config.qat.qat_config",
+        "QatModel": "amct.pytorch.qat.model",
+        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantizedModel": "amct.ptq.quantized_model",
+        "Record": "amct.record",
+        "compare": "amct.pytorch.comparing",
+        "prepare_qat": "amct.pytorch.qat.door",
+        "prune": "amct.pytorch.pruning.door",
+        "quantize": "amct.pytorch.door",
+        "restore_pruned": "amct.pytorch.pruning.door",
+        "sparsify": "amct.pytorch.pruning.door",
+    },
+)

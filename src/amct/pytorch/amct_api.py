@@ -29,8 +29,8 @@ from amct.errors import CalibrationError, ExportError, RecordError, RecordValueE
 from amct.export.check.batch import batch_beside
 from amct.export.check.reference import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
+from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest, save_files
-from amct.export.writer import SavePath
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare

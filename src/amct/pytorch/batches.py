@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = None) -> Batches:
-    """Convert data to call arguments of one model, on the model's device.
+    """Convert data to call arguments of one model, on the model's device; copies, since a forward may write to them.
 
     A tensor is one batch. The items of a tuple or list are the forward's arguments; further items that the forward does
     not take (labels) are ignored. A dict holds keyword arguments.
@@ -32,12 +32,10 @@ def torch_batches(model: nn.Module, data: object, inputs: BatchInputs | None = N
         chosen = inputs(batch) if inputs is not None else _without_labels(model, batch)
         example = example_inputs(model, chosen)
         device = next((tensor.device for tensor in model.parameters()), None)
-        if device is None:
-            return example.args, example.kwargs
-        moved: Arguments = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: tensor.to(device), (example.args, example.kwargs)
+        copied: Arguments = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(device or tensor.device, copy=True), (example.args, example.kwargs)
         )
-        return moved
+        return copied
 
     expected = "a tensor, an iterable of batches or a DataLoader"
     return Batches(data, convert, single=(torch.Tensor,), expected=expected)

@@ -78,9 +78,14 @@ class TorchRun:
         args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), arguments)
         with torch.no_grad():
             value = self._model(*args, **kwargs)
-        leaves = pytree.tree_leaves(value)
-        floats = [(OUTPUT, leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        return ModelOutput(value=value, tensors=floats)
+        return torch_output(value)
+
+
+def torch_output(value: object) -> ModelOutput:
+    """What a module returned, with the floating-point tensors in it."""
+    leaves = pytree.tree_leaves(value)
+    floats = [(OUTPUT, leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return ModelOutput(value=value, tensors=floats)
 
 
 def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:

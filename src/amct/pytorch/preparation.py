@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from amct.config.settings import AdaRoundSettings
-from amct.errors import ArgumentError, ExportError
+from amct.errors import ArgumentError, ExportError, ModelError
+from amct.export.onnx.runtime import as_tensor
 from amct.ptq.door import Calibration
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 from amct.pytorch.adaround.layers import learn_rounding
 from amct.pytorch.batches import torch_batches
-from amct.pytorch.comparing import TorchRun
+from amct.pytorch.comparing import TorchRun, torch_output
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.functional.layers import layer_module
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from amct.config.plan import Plan
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel
+    from amct.ptq.door import ComparedModel, ModelOutput
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
@@ -162,6 +163,22 @@ class TorchPreparation(Preparation):
         args, kwargs = arguments
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return {name: as_array(tensor) for name, tensor in zip(self.traced.names.inputs, tensors, strict=True)}
+
+    def onnx_outputs(self, arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
+        """The outputs of an ONNX file in the structure that the module returns; numbers and the like are its own."""
+        leaves, spec = pytree.tree_flatten(self._example_output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(places) != len(arrays):
+            raise ModelError(f"the file has {len(arrays)} outputs, the model returns {len(places)} tensors")
+        for place, array in zip(places, arrays.values(), strict=True):
+            leaves[place] = as_tensor(array)
+        return torch_output(pytree.tree_unflatten(leaves, spec))
+
+    @cached_property
+    def _example_output(self) -> object:
+        """What the folded module returns for the example; only the structure is of interest."""
+        with torch.no_grad():
+            return self.fused.model(*self.traced.inputs.args, **self.traced.inputs.kwargs)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded model as ONNX."""

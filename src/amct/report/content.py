@@ -6,10 +6,17 @@ Numbers that were not measured are None. A cosine or SQNR may be infinite or NaN
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from amct.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from amct.report.network import Network
+    from amct.report.verdict import Verdict
+
 LARGEST_BARS = 64
+SIMULATION = "the simulation"
+"""What numbers were measured of that are not those of a written file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +155,15 @@ class LayerContent:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number of the summary, as text: for the float model (``before``), the quantized one (``after``), or both."""
+    """One number of the summary, as text: for the float model (``before``), the quantized one (``after``), or both.
+
+    ``change`` is what became of the number, such as "−0.17".
+    """
 
     label: str
     before: str | None = None
     after: str | None = None
+    change: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +172,15 @@ class LayerNote:
 
     layer: str
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedLayer:
+    """A layer that makes channels: their number before and after pruning."""
+
+    layer: str
+    before: int
+    after: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,29 +193,60 @@ class FileSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainedClips:
+    """The clips of a layer's input before training, where they were known, and after."""
+
+    layer: str
+    before: tuple[float, float] | None
+    after: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingContent:
+    """What quantization-aware training did: the losses of its steps or epochs, and where the clips moved."""
+
+    losses: tuple[float, ...] = ()
+    clips: tuple[TrainedClips, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportContent:
     """Everything a report shows.
 
     Attributes:
         model: The model's name.
         measured_on: A description of the data, such as "8 batches".
+        outputs_of: What the outputs and the metric were measured of: the name of a written file, or "the simulation".
+        layers_of: The same for the layers.
+        verdict: The judgement, if something was measured.
+        network: The network as a graph; None if it is not known.
         figures: The summary.
         files: The files of the model with their sizes.
         layers: The quantized layers, in execution order.
         fused: The folded layers, each with the layer it was folded into.
-        skipped: The layers that are not quantized, each with the reason.
+        skipped: The layers that are not quantized, or not pruned, each with the reason.
+        pruned: The layers of a pruned model.
+        kind: What the page is called.
         config: The config used, as text.
         versions: Names and versions of the programs used.
         created: The time of creation, as text.
+        training: What quantization-aware training did; None without training.
     """
 
     model: str
     measured_on: str
+    outputs_of: str = SIMULATION
+    layers_of: str = SIMULATION
+    verdict: Verdict | None = None
+    network: Network | None = None
     figures: tuple[Figure, ...] = ()
     files: tuple[FileSize, ...] = ()
     layers: tuple[LayerContent, ...] = ()
     fused: tuple[LayerNote, ...] = ()
     skipped: tuple[LayerNote, ...] = ()
+    pruned: tuple[PrunedLayer, ...] = ()
+    kind: str = "Quantization report"
     config: str = ""
     versions: tuple[tuple[str, str], ...] = ()
     created: str = ""
+    training: TrainingContent | None = None

@@ -5,20 +5,28 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy
-import onnx
-import onnxruntime
 import torch
 
 from amct import __version__
 from amct.errors import FileError
 from amct.model.quant_json import QUANT_JSON, read_quant_json
 from amct.report.activations import InputStatistics
-from amct.report.content import Figure, FileSize, InputContent, LayerContent, LayerNote, ReportContent, WeightRanges
+from amct.report.content import (
+    SIMULATION,
+    Figure,
+    FileSize,
+    InputContent,
+    LayerContent,
+    LayerNote,
+    ReportContent,
+    WeightRanges,
+)
 from amct.report.measuring import OUTPUT
+from amct.report.verdict import verdict
 
 if TYPE_CHECKING:
     import os
@@ -29,8 +37,10 @@ if TYPE_CHECKING:
     from amct.model import Skip
     from amct.model.quant_json import FileCheck
     from amct.report.measuring import Measured
+    from amct.report.network import Network
 
 LARGEST_OUTPUTS = 4
+_PERCENT_NAMES = ("accuracy", "top1", "top-1", "top5", "top-5", "precision", "recall", "iou", "f1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,7 @@ class ReportSubject:
         fused: The folded layers, each with the layer it was folded into.
         skipped: The layers that are not quantized, each with the reason.
         config: The config used, as text.
+        network: The network as a graph; None if it is not known.
     """
 
     model: str
@@ -107,6 +118,7 @@ class ReportSubject:
     fused: tuple[LayerNote, ...] = ()
     skipped: tuple[Skip, ...] = ()
     config: str = ""
+    network: Network | None = None
 
     def statistics(self) -> dict[str, InputStatistics]:
         """Return a new ``InputStatistics`` for each quantized input, by its ``input_key``."""
@@ -130,6 +142,8 @@ def report_content(
     *,
     files: Iterable[str | os.PathLike[str]] = (),
     measured_on: str | None = None,
+    outputs_of: str = SIMULATION,
+    layers_of: str = SIMULATION,
 ) -> ReportContent:
     """Return the complete content of a report.
 
@@ -138,27 +152,34 @@ def report_content(
         measured: The measurements.
         files: Files whose sizes are listed.
         measured_on: A description of the data; None: the number of batches.
+        outputs_of: What the outputs and the metric were measured of: the name of a written file, or the simulation.
+        layers_of: The same for the layers.
 
     Raises:
         FileError: One of the files cannot be read.
     """
     before, after = (sum(layer.weight_bytes[index] for layer in subject.layers) for index in (0, 1))
     batches = f"{measured.batches} batch{'es' if measured.batches > 1 else ''}"
+    layers = tuple(layer.content(measured) for layer in subject.layers)
     return ReportContent(
         model=subject.model,
         measured_on=measured_on or batches,
+        outputs_of=outputs_of,
+        layers_of=layers_of,
+        verdict=verdict(measured.metric, measured.outputs, [(layer.name, layer.sqnr) for layer in layers]),
+        network=subject.network,
         figures=tuple(_figures(measured, (before, after))),
-        files=_file_sizes([Path(file) for file in files]),
-        layers=tuple(layer.content(measured) for layer in subject.layers),
+        files=file_sizes([Path(file) for file in files]),
+        layers=layers,
         fused=subject.fused,
         skipped=tuple(LayerNote(layer=skip.layer, text=skip.reason) for skip in subject.skipped),
         config=subject.config,
-        versions=_versions(),
+        versions=program_versions(),
         created=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
 
 
-def _file_sizes(paths: Sequence[Path]) -> tuple[FileSize, ...]:
+def file_sizes(paths: Sequence[Path]) -> tuple[FileSize, ...]:
     """The files with their sizes, and the numbers that a quant.json among them has of their check."""
     documents = [read_quant_json(path) for path in paths if path.name.endswith(QUANT_JSON) and path.is_file()]
     checks = {name: entry.check for document in documents for name, entry in document.files.items()}
@@ -176,8 +197,7 @@ def _file_size(path: Path, check: FileCheck | None) -> FileSize:
 def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[Figure]:
     """Yield the summary: the metric, the similarity of the outputs, and the size of the weights before and after."""
     if measured.metric is not None:
-        before, after = measured.metric
-        yield Figure(label=measured.metric_name, before=f"{before:.4g}", after=f"{after:.4g}")
+        yield metric_figure(measured.metric_name, *measured.metric)
     for output in measured.outputs[:LARGEST_OUTPUTS]:
         alone = len(measured.outputs) == 1 or output.layer == OUTPUT
         cosine, sqnr = f"{output.cosine:.5f}", f"{output.sqnr:.1f} dB"
@@ -186,6 +206,23 @@ def _figures(measured: Measured, weight_bytes: tuple[float, float]) -> Iterator[
     before, after = weight_bytes
     if before:
         yield Figure(label="weights of the quantized layers", before=_size(before), after=_size(after))
+
+
+def metric_figure(name: str, before: float, after: float) -> Figure:
+    """Return a metric before and after with its change; accuracies are shown in percent.
+
+    >>> metric_figure("top1 accuracy", 0.9916, 0.9899)
+    Figure(label='top1 accuracy', before='99.16 %', after='98.99 %', change='−0.17')
+    """
+    if any(word in name.lower() for word in _PERCENT_NAMES):
+        factor = 100.0 if max(abs(before), abs(after)) <= 1 else 1.0
+        before, after = factor * before, factor * after
+        shown = [f"{value:.2f} %" for value in (before, after)]
+        change = f"{round(after, 2) - round(before, 2):+.2f}"
+    else:
+        shown = [f"{value:.4g}" for value in (before, after)]
+        change = f"{after - before:+.2g}"
+    return Figure(label=name, before=shown[0], after=shown[1], change=change.replace("-", "−"))
 
 
 def _size(number: float) -> str:
@@ -203,13 +240,12 @@ def weight_ranges(parts: Iterable[Tensor]) -> WeightRanges | None:
     return WeightRanges(minimum=tuple(minima), maximum=tuple(maxima)) if minima else None
 
 
-def _versions() -> tuple[tuple[str, str], ...]:
+def program_versions() -> tuple[tuple[str, str], ...]:
     """Return the names and versions of the programs used."""
+    others = ("onnx", "onnxruntime", "numpy")
     return (
         ("amct", __version__),
         ("torch", torch.__version__),
-        ("onnx", onnx.__version__),
-        ("onnxruntime", onnxruntime.__version__),
-        ("numpy", numpy.__version__),
+        *((name, metadata.version(name)) for name in others),
         ("Python", platform.python_version()),
     )

@@ -5,11 +5,13 @@ Memory use is constant. The callers (the PyTorch, Caffe and ONNX packages) run t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
+from amct.model.quant_json import Measurement, MetricValues
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
@@ -45,6 +47,24 @@ class Measured:
     metric: tuple[float, float] | None = None
     metric_name: str = ""
     batches: int = 0
+
+    def as_measurement(self, of: str) -> Measurement:
+        """The numbers that quant.json keeps; ``of`` is what the layers were measured of."""
+        metric = None
+        if self.metric is not None:
+            metric = MetricValues(name=self.metric_name, float_model=self.metric[0], quantized=self.metric[1])
+        return Measurement(
+            of=of,
+            on=f"{self.batches} batches",
+            layers={name: _finite(compared.sqnr) for name, compared in self.layers.items()},
+            outputs={compared.layer: _finite(compared.sqnr) for compared in self.outputs},
+            metric=metric,
+        )
+
+
+def _finite(sqnr: float) -> float | None:
+    """None for a layer without error, which JSON has no number for; NaN is the worst."""
+    return None if sqnr == math.inf else round(sqnr, 3) if math.isfinite(sqnr) else -999.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@
   const body = byId("table").tBodies[0];
   const rows = Array.from(body.rows);
   const headers = Array.from(byId("table").tHead.rows[0].cells);
-  const width = 640, height = 260, left = 14, right = 626, top = 30, bottom = 222;
+  const canvas = document.querySelector(".canvas");
+  const boxes = Array.from(document.querySelectorAll(".box[data-index]"));
+  const width = 640, height = 280, left = 74, right = 626, top = 34, bottom = 224;
 
   // -- table ---------------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,34 @@
     draw(svg, "text", { class: "clip", x, y: top - 13, "text-anchor": anchor }, short(value));
   }
 
+  // Round steps of a scale: 1, 2 or 5 times a power of ten.
+  function ticks(low, high, about) {
+    const rough = (high - low) / about, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+    const found = [];
+    for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) {
+      found.push(Math.abs(value) < step / 1e6 ? 0 : value);
+    }
+    return found;
+  }
+
+  function drawAxes(svg, horizontal, vertical, across) {
+    for (const [value, label] of vertical.marks) {
+      const y = vertical.place(value);
+      draw(svg, "line", { class: "grid", x1: left, x2: right, y1: y, y2: y });
+      draw(svg, "text", { x: left - 6, y: y + 5, "text-anchor": "end" }, label);
+    }
+    for (const value of across) {
+      const x = horizontal.place(value);
+      draw(svg, "line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 6 });
+      draw(svg, "text", { x, y: bottom + 22, "text-anchor": "middle" }, short(value));
+    }
+    draw(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
+    draw(svg, "text", { class: "title", x: (left + right) / 2, y: height - 8, "text-anchor": "middle" }, horizontal.title);
+    const middle = (top + bottom) / 2;
+    draw(svg, "text", { class: "title", x: 15, y: middle, "text-anchor": "middle", transform: `rotate(-90 15 ${middle})` }, vertical.title);
+  }
+
   function drawActivation(input) {
     const svg = byId("activation"), bars = input.bars;
     clear(svg, height);
@@ -82,6 +112,16 @@
     const most = Math.max(...bars.counts.map(size), 1e-9);
     const step = (bars.high - bars.low) / bars.counts.length;
     const [clipLow, clipHigh] = input.clip;
+    const powers = Array.from({ length: Math.floor(Math.max(...bars.counts.map((count) => Math.log10(1 + count)))) + 1 }, (_, power) => 10 ** power);
+    const values = logarithmic ? powers : ticks(0, most, 4);
+    drawAxes(
+      svg,
+      { title: "value of the input", place: (value) => between(value, bars.low, bars.high, left, right) },
+      { title: logarithmic ? "number of values (log)" : "number of values",
+        marks: values.map((count) => [count, count >= 1e4 ? count.toExponential(0).replace("e+", "e") : String(count)]),
+        place: (count) => bottom - (size(count) / most) * (bottom - top) },
+      ticks(bars.low, bars.high, 6),
+    );
     bars.counts.forEach((count, place) => {
       const from = bars.low + place * step, middle = from + step / 2;
       const outside = middle < clipLow || middle > clipHigh;
@@ -93,16 +133,8 @@
       });
       draw(bar, "title", {}, `${short(from)} … ${short(from + step)}: ${count} values`);
     });
-    draw(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
     drawClip(svg, clipLow, bars.low, bars.high);
     drawClip(svg, clipHigh, bars.low, bars.high);
-    draw(svg, "text", { x: left, y: height - 14 }, short(bars.low));
-    draw(svg, "text", { x: right, y: height - 14, "text-anchor": "end" }, short(bars.high));
-    if (bars.low < 0 && bars.high > 0) {
-      const zero = between(0, bars.low, bars.high, left, right);
-      draw(svg, "line", { class: "axis", x1: zero, x2: zero, y1: bottom, y2: bottom + 7 });
-      if (zero > 90 && zero < width - 90) draw(svg, "text", { x: zero, y: height - 14, "text-anchor": "middle" }, "0");
-    }
     const far = bars.below + bars.above;
     byId("activation-note").textContent =
       `Values from ${short(input.seen[0])} to ${short(input.seen[1])}; the dashed lines are the clip range.` +
@@ -118,7 +150,13 @@
     if (low === high) [low, high] = [-1, 1];
     const step = (right - left) / weights.min.length, thick = Math.max(Math.min(step * 0.75, 14), 0.8);
     const level = (value) => between(value, low, high, bottom, top);
-    draw(svg, "line", { class: "axis", x1: left, x2: right, y1: level(0), y2: level(0) });
+    const channels = weights.min.length * weights.each;
+    drawAxes(
+      svg,
+      { title: "output channel", place: (channel) => left + ((channel / weights.each) + 0.5) * step },
+      { title: "weight", marks: ticks(low, high, 5).map((value) => [value, short(value)]), place: level },
+      ticks(0, channels - 1 || 1, 6).filter((channel) => Number.isInteger(channel) && channel < channels),
+    );
     weights.min.forEach((minimum, place) => {
       const x = left + (place + 0.5) * step, maximum = weights.max[place];
       const first = place * weights.each;
@@ -126,11 +164,9 @@
         class: "range", "stroke-width": thick, x1: x, x2: x,
         y1: level(maximum), y2: Math.max(level(minimum), level(maximum) + 1),
       });
-      const channels = weights.each > 1 ? `channels ${first} …` : `channel ${first}`;
-      draw(line, "title", {}, `${channels}: ${short(minimum)} … ${short(maximum)}`);
+      const which = weights.each > 1 ? `channels ${first} …` : `channel ${first}`;
+      draw(line, "title", {}, `${which}: ${short(minimum)} … ${short(maximum)}`);
     });
-    draw(svg, "text", { x: left, y: top - 13 }, short(high));
-    draw(svg, "text", { x: left, y: height - 14 }, short(low));
     byId("weights-note").textContent =
       weights.each > 1 ? `Each line stands for ${weights.each} neighbouring channels.` : `${weights.min.length} channels.`;
   }
@@ -151,14 +187,26 @@
     const row = rowOf.get(index);
     if (!row) return;
     for (const other of rows) other.classList.toggle("chosen", other === row);
+    for (const box of boxes) box.classList.toggle("chosen", Number(box.dataset.index) === index);
     byId("chosen").value = String(index);
     byId("facts").replaceChildren();
     for (let column = 2; column < headers.length; column += 1) {
       fact(headers[column].textContent.trim(), row.cells[column].innerText.trim().replaceAll("\n", ", "));
     }
+    if (byId("picked")) byId("picked").replaceChildren(...picked(row));
     offerInputs(layers[index].inputs);
     drawChosen();
     drawWeights(layers[index]);
+  }
+
+  // The line under the network: name, type, SQNR, and the way to the charts.
+  function picked(row) {
+    const name = document.createElement("strong"), link = document.createElement("a");
+    name.textContent = row.cells[1].textContent.trim();
+    link.href = "#detail";
+    link.textContent = "charts of this layer";
+    const facts = [2, 3, 4, 5].map((column) => `${headers[column].textContent.trim()} ${row.cells[column].textContent.trim()}`);
+    return [name, ` · ${facts.join(" · ")} · `, link];
   }
 
   function offerInputs(inputs) {
@@ -171,13 +219,56 @@
     drawActivation(layers[Number(byId("chosen").value)].inputs[Number(byId("input").value)]);
   }
 
+  // -- the network ---------------------------------------------------------------------------------------------------
+
+  let scale = 1;
+
+  // Draw the network in another size and keep its middle, or show a box.
+  function zoom(wanted) {
+    const svg = canvas.querySelector("svg"), area = svg.viewBox.baseVal;
+    const chosen = boxes.find((box) => box.classList.contains("chosen"));
+    const middleX = (canvas.scrollLeft + canvas.clientWidth / 2) / scale, middleY = (canvas.scrollTop + canvas.clientHeight / 2) / scale;
+    const whole = Math.min(canvas.clientWidth / area.width, canvas.clientHeight / area.height);
+    if (wanted === "fit") scale = Math.min(1, whole);
+    else if (wanted === "chosen") scale = Math.max(scale, 1);
+    else scale = Math.min(4, Math.max(Math.min(1, whole), scale * Number(wanted)));
+    svg.style.width = `${area.width * scale}px`;
+    svg.style.height = `${area.height * scale}px`;
+    canvas.scrollTo(middleX * scale - canvas.clientWidth / 2, middleY * scale - canvas.clientHeight / 2);
+    if (wanted === "chosen" && chosen) show(chosen);
+  }
+
+  function show(box) {
+    const inside = box.getBoundingClientRect(), around = canvas.getBoundingClientRect();
+    canvas.scrollBy((inside.left + inside.right - around.left - around.right) / 2, (inside.top + inside.bottom - around.top - around.bottom) / 2);
+  }
+
+  if (canvas) {
+    const svg = canvas.querySelector("svg");
+    canvas.scrollLeft = (svg.clientWidth - canvas.clientWidth) / 2;
+    canvas.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey) return;  // the wheel alone scrolls
+      event.preventDefault();
+      zoom(event.deltaY < 0 ? 1.15 : 1 / 1.15);
+    }, { passive: false });
+    canvas.addEventListener("keydown", (event) => {
+      if (event.key === "+" || event.key === "-") return zoom(event.key === "+" ? 1.4 : 1 / 1.4);
+      const box = event.target.closest(".box[data-index]");
+      if (!box || (event.key !== "Enter" && event.key !== " ")) return;
+      event.preventDefault();
+      choose(Number(box.dataset.index));
+    });
+  }
+
   document.addEventListener("click", (event) => {
+    const zooming = event.target.closest("[data-zoom]");
+    if (zooming) return zoom(zooming.dataset.zoom);
     const sorting = event.target.closest("#table thead button");
     if (sorting) return sort(sorting);
-    const choosing = event.target.closest(".choose, #table tbody tr");
+    const choosing = event.target.closest(".choose, #table tbody tr, .box[data-index]");
     if (!choosing) return;
     choose(Number(choosing.dataset.index));
-    byId("detail").scrollIntoView({ block: "nearest" });
+    if (!choosing.classList.contains("box")) byId("detail").scrollIntoView({ block: "nearest" });
   });
   byId("search").addEventListener("input", (event) => search(event.target.value));
   byId("chosen").addEventListener("change", (event) => choose(Number(event.target.value)));

@@ -22,11 +22,15 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from amct import atomic
+from amct.printable import shortened
+from amct.report.network.drawing import drawing
+from amct.report.verdict import RULE, sqnr_class
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
-    from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
+    from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent, TrainingContent
 
 LARGEST_LAYERS = 3000
 LARGEST_NOTES = 2000
@@ -38,6 +42,9 @@ LARGEST_INPUTS = 16
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
+GENERATOR = '<meta name="generator" content="amct">'
+CURVE_POINTS = 320
+"""The maximum number of points of the loss curve."""
 
 
 def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
@@ -49,15 +56,27 @@ def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
     atomic.write_text(path, page(content))
 
 
+def is_report(path: Path) -> bool:
+    """Return whether a file is a page written by this package, judged by its first lines."""
+    try:
+        with path.open("rb") as file:
+            return GENERATOR.encode() in file.read(2000)
+    except OSError:
+        return False
+
+
 def page(content: ReportContent) -> str:
     """Return the report as the text of one HTML file."""
     content = bounded(content)
-    script = _resource("page.js")
-    template = _environment().from_string(_resource("page.html.j2"))
+    script = resource("page.js")
+    template = environment().from_string(resource("page.html.j2"))
     return template.render(
         report=content,
         worst=worst_layers(content.layers),
-        style=Markup(_resource("page.css")),  # our own file
+        rule=RULE,
+        graph=drawing(content.network, {layer.name: (place, layer.sqnr) for place, layer in enumerate(content.layers)}),
+        curve=loss_curve(content.training.losses) if content.training is not None else "",
+        style=Markup(resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=Markup(embedded(content)),  # escaped by embedded()
@@ -74,23 +93,32 @@ def bounded(content: ReportContent) -> ReportContent:
         layers=tuple(_bounded_layer(layer, ranges) for layer in layers),
         fused=_bounded_notes(content.fused),
         skipped=_bounded_notes(content.skipped),
+        pruned=tuple(replace(each, layer=_short(each.layer)) for each in content.pruned[:LARGEST_LAYERS]),
         config=_short(content.config, LARGEST_CONFIG),
         measured_on=content.measured_on + _left_out(len(content.layers), LARGEST_LAYERS, "layers"),
+        training=_bounded_training(content.training),
     )
 
 
 def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
     return replace(
         layer,
-        name=_short(layer.name),
+        name=_short_name(layer.name),
         type=_short(layer.type),
         inputs=layer.inputs[:LARGEST_INPUTS],
         weights=layer.weights.joined(ranges) if layer.weights is not None else None,
     )
 
 
+def _bounded_training(training: TrainingContent | None) -> TrainingContent | None:
+    if training is None:
+        return None
+    clips = (replace(each, layer=_short(each.layer)) for each in training.clips[:LARGEST_LAYERS])
+    return replace(training, clips=tuple(clips))
+
+
 def _bounded_notes(notes: tuple[LayerNote, ...]) -> tuple[LayerNote, ...]:
-    kept = tuple(replace(note, layer=_short(note.layer), text=_short(note.text)) for note in notes[:LARGEST_NOTES])
+    kept = tuple(replace(note, layer=_short_name(note.layer), text=_short(note.text)) for note in notes[:LARGEST_NOTES])
     rest = _left_out(len(notes), LARGEST_NOTES, "entries")
     return (*kept, replace(kept[-1], layer="…", text=rest.removeprefix("; "))) if rest else kept
 
@@ -101,6 +129,10 @@ def _left_out(number: int, limit: int, what: str) -> str:
 
 def _short(text: str, limit: int = LARGEST_TEXT) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _short_name(name: str) -> str:
+    return shortened(name, LARGEST_TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +169,19 @@ def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> 
         WorstLayer(index=index, name=layer.name, sqnr=sqnr, error=error, length=100 * error / longest)
         for (sqnr, index, layer), error in zip(worst, errors, strict=True)
     ]
+
+
+def loss_curve(losses: tuple[float, ...]) -> str:
+    """Return the points of an SVG line through the losses, or through means of them; "" if there is no curve."""
+    run = -(-len(losses) // CURVE_POINTS)
+    parts = [losses[start : start + run] for start in range(0, len(losses), max(run, 1))]
+    finite = [[loss for loss in part if math.isfinite(loss)] for part in parts]
+    means = [(place, sum(part) / len(part)) for place, part in enumerate(finite) if part]
+    if len(means) < 2:
+        return ""
+    low, high = min(mean for _, mean in means), max(mean for _, mean in means)
+    wide, tall = 640 / (len(parts) - 1), 150 / (high - low or 1)
+    return " ".join(f"{place * wide:.1f},{155 - (mean - low) * tall:.1f}" for place, mean in means)
 
 
 # -- the data block ----------------------------------------------------------------------------------------------------
@@ -216,7 +261,7 @@ def _sort_key(value: float | None) -> str:
     return repr(float(f"{value:.6g}")) if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def _bytes(size: int) -> str:
+def shown_bytes(size: int) -> str:
     """Format a size in bytes as MB, kB or B."""
     for unit, factor in (("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
@@ -225,13 +270,16 @@ def _bytes(size: int) -> str:
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return the environment of the templates, which escapes every name of the model."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
-        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=_bytes
+        digits=_digits, decibel=_decibel, cosine=_cosine, percent=_percent, sort_key=_sort_key, bytes=shown_bytes
     )
+    environment.filters["sqnr_class"] = sqnr_class
     return environment
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Return the text of a template, style or script of this package."""
     return resources.files("amct.report").joinpath(name).read_text(encoding="utf-8")

@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amct.printable import escaped, printable, shortened
+from markupsafe import Markup
+
+from amct.printable import LONGEST_LAYER_NAME, escaped, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.model import Skip
     from amct.record import AnyRecord
+
+
+def summary_html(name: str, record: AnyRecord, folded: int, skipped: Sequence[Skip]) -> str:
+    """Return the summary as HTML for a notebook, every name escaped; the arguments are those of ``summary_text``."""
+    head, *rest = summary_text(name, record, folded, ()).splitlines()
+    parts = [Markup("<p><strong>{}</strong></p>").format(head)]
+    parts += [Markup("<p>{}</p>").format(line.strip()) for line in rest]
+    if skipped:
+        row = Markup("<tr><td><code>{}</code></td><td>{}</td></tr>")
+        rows = [row.format(_shown(skip), skip.reason) for skip in skipped]
+        head = Markup("<thead><tr><th>left as it is</th><th>because</th></tr></thead>")
+        parts.append(Markup("<table>{}<tbody>{}</tbody></table>").format(head, Markup("").join(rows)))
+    return str(Markup("<div>{}</div>").format(Markup("").join(parts)))
+
+
+def _shown(skip: Skip) -> str:
+    return escaped(shortened(skip.layer, LONGEST_LAYER_NAME))
 
 
 def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Skip]) -> str:
@@ -30,7 +49,7 @@ def summary_text(name: str, record: AnyRecord, folded: int, skipped: Sequence[Sk
     lines = [f"{name}: {len(record)} layers quantized, {folded} batch norms folded"]
     lines += [f"  {count} with {kind}" for kind, count in kinds.most_common()]
     if skipped:
-        names = [escaped(shortened(skip.layer)) for skip in skipped]
+        names = [_shown(skip) for skip in skipped]
         width = max(map(len, names))
         lines.append(f"{len(skipped)} left as they are:")
         lines += [f"  {name:<{width}}  {skip.reason}" for name, skip in zip(names, skipped, strict=True)]

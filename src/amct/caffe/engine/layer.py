@@ -151,6 +151,9 @@ class Layer:
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Receive the other layers of the net, by name and in order, after all are set up."""
 
+    def check_solver(self, solver: ProtoMessage) -> None:
+        """Receive the SolverParameter of the solver that trains the net; raise ConfigError if it does not fit."""
+
     def take_input_factors(self, index: int, factors: InputFactors) -> None:
         """Receive the factors of a bottom that a Quant layer fake-quantizes for this layer."""
 

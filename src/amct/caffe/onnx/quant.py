@@ -17,8 +17,9 @@ from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.qdq.exporter import Placement, observed_tensors, qdq_model
-from amct.export.qdq.nodes import QdqNodes, Target
+from amct.export.options import ExportOptions, Placement, Target
+from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.nodes import QdqNodes
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
     from amct.export.exported import ExportedModel
-    from amct.export.formats import Exported, ExportOptions
+    from amct.export.formats import Exported
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16

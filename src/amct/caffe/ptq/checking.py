@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,22 +16,24 @@ from amct.caffe.running import build_net, run_net
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
 from amct.export.check.checking import OnnxCheck
-from amct.export.check.outcome import UnusableFileError, compared, is_worse, say_checked, warn_worse
+from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
 from amct.export.check.reference import WORSE, Reference
-from amct.export.check.similarity import output_similarity
 from amct.export.formats import file_name
 from amct.export.saving import check_files
 from amct.ptq.compare import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from amct.atomic import FileGroup
+    from amct.caffe.engine.net import Net
     from amct.caffe.ptq.deploy import Results
     from amct.export.formats import Exported
+    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.export.writer import SavePath
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)
@@ -55,10 +57,21 @@ def reference_beside(record_file: Path, results: Results) -> Reference | None:
     else:
         logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
         inputs, origin = found, CALIBRATION
+    return reference_on(results, inputs, origin if shapes else "the data of the net's own layers", net)
+
+
+def reference_on(
+    results: Results, inputs: Mapping[str, NDArray[Any]], origin: str, net: Net | None = None
+) -> Reference | None:
+    """Run the float net and the fake-quant net on a batch; None if they do not run, and the log says so.
+
+    ``net`` is the float net, if it is built already.
+    """
+    net = net or build_net(results.folded_model, keep_blobs=())
     try:
         return Reference(
             inputs=inputs,
-            origin=origin if shapes else "the data of the net's own layers",
+            origin=origin,
             expected=list(run_net(net, inputs).items()),
             simulated=list(run_net(build_net(results.fake_quant().model, keep_blobs=()), inputs).items()),
         )
@@ -78,9 +91,8 @@ def check_save(
     request: SaveRequest,
     content: SavedContent,
     pairs: Sequence[str],
-    exported: dict[str, Exported],
 ) -> dict[Path, FileCheck]:
-    """Run the files of a group, which have their temporary names; a repaired file is replaced.
+    """Run the Caffe pairs of a group, which have their temporary names.
 
     Args:
         group: The files.
@@ -88,10 +100,9 @@ def check_save(
         request: The formats and the save path.
         content: The factors, and what the files are compared with.
         pairs: The kinds of Caffe nets.
-        exported: The ONNX files by format.
 
     Returns:
-        The results by path; those of a pair under its prototxt.
+        The results by path of the prototxt.
 
     Raises:
         ExportError: A file cannot be used.
@@ -99,11 +110,24 @@ def check_save(
     if content.reference is None:
         return {}
     check = PairCheck(content.reference, results)
-    found = {files[0]: check.check(group, *files) for files in (pair_of(request.where, kind) for kind in pairs)}
-    if exported:
-        checks = check_files(OnnxCheck(onnx_subject(results, content, request)), group, request.where, exported)
-        found |= {request.where.file(file_name(name)): each for name, each in checks.items()}
-    return found
+    return {files[0]: check.check(group, *files) for files in (pair_of(request.where, kind) for kind in pairs)}
+
+
+def check_onnx(
+    group: FileGroup, results: Results, request: SaveRequest, content: SavedContent, exported: dict[str, Exported]
+) -> dict[Path, FileCheck]:
+    """Run the ONNX files of a group, ``exported`` by format; a repaired file is replaced.
+
+    Returns:
+        The results by path.
+
+    Raises:
+        ExportError: A file cannot be used.
+    """
+    if content.reference is None or not exported:
+        return {}
+    checks = check_files(OnnxCheck(onnx_subject(results, content, request)), group, request.where, exported)
+    return {request.where.file(file_name(name)): each for name, each in checks.items()}
 
 
 class PairCheck:
@@ -119,8 +143,8 @@ class PairCheck:
         self._results = results
         net = results.folded_model.net
         self._schema = None if isinstance(net, type(new_message("NetParameter"))) else CustomSchema.of(net)
-        self._expected = dict(reference.expected or ())
-        self._simulated = output_similarity(self._expected, dict(reference.simulated or ()))[0]
+        outputs = [dict(each or ()) for each in (reference.expected, reference.simulated)]
+        self._batch = ComparedBatch(inputs=reference.inputs, expected=outputs[0], simulated=outputs[1])
 
     def check(self, group: FileGroup, prototxt: Path, caffemodel: Path) -> FileCheck:
         """Run one pair of a group.
@@ -133,7 +157,7 @@ class PairCheck:
             outputs = run_net(files.build(()), self._reference.inputs)
         except AmctError as error:
             raise UnusableFileError(prototxt, self._reference.origin, error) from error
-        result = compared(prototxt, self._reference.origin, self._expected, outputs, self._simulated)
+        result = compared(prototxt, self._reference.origin, [self._batch], [outputs])
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
             warn_worse(prototxt, result)

@@ -14,7 +14,7 @@ from amct.config.settings import IfmrSettings
 from amct.model import TensorIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
@@ -46,7 +46,8 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
     Rounding twice on one grid equals rounding once, so such a layer costs no accuracy.
     """
     taken = taken_names(model)
-    where = watched_blobs(model.layers, plans)
+    settings_of = {name: [(settings, plan.batch_num) for settings in plan.activations] for name, plan in plans.items()}
+    where = watched_blobs(model.layers, settings_of)
     shared: dict[object, ProtoMessage] = {}
     watching: dict[object, ProtoMessage] = {}
     following: list[tuple[ProtoMessage, tuple[str, object]]] = []
@@ -78,10 +79,14 @@ def insert_ifmr(model: CaffeModel, plans: Mapping[str, LayerPlan], record_file: 
     model.set_layers(result)
 
 
-def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]) -> dict[str, str]:
+def watched_blobs(layers: Sequence[ProtoMessage], settings_of: Mapping[str, Sequence[Hashable]]) -> dict[str, str]:
     """For each blob, the blob where its values are observed: itself, or one behind layers that only move values.
 
     It is another blob if all readers, through such layers, finally read that blob with the same settings.
+
+    Args:
+        layers: The layers of a net without in-place layers.
+        settings_of: By quantized layer, the settings of each bottom.
     """
     index: TensorIndex[ProtoMessage] = TensorIndex()
     for layer in layers:
@@ -89,7 +94,7 @@ def watched_blobs(layers: Sequence[ProtoMessage], plans: Mapping[str, LayerPlan]
     ends: dict[str, _End | None] = {}
     for blob in reversed(list(dict.fromkeys(blob for layer in layers for blob in (*layer.bottom, *layer.top)))):
         found = {
-            _end_of(blob, layer, place, plans, ends)
+            _end_of(blob, layer, place, settings_of, ends)
             for layer in index.consumers(blob)
             for place, bottom in enumerate(layer.bottom)
             if bottom == blob
@@ -103,20 +108,23 @@ class _End:
     """The last blob where values are rounded, and the settings of that rounding."""
 
     blob: str
-    settings: object
+    settings: Hashable
 
 
 def _end_of(
-    blob: str, layer: ProtoMessage, index: int, plans: Mapping[str, LayerPlan], ends: Mapping[str, _End | None]
+    blob: str,
+    layer: ProtoMessage,
+    index: int,
+    settings_of: Mapping[str, Sequence[Hashable]],
+    ends: Mapping[str, _End | None],
 ) -> _End | None:
     """Where the values that a layer reads are rounded last, or None if unknown."""
-    plan = plans.get(layer.name)
-    own = {(settings, plan.batch_num) for settings in plan.activations[: len(layer.bottom)]} if plan else set()
+    settings = settings_of.get(layer.name)
     if len(layer.top) == 1 and (moves_values(layer) or _is_identity(layer)):
         end = ends.get(layer.top[0])
-        if end is not None and own <= {end.settings}:
+        if end is not None and (settings is None or {*settings[: len(layer.bottom)]} <= {end.settings}):
             return end
-    return None if plan is None else _End(blob, (plan.activations[index], plan.batch_num))
+    return None if settings is None else _End(blob, settings[index])
 
 
 def _is_identity(layer: ProtoMessage) -> bool:

@@ -13,8 +13,7 @@ from amct.errors import ExportError
 from amct.export.check.checking import Subject
 from amct.export.exported import ExportedModel
 from amct.export.formats import file_name
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import Placement, Target
 from amct.export.writer import add_model
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.min_max import MinMaxObserver
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
     from amct.export.formats import Exported
+    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.export.writer import SavePath
     from amct.numerics.observer import TensorObserver
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from amct.caffe.model import RECURRENT_TYPES
+from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
 from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
@@ -23,9 +24,10 @@ from amct.numerics.weight_grid import sum_scale as step_of_sums
 from amct.record import CaffeLayerRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.model import CaffeModel
     from amct.config.settings import WeightRounding, WeightScale, WeightSettings
 
 logger = logging.getLogger(__name__)
@@ -183,6 +185,32 @@ def quantize_weights(
         raise CalibrationError(
             f'layer "{layer.name}" ({layer.type}): its weights cannot be quantized: {error}'
         ) from error
+
+
+def fold_quantized(
+    model: CaffeModel, weights: dict[str, QuantizedWeights], *, skip: Collection[str] = ()
+) -> FusionReport:
+    """Fold BatchNorm, Scale and Bias behind layers whose weights are quantized already: the integers stay.
+
+    The scale of each output takes the factor; a layer with one scale for all outputs cannot take one for each.
+
+    Args:
+        model: The model; it is changed.
+        weights: The quantized weights by layer; changed where something is folded.
+        skip: Layers that are not folded.
+    """
+
+    def refuse_head(layer: ProtoMessage) -> str | None:
+        if layer.type == "InnerProduct" and layer.name in weights:
+            return f'the weights of "{layer.name}" have one scale for all outputs, which cannot take a factor for each'
+        return None
+
+    report = FusionReport()
+    for head, affine in fuse_after(model, report, skip=skip, refuse_head=refuse_head).items():
+        if head in weights:
+            matrix = weights[head].matrices[0].times(affine.multiplier)
+            weights[head] = replace(weights[head], matrices=(matrix,))
+    return report
 
 
 def _uniform_factors(layout: WeightLayout, channel_wise: bool, scale: WeightScale) -> WeightFactors:

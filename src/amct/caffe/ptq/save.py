@@ -11,7 +11,7 @@ from amct import atomic, log
 from amct.arguments import check_types
 from amct.atomic import FileGroup
 from amct.caffe.model_files import write_model
-from amct.caffe.ptq.checking import check_save, pair_of, reference_beside
+from amct.caffe.ptq.checking import check_onnx, check_save, pair_of, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.caffe.ptq.qdq import add_exported, export_onnx_formats
@@ -19,12 +19,13 @@ from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
 from amct.export.formats import file_name
+from amct.export.save_path import SavePath, warn_of_replaced
 from amct.export.saving import SavedContent, SaveRequest, file_entry
-from amct.export.writer import SavePath
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record, read_caffe_record, validate_record
+from amct.schema import format_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-_CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": ("fake_quant", "deploy")}
+CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": ("fake_quant", "deploy")}
 
 
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
@@ -64,7 +65,7 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     graph.need(Stage.CALIBRATING, "save_model")
     request = SaveRequest(
         where=prefix_of(save_path),
-        formats=_CAFFE_FORMATS[save_type],
+        formats=CAFFE_FORMATS[save_type],
         with_record=True,
         record_file=graph.calibration_record,
     )
@@ -92,8 +93,8 @@ def check_save_type(function: str, save_type: str) -> None:
     Raises:
         ArgumentError: the value is unknown.
     """
-    if save_type not in _CAFFE_FORMATS:
-        raise ArgumentError(f"{function}: save_type must be {', '.join(_CAFFE_FORMATS)}, got {save_type!r}")
+    if save_type not in CAFFE_FORMATS:
+        raise ArgumentError(f"{function}: save_type must be {', '.join(CAFFE_FORMATS)}, got {save_type!r}")
 
 
 def results_of(graph: QuantGraph) -> Results:
@@ -133,12 +134,21 @@ class SaveNotes:
         return cls(original=graph.original, fusion=graph.fusion, not_quantized=graph.not_quantized)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inference:
+    """The form of a trained net that is deployed: Input layers instead of data layers, no losses."""
+
+    results: Results
+    content: SavedContent
+
+
 def save_results(
     results: Results,
     request: SaveRequest,
     *,
     notes: SaveNotes,
     content: SavedContent,
+    inference: Inference | str | None = None,
 ) -> list[Path]:
     """Write all files of a result as one group and return their paths.
 
@@ -151,6 +161,8 @@ def save_results(
         request: The formats and the save path.
         notes: Further content of ``quant.json``.
         content: The factors of the blobs between layers, for the QDQ file, and what the files are compared with.
+        inference: For a net with data layers or losses: its form for ``atc_model.prototxt`` and for the ONNX formats,
+            or the reason why there is none.
 
     Raises:
         ArgumentError: The exporters do not support the opset.
@@ -159,13 +171,14 @@ def save_results(
     """
     where = request.where
     atomic.check_writable(where.folder)
-    nets: dict[str, QuantizedNet] = {}
-    if "fake_quant" in request.formats:
-        nets["fake_quant"] = results.fake_quant()
-    if "deploy" in request.formats:
-        nets["deploy"] = results.deploy()
+    makers = {"fake_quant": results.fake_quant, "deploy": results.deploy}
+    nets = {name: make() for name, make in makers.items() if name in request.formats}
     onnx_formats = [name for name in request.formats if name not in nets]
-    exported, not_written = export_onnx_formats(results, onnx_formats, content.tensors or {}, request)
+    onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
+    exported: dict[str, Exported] = {}
+    not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
+    if not not_written:
+        exported, not_written = export_onnx_formats(onnx.results, onnx_formats, onnx.content.tensors or {}, request)
     pairs = {kind: net.model for kind, net in nets.items()}
     if results.equalized:
         pairs["equalized"] = results.folded_model
@@ -175,6 +188,10 @@ def save_results(
             files = pair_of(where, kind)
             write_model(group, model, *files)
             written += files
+        if isinstance(inference, Inference) and "deploy" in nets:
+            path = where.file("atc_model.prototxt")
+            group.write_text(path, format_text(inference.results.deploy().model.net))
+            written.append(path)
         if request.with_record:
             for ending, form in (("txt", "text"), ("bin", "binary")):
                 path = where.file(f"quant_param_record.{ending}")
@@ -183,7 +200,8 @@ def save_results(
         for name, result in exported.items():
             written += add_exported(group, where, name, result)
         if request.formats:
-            checks = check_save(group, results, request, content, [*nets], exported)
+            checks = check_save(group, results, request, content, [*nets])
+            checks |= check_onnx(group, onnx.results, request, onnx.content, exported)
             document = replace(
                 quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
                 config=results.config,
@@ -193,6 +211,7 @@ def save_results(
                 files=_file_entries(where, exported, checks),
             )
             write_quant_json(group, where.quant_json, document)
+        warn_of_replaced(group.written())
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), where.folder)
     return written
 

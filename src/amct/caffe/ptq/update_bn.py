@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,10 @@ import torch
 from amct.caffe.engine.layers.batch_norm_update import dump_path
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
-from amct.caffe.ptq.folding import FusionReport, fuse_after
+from amct.caffe.ptq.quantized_weights import fold_quantized
 from amct.errors import CalibrationError, FileError
 
 if TYPE_CHECKING:
-    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.graph import QuantGraph
     from amct.config.settings import BatchNormUpdate
@@ -54,7 +52,7 @@ def fold_updated_statistics(graph: QuantGraph) -> None:
             model.weights[layer.name] = _read_dump(layer.name, settings)
             layer.batch_norm_param.use_global_stats = True
     if graph.plan.do_fusion:
-        _fold(graph)
+        graph.fusion = fold_quantized(model, graph.weights, skip=graph.plan.skip_fusion_layers)
 
 
 def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
@@ -70,18 +68,3 @@ def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
     if len(layers) != 1 or layers[0].name != name:
         raise CalibrationError(f'{path}: not the statistics of layer "{name}"')
     return [torch.from_numpy(np.array(blob.values, np.float32)).reshape(blob.shape) for blob in layers[0].blobs]
-
-
-def _fold(graph: QuantGraph) -> None:
-    def refuse_head(layer: ProtoMessage) -> str | None:
-        if layer.type == "InnerProduct" and layer.name in graph.weights:
-            return f'the weights of "{layer.name}" have one scale for all outputs, which cannot take a factor for each'
-        return None
-
-    graph.fusion = FusionReport()
-    folded = fuse_after(graph.model, graph.fusion, skip=graph.plan.skip_fusion_layers, refuse_head=refuse_head)
-    for head, affine in folded.items():
-        if head in graph.weights:
-            quantized = graph.weights[head]
-            matrix = quantized.matrices[0].times(affine.multiplier)
-            graph.weights[head] = replace(quantized, matrices=(matrix,))

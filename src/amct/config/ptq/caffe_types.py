@@ -110,8 +110,19 @@ _TYPES = _WITH_WEIGHTS | _DATA_ONLY
 CAFFE_TYPES: Mapping[str, Capability] = MappingProxyType(_TYPES)
 
 RETRAIN_TYPES: Mapping[str, Capability] = MappingProxyType(
-    {name: CAFFE_TYPES[name] for name in ("Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution")}
-)
+    {
+        name: CAFFE_TYPES[name]
+        for name in (
+            "Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution",
+            "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat",
+            "Softmax", "ROIAlign", "AbsVal", "BNLL", "CReLU", "ELU", "Exp", "Interp", "Log", "LRN", "Mvm", "Nms",
+            "Normalize", "Power", "PReLU", "Reduction", "ReLU", "Sigmoid", "Sort", "Threshold", "Scale", "BatchNorm",
+            "Bias", "Reshape", "ShuffleChannel", "Crop", "Axpy", "Flatten", "Permute", "Tile", "Split", "ArgMax",
+            "Clip", "Hswish", "MVN", "Reorg", "TanH", "MatMul", "RReLU", "ReLU6",
+        )
+    }
+)  # fmt: skip
+"""The types that the guide lists for quantization-aware training, with the defaults of post-training quantization."""
 
 
 def add_data_type(name: str, *, on_by_default: bool) -> None:

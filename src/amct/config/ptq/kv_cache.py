@@ -5,10 +5,10 @@ Only ``Linear`` layers, always 8 bits. A layer is quantized when the common bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import show
+from amct.config.checks import check_settings, nowhere, show
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.json.blocks import (
     check_members,
@@ -23,11 +23,18 @@ from amct.config.plan import settings_of
 from amct.config.precedence import DEFAULT, Choice, Level, Origin, read_overrides
 from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch_types import KV_CACHE_TYPES
-from amct.config.registry import activation_algorithms
+from amct.config.registry import activation_algorithms, find_algorithm
 from amct.config.settings import ActivationSettings, AtLeastOne, CheckedSettings, Switch
 from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.config.text.names import Named, check_layer_names, named, read_names, without_repeats
-from amct.errors import ArgumentError, CalibrationError, did_you_mean
+from amct.errors import (
+    ArgumentTypeError,
+    CalibrationArgumentError,
+    CalibrationError,
+    ConfigError,
+    ConfigTypeError,
+    did_you_mean,
+)
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:
@@ -77,14 +84,14 @@ def default_config(layers: Iterable[LayerInfo], quant_layers: Mapping[str, Seque
         quant_layers: ``{"kv_cache_quant_layers": [names]}``.
 
     Raises:
-        ArgumentError: ``quant_layers`` has another key.
+        ArgumentTypeError: ``quant_layers`` has another key.
         ConfigError: A layer is unknown, repeated or not ``Linear``.
         CalibrationError: No layer is given.
     """
     for key in quant_layers:
         if key != LAYERS_ARGUMENT:
             hint = did_you_mean(key, [LAYERS_ARGUMENT])
-            raise ArgumentError(f'quant_layers: the key "{key}" is unknown, expected "{LAYERS_ARGUMENT}".{hint}')
+            raise ArgumentTypeError(f'quant_layers: the key "{key}" is unknown, expected "{LAYERS_ARGUMENT}".{hint}')
     problems, model = ProblemList(), LayerList(layers)
     names = tuple(Named(name) for name in quant_layers.get(LAYERS_ARGUMENT, ()))
     _check_names(names, "quant_layers", model, problems)
@@ -285,3 +292,67 @@ def make_plan(config: FullConfig) -> KvCachePlan:
         layers=tuple(plans),
         warnings=config.warnings,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameters(CheckedSettings):
+    """The settings of ``QuantCalibrationOp`` that both algorithms have."""
+
+    batch_num: AtLeastOne = 1
+    act_algo: Literal["ifmr", "hfmg"] = "ifmr"
+    quant_granularity: Literal["per_tensor", "per_channel"] = "per_tensor"
+
+
+def plan_from_parameters(parameters: Mapping[str, Any], argument: str) -> KvCacheLayerPlan:
+    """The plan of layers that have no config: the settings are a dict, the granularity is a word.
+
+    Args:
+        parameters: Settings by the names of the JSON, and ``batch_num``.
+        argument: The name of the argument in messages.
+
+    Raises:
+        ArgumentTypeError: A value has the wrong type; all mistakes are listed.
+        CalibrationArgumentError: Any other mistake; all are listed.
+    """
+    problems = ProblemList()
+    shared = {item.name for item in fields(_Parameters)}
+    common = check_settings(
+        _Parameters, {key: parameters[key] for key in parameters if key in shared}, nowhere, problems, block=argument
+    )
+    rest = {key: value for key, value in parameters.items() if key not in shared}
+    settings = _algorithm_settings(rest, common.act_algo, argument, problems) if common is not None else None
+    try:
+        problems.raise_all()
+    except ConfigTypeError as error:
+        raise ArgumentTypeError(str(error), problems=error.problems) from None
+    except ConfigError as error:
+        raise CalibrationArgumentError(str(error), problems=error.problems) from None
+    assert common is not None
+    assert settings is not None
+    return KvCacheLayerPlan(
+        name=argument,
+        activation=settings,
+        per_channel=common.quant_granularity == "per_channel",
+        batch_num=common.batch_num,
+    )
+
+
+def _algorithm_settings(
+    values: Mapping[str, Any], name: str, argument: str, problems: ProblemList
+) -> ActivationSettings | None:
+    algorithms = activation_algorithms("kv_cache")
+    algorithm = find_algorithm(algorithms, name)
+    assert algorithm is not None
+    own = algorithm.setting_keys("act_algo")
+    for key in values:
+        if key in own:
+            continue
+        owner = next((other.name for other in algorithms if key in other.keys), None)
+        if owner is None:
+            known = {*own, *(item.name for item in fields(_Parameters))}
+            problems.add_unknown(f"{argument}: the key", str(key), known)
+        else:
+            problems.add(f'{argument}: the key "{key}" belongs to {owner}, but act_algo is {name}. Remove it.')
+    given = {algorithm.field_of(key): value for key, value in values.items() if key in own}
+    settings: ActivationSettings | None = check_settings(algorithm.settings, given, nowhere, problems, block=argument)
+    return settings

@@ -10,7 +10,7 @@ from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, reasons_not_quantized, settings_of
-from amct.config.precedence import DEFAULT, Origin
+from amct.config.precedence import DEFAULT, Level, Origin
 from amct.config.problems import ProblemList
 from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
 from amct.config.qat.simple import (
@@ -151,6 +151,9 @@ class QatDialect(Dialect):
         problems: ProblemList,
     ) -> None:
         """Read and check the JSON block of a layer; ``target`` takes it as it is written."""
+        if WEIGHT_KEY in members and not self.types[layer.type].weights:
+            what = f"{layer.name}.{WEIGHT_KEY} is ignored: {layer.type} has no weights to quantize"
+            problems.warn(what, members[WEIGHT_KEY].key_position)
         activation, weight = (
             self.read_block(key, members.get(key), f"{layer.name}.{key}", problems) for key in (DATA_KEY, WEIGHT_KEY)
         )
@@ -166,9 +169,11 @@ class QatDialect(Dialect):
 
     def write(self, block: QuantBlock, changed: Mapping[str, Any], target: LayerBlock) -> None:
         """Add the blocks of a layer; ``changed`` has weight settings, by dotted key, that a rule replaces."""
-        weight, origins = block.weight, target.origins
-        channel_wise = weight.given.get("channel_wise", self.types[target.type].channel_wise)
+        weight, origins, capability = block.weight, target.origins, self.types[target.type]
         target.data[DATA_KEY] = block.activation.write(DATA_KEY, NAME_KEY, origins, {})
+        if not capability.weights:
+            return
+        channel_wise = weight.given.get("channel_wise", capability.channel_wise)
         target.data[WEIGHT_KEY] = weight.write(WEIGHT_KEY, NAME_KEY, origins, changed, channel_wise=channel_wise)
 
     # -- plan ----------------------------------------------------------------------------------------------------------
@@ -187,7 +192,8 @@ class QatDialect(Dialect):
                 type=layer.type,
                 enabled=data[SWITCH_KEY],
                 activation=settings_of(data[DATA_KEY], self.activation, NAME_KEY),
-                weight=settings_of(data[WEIGHT_KEY], self.weight, NAME_KEY),
+                weight=settings_of(data.get(WEIGHT_KEY, {}), self.weight, NAME_KEY),
+                quantizes_weights=WEIGHT_KEY in data,
                 **common,
             )
             for layer in model.quantizable(self.types)
@@ -222,6 +228,8 @@ class QatExpander:
         skipped = self.skips.find(layer)
         if skipped is not None:
             return False, skipped
+        if not self.dialect.types[layer.type].on_by_default:
+            return False, Origin(Level.RULE)
         return not self.overrides_only, DEFAULT
 
     def expand(self, layer: LayerInfo) -> LayerBlock:
@@ -238,7 +246,8 @@ class QatExpander:
             what = "quantized although skipped, because an override names these layers or their type"
             self.problems.adjust(layer.name, what, why.position)
         changed: dict[str, Any] = {}
-        if block.weight.given.get("channel_wise") and not self.dialect.types[layer.type].channel_wise:
+        capability = self.dialect.types[layer.type]
+        if block.weight.given.get("channel_wise") and capability.weights and not capability.channel_wise:
             key = f"{WEIGHT_KEY}.channel_wise"
             changed[key] = False
             note(key, "channel_wise does not apply to these layers, they are quantized per tensor")

@@ -25,7 +25,8 @@ class RetrainLayerPlan:
         type: Its type name in the framework.
         enabled: Whether it is quantized; the settings are there in both cases.
         activation: How its input is quantized.
-        weight: How its weights are quantized.
+        weight: How its weights are quantized, if they are.
+        quantizes_weights: Whether it has weights to quantize.
         force_fp16: Whether the activation scale is rounded to float16 (``FORCE_FP16_QUANT``).
         batch_num: How many batches determine the initial clips where none are given.
     """
@@ -35,6 +36,7 @@ class RetrainLayerPlan:
     enabled: bool
     activation: RetrainActivationSettings
     weight: RetrainWeightSettings
+    quantizes_weights: bool = True
     force_fp16: bool = False
     batch_num: int = 1
 

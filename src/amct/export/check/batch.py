@@ -38,6 +38,8 @@ LARGEST_BATCH = 16_000_000
 """Bytes of a batch that is kept beside a record."""
 MOST_SAMPLES = 16
 """A check needs no more samples than this, where the model does not fix their number."""
+MOST_BATCHES = 8
+"""A check needs no more batches than this."""
 _RECORD, _NAMES, _INPUT = "record_sha256", "names", "input_"
 _LARGEST_HEADERS = 1_000_000
 _SEED = 20240607

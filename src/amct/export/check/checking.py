@@ -18,6 +18,7 @@ from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, pa
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
 from amct.export.check.outcome import (
+    ComparedBatch,
     UnusableFileError,
     compared,
     is_worse,
@@ -34,14 +35,13 @@ from amct.export.check.similarity import output_similarity
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from amct.export.binding import TensorFactors
     from amct.export.check.reference import Reference
-    from amct.export.check.similarity import Similarity
     from amct.export.exported import ExportedModel
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WrittenFile:
 
 
 class OnnxCheck:
-    """Checks files against one batch; models that several files are compared with run once."""
+    """Checks files on the batches of a reference; models that several files are compared with run once."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -112,18 +112,23 @@ class OnnxCheck:
         return self._original.run(self._inputs)
 
     @cached_property
-    def expected(self) -> Mapping[str, NDArray[Any]]:
-        """The outputs of the float model."""
-        given = by_name(self._subject.reference.expected, self._float_outputs)
-        return self._original_outputs if given is None else given
+    def _batches(self) -> list[ComparedBatch]:
+        """The batches with their outputs by name; the further ones only where those of the models are known."""
+        found: list[ComparedBatch] = []
+        for batch in self._subject.reference.batches:
+            expected = by_name(batch.expected, self._float_outputs)
+            simulated = by_name(batch.simulated, self._float_outputs)
+            if expected is not None and simulated is not None:
+                found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
+            elif not found:
+                simulated = simulated or LoadedModel(self._subject.simulate().model).run(self._inputs)
+                expected = expected or dict(self._original_outputs)
+                return [ComparedBatch(inputs=self._inputs, expected=expected, simulated=simulated)]
+        return found
 
-    @cached_property
-    def simulated(self) -> Similarity | None:
-        """How near the simulation is to the float model."""
-        given = by_name(self._subject.reference.simulated, self._float_outputs)
-        if given is None:
-            given = LoadedModel(self._subject.simulate().model).run(self._inputs)
-        return output_similarity(self.expected, given)[0]
+    def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
+        """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
+        return self._batches if file.format == "qdq" else self._batches[:1]
 
     def check(self, file: WrittenFile) -> tuple[FileCheck, ExportedModel | None]:
         """Run one file.
@@ -142,17 +147,18 @@ class OnnxCheck:
         try:
             loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
             outputs = loaded.run(self._inputs)
-            _ = self.expected, self.simulated
+            further = self._batches_for(file)[1:]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
             return self._unusable(file, error), None
-        measured = self._compared(file, outputs)
+        measured = self._compared(file, [outputs, *(loaded.run(batch.inputs) for batch in further)])
         repaired = self._repaired(file, measured)
         if repaired is not None:
             exported, left = repaired
             loaded = LoadedModel(exported.model, profile=True)
-            measured = replace(self._compared(file, loaded.run(self._inputs)), left_float=left)
+            again = [loaded.run(batch.inputs) for batch in self._batches]
+            measured = replace(self._compared(file, again), left_float=left)
             _say_repaired(file, left, measured)
         result = self._located(file, self._timed(file, measured, loaded))
         say_checked(file.target, result)
@@ -174,16 +180,17 @@ class OnnxCheck:
         logger.info("%s: not checked: %s", file.target.name, reason)
         return FileCheck(batch=self._subject.reference.origin, not_checked=reason)
 
-    def _compared(self, file: WrittenFile, outputs: Mapping[str, NDArray[Any]]) -> FileCheck:
-        return compared(file.target, self._subject.reference.origin, self.expected, outputs, self.simulated)
+    def _compared(self, file: WrittenFile, outputs: Sequence[Mapping[str, NDArray[Any]]]) -> FileCheck:
+        origin = self._subject.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
+        return compared(file.target, origin, self._batches_for(file), outputs)
 
     def _timed(self, file: WrittenFile, measured: FileCheck, loaded: LoadedModel) -> FileCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-        speed, nodes = speed_of(loaded, self._original, self._inputs)
-        result = replace(measured, speed=speed, costliest=nodes)
-        if speed < 1:
+        speed = speed_of(loaded, self._original, self._inputs)
+        result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
+        if speed.least < 1:
             warn_slow(file.target, result)
         return result
 
@@ -211,7 +218,7 @@ class OnnxCheck:
         near = output_similarity(expected or {}, simulated or {})[0] if known else None
         result = outcome(file.target, reference.origin, (similarity_of(found), found["reasons"]), near)
         result = replace(result, speed=found.get("speed"), costliest=tuple(found.get("costliest", ())))
-        if result.speed is not None and result.speed < 1:
+        if found.get("least_speed", 1) < 1:
             warn_slow(file.target, result)
         if is_worse(result):
             warn_worse(file.target, result)
@@ -220,6 +227,9 @@ class OnnxCheck:
 
     def _located(self, file: WrittenFile, measured: FileCheck) -> FileCheck:
         if not is_worse(measured):
+            return measured
+        if lost(measured) <= WORSE:
+            warn_worse(file.target, measured)
             return measured
         model, outputs = file.exported.model, None
         if file.format == "deploy":
@@ -241,7 +251,7 @@ class OnnxCheck:
         if not between or lost(measured) <= expected_loss(len(exported.layers), len(between)) + WORSE:
             return None
         assert measured.simulation_sqnr is not None
-        repair = Repair(subject.export_qdq, self._inputs, self.expected, measured.simulation_sqnr)
+        repair = Repair(subject.export_qdq, self._batches, measured.simulation_sqnr)
         return repair.run(noisiest_tensors(subject.original, between, self._inputs), measured.sqnr)
 
 

@@ -168,8 +168,8 @@ def _result(folder: Path) -> dict[str, Any]:
     similarity, reasons = output_similarity(expected, outputs)
     result: dict[str, Any] = {"reasons": reasons, "similarity": None if similarity is None else asdict(similarity)}
     if timed and original is not None:
-        speed, nodes = speed_of(file, original, inputs)
-        result |= {"speed": speed, "costliest": nodes}
+        speed = speed_of(file, original, inputs)
+        result |= {"speed": speed.ratio, "least_speed": speed.least, "costliest": speed.nodes}
     return result
 
 

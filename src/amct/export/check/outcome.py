@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ExportError
 from amct.export.check.reference import WORSE
-from amct.export.check.similarity import output_similarity
+from amct.export.check.similarity import likely_loss, similarity_over
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -32,23 +33,39 @@ class UnusableFileError(ExportError):
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComparedBatch:
+    """One batch and the outputs that a file is compared with.
+
+    Attributes:
+        inputs: The batch by the input names of the files.
+        expected: The outputs of the float model.
+        simulated: Those of the simulation.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    expected: Mapping[str, NDArray[Any]]
+    simulated: Mapping[str, NDArray[Any]]
+
+
 def compared(
-    target: Path,
-    origin: str,
-    expected: Mapping[str, NDArray[Any]],
-    outputs: Mapping[str, NDArray[Any]],
-    simulated: Similarity | None,
+    target: Path, origin: str, batches: Sequence[ComparedBatch], outputs: Sequence[Mapping[str, NDArray[Any]]]
 ) -> FileCheck:
-    """Compare the outputs of a file with those of the float model.
+    """Compare the outputs of a file with those of the float model and of the simulation.
 
     Args:
         target: The path of the file, for the log.
         origin: What the inputs were.
-        expected: The outputs of the float model.
-        outputs: Those of the file.
-        simulated: The similarity of the simulation and the float model.
+        batches: The batches.
+        outputs: The outputs of the file, batch by batch.
     """
-    return outcome(target, origin, output_similarity(expected, outputs), simulated)
+    expected, simulated = [each.expected for each in batches], [each.simulated for each in batches]
+    found = similarity_over(zip(expected, outputs, strict=True))
+    near = similarity_over(zip(expected, simulated, strict=True))[0]
+    result = outcome(target, origin, found, near)
+    if result.sqnr is None or result.simulation_sqnr is None:
+        return result
+    return replace(result, likely_loss=likely_loss(expected, simulated, outputs, result.output))
 
 
 def outcome(
@@ -87,18 +104,21 @@ def lost(check: FileCheck) -> float:
 
 
 def is_worse(check: FileCheck) -> bool:
-    """Whether a file is so much worse than the simulation that it must be said."""
-    return lost(check) > WORSE
+    """Whether a file is, or may be, so much worse than the simulation that it must be said."""
+    return max(lost(check), check.likely_loss or 0.0) > WORSE
 
 
 def warn_worse(target: Path, check: FileCheck) -> None:
     """Say that a file is worse than the simulation, and where that begins."""
+    found = lost(check)
     logger.warning(
-        "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB)%s",
+        "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s",
         target.name,
-        lost(check),
+        f"is {found:.1f} dB" if found > WORSE else f"may be {check.likely_loss:.1f} dB",
+        "" if found > WORSE else " on other data",
         check.sqnr,
         check.simulation_sqnr,
+        "" if found > WORSE else f" on {check.batch}",
         f'; the first tensor that is worse is "{check.differs_at}"' if check.differs_at else "",
     )
 
@@ -109,10 +129,11 @@ def say_checked(target: Path, check: FileCheck) -> None:
 
 
 def warn_slow(target: Path, check: FileCheck) -> None:
-    """Say that a file is slower than the float model."""
+    """Say that a file is slower than the float model, or may be."""
     logger.warning(
-        "%s is slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
+        "%s %s slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
         target.name,
+        "is" if check.speed is not None and check.speed < 1 else "may be",
         check.speed,
         ", ".join(check.costliest),
     )

@@ -13,9 +13,10 @@ square.
   make the noise of the weights 4 times as large. So the whole noise grows by at most the larger of both factors:
   ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
 
-A file that is worse than the simulation by more than ``WORSE`` is reported. One that is worse by more than
-``expected_loss`` + ``WORSE`` is repaired, if its further tensors are the cause of at least half of the loss: without
-them, fewer layers run in integer kernels, so they are not given up for little.
+A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
+data (``likely_loss``). One that is worse by more than ``expected_loss`` + ``WORSE`` is repaired, if its further tensors
+are the cause of at least half of the loss: without them, fewer layers run in integer kernels, so they are not given up
+for little.
 """
 
 from __future__ import annotations
@@ -50,12 +51,19 @@ class Reference:
         expected: The floating-point outputs of the float model in the order of the ONNX files, with their names where
             the front door has names; None: the float ONNX model gives them.
         simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
+        further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
     """
 
     inputs: Mapping[str, NDArray[Any]]
     origin: str
     expected: Outputs | None = None
     simulated: Outputs | None = None
+    further: tuple[Reference, ...] = ()
+
+    @property
+    def batches(self) -> tuple[Reference, ...]:
+        """This batch and the further ones."""
+        return self, *self.further
 
 
 def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from amct.export.check.reference import WORSE
 from amct.export.check.running import LoadedModel
-from amct.export.check.similarity import output_similarity
+from amct.export.check.similarity import similarity_over
 from amct.export.onnx.runtime import Runner
 from amct.numerics.affine import integer_range
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.binding import TensorFactors
+    from amct.export.check.outcome import ComparedBatch
     from amct.export.exported import ExportedModel
 
 LONGEST = 60.0
@@ -60,19 +61,17 @@ class Repair:
 
     Args:
         export: Exports the file without quantizing the given tensors.
-        inputs: The batch.
-        expected: The outputs of the float model.
+        batches: The batches, with the outputs of the float model.
         wanted: The SQNR of the simulation.
     """
 
     def __init__(
         self,
         export: Callable[[Collection[str]], ExportedModel],
-        inputs: Mapping[str, NDArray[Any]],
-        expected: Mapping[str, NDArray[Any]],
+        batches: Sequence[ComparedBatch],
         wanted: float,
     ) -> None:
-        self._export, self._inputs, self._expected, self._wanted = export, inputs, expected, wanted
+        self._export, self._batches, self._wanted = export, batches, wanted
 
     def run(self, ordered: Sequence[str], before: float) -> tuple[ExportedModel, tuple[str, ...]] | None:
         """The repaired file and the tensors that stay float; None if these tensors are not the cause.
@@ -99,5 +98,6 @@ class Repair:
 
     def _without(self, tensors: Sequence[str]) -> tuple[ExportedModel, float]:
         exported = self._export(set(tensors))
-        similarity, _ = output_similarity(self._expected, LoadedModel(exported.model).run(self._inputs))
+        loaded = LoadedModel(exported.model)
+        similarity, _ = similarity_over((batch.expected, loaded.run(batch.inputs)) for batch in self._batches)
         return exported, similarity.sqnr if similarity is not None else -np.inf

@@ -12,9 +12,11 @@ import torch
 from amct.numerics.similarity import Comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    OutputsByName = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,30 +34,92 @@ class Similarity:
     sqnr: float
 
 
-def output_similarity(
-    expected: Mapping[str, NDArray[Any]], got: Mapping[str, NDArray[Any]]
-) -> tuple[Similarity | None, dict[str, str]]:
+def output_similarity(expected: OutputsByName, got: OutputsByName) -> tuple[Similarity | None, dict[str, str]]:
     """Compare the floating-point outputs of two models on the same batch.
 
     Returns:
         The similarity of the output that differs most, None if there is none to compare; and the outputs that were not
         compared, with the reason.
     """
-    comparison, reasons = Comparison(), {}
-    for name, reference in expected.items():
-        other = got.get(name)
-        if reference.dtype.kind != "f":
-            reasons[name] = f"it holds {reference.dtype}, not floating-point numbers"
-        elif other is None:
-            reasons[name] = "the file has no output of this name"
-        elif other.shape != reference.shape:
-            reasons[name] = f"its shape is {list(other.shape)}, expected {list(reference.shape)}"
-        else:
-            comparison.add(name, _tensor(reference), _tensor(other))
+    return similarity_over([(expected, got)])
+
+
+def similarity_over(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> tuple[Similarity | None, dict[str, str]]:
+    """As ``output_similarity``, over several batches."""
+    comparison, reasons = Comparison(), dict[str, str]()
+    for expected, got in batches:
+        for name, reference in expected.items():
+            other = got.get(name)
+            if reference.dtype.kind != "f":
+                reasons[name] = f"it holds {reference.dtype}, not floating-point numbers"
+            elif other is None:
+                reasons[name] = "the file has no output of this name"
+            elif other.shape != reference.shape:
+                reasons[name] = f"its shape is {list(other.shape)}, expected {list(reference.shape)}"
+            else:
+                comparison.add(name, _tensor(reference), _tensor(other))
     found = [
         Similarity(output=each.layer, cosine=each.cosine, sqnr=each.sqnr) for each in comparison.layers() if each.values
     ]
     return min(found, key=lambda each: -math.inf if math.isnan(each.sqnr) else each.sqnr, default=None), reasons
+
+
+LIKELY = 2.0
+"""Standard errors above a measured loss up to which the loss on other data is expected: 97.5 % of normal errors."""
+
+
+def likely_loss(
+    expected: Sequence[OutputsByName], simulated: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> float:
+    """Decibels by which a file may be worse than the simulation on data like this: a loss plus ``LIKELY`` errors of it.
+
+    Of two losses the larger result counts. The loss of all data is that of the sums of noise, f and s:
+    10 log10(Σf / Σs). The error of such a ratio of sums follows from the residuals of the samples, f_i - r s_i, where r
+    is the ratio (linearization, as for every ratio estimator). Where one sample has nearly all noise, such as the one
+    undecided sample of a classifier, this says nothing of the others: so the mean of the samples' own losses counts
+    too. A sample is a row of the output; of a single row, each of its numbers is one, and only the first loss counts.
+
+    Args:
+        expected: The outputs of the float model, batch by batch.
+        simulated: Those of the simulation.
+        got: Those of the file.
+        output: The name of the output.
+    """
+    rows_of_simulation, rows_of_file = (_noise_by_row(expected, each, output) for each in (simulated, got))
+    if rows_of_simulation is None or rows_of_file is None:
+        return 0.0
+    several = len(rows_of_file) > 1
+    of_simulation, of_file = (
+        np.array([row.sum() for row in rows]) if several else rows[0] for rows in (rows_of_simulation, rows_of_file)
+    )
+    if not of_simulation.sum() or not of_file.sum():
+        return 0.0
+    ratio = float(of_file.sum() / of_simulation.sum())
+    loss = 10 * math.log10(ratio)
+    count = of_file.size
+    if count == 1:
+        return loss
+    residuals = of_file - ratio * of_simulation
+    relative = math.sqrt(count / (count - 1) * float(np.sum(residuals**2))) / float(of_file.sum())
+    found = [loss + LIKELY * 10 / math.log(10) * relative]
+    counted = (of_file > 0) & (of_simulation > 0)
+    if several and counted.sum() > 1:
+        losses = 10 * np.log10(of_file[counted] / of_simulation[counted])
+        found.append(float(losses.mean() + LIKELY * losses.std(ddof=1) / math.sqrt(losses.size)))
+    return max(found)
+
+
+def _noise_by_row(
+    expected: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> list[NDArray[np.float64]] | None:
+    """The squared errors of each row of an output; None if an output is missing or has another shape."""
+    rows: list[NDArray[np.float64]] = []
+    for exact, other in ((one.get(output), two.get(output)) for one, two in zip(expected, got, strict=True)):
+        if exact is None or other is None or exact.shape != other.shape:
+            return None
+        error: NDArray[np.float64] = (exact.astype(np.float64) - other) ** 2
+        rows += list(error.reshape(len(error) if error.ndim > 1 else 1, -1))
+    return rows or None
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

@@ -8,22 +8,22 @@ between layers (``placement.py``) and needs their factors. ``auto`` times both a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from onnx import TensorProto
 
-from amct.errors import ArgumentError, ExportError
+from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.exported import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.weights import share_weights
+from amct.export.options import Placement, Target, choice
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
-from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, Target, layer_input_factors
+from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
 from amct.model import Skip
 
@@ -38,14 +38,6 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
 
 OLDEST_OPSET = 13
-
-
-class Placement(str, Enum):
-    """Which tensors are quantized."""
-
-    FAST = "fast"
-    EXACT = "exact"
-    AUTO = "auto"
 
 
 def qdq_model(
@@ -202,22 +194,6 @@ def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dic
             mean = np.asarray(found.mean, dtype=np.float32)
             means[layer.name] = mean if layer.factors.balance is None else mean / layer.factors.balance
     return means
-
-
-_Choice = TypeVar("_Choice", Placement, Target)
-
-
-def choice(kind: type[_Choice], value: _Choice | str, argument: str) -> _Choice:
-    """Convert a name to a placement or target.
-
-    Raises:
-        ArgumentError: the name is unknown; the message lists the known ones.
-    """
-    try:
-        return kind(value)
-    except ValueError as error:
-        choices = ", ".join(member.value for member in kind)
-        raise ArgumentError(f"{argument}: expected one of {choices}, got {value!r}") from error
 
 
 def _why_exact(tensors: Mapping[str, TensorFactors] | None, placement: Placement) -> str:

@@ -16,7 +16,6 @@ Activations are uint8: the record's integer + 128, with the zero point shifted b
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import numpy as np
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
+from amct.export.options import Target
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
 
@@ -36,14 +36,6 @@ if TYPE_CHECKING:
 
 PORTABLE_BITS = 7
 SIXTEEN_BIT_OPSET = 21
-
-
-class Target(str, Enum):
-    """The integer types, by target machine."""
-
-    PORTABLE = "portable"
-    VNNI = "vnni"
-    EXACT8 = "exact8"
 
 
 def layer_input_factors(factors: LayerFactors) -> TensorFactors:

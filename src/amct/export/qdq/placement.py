@@ -3,12 +3,13 @@
 onnxruntime computes a convolution in integers only if its input, weight, bias *and output* are quantized, an Add or a
 Concat only if all inputs and the output are. So a tensor gets factors, in this order, from
 
-1. the layers that read it (the record), also through operators that only move values;
+1. the layers that read it (the record), also through operators that move values or multiply them by a constant;
 2. the factors observed for it during calibration;
 3. the tensor whose values it holds (Slice, Gather, pooling, …).
 
 An activation (Relu, Clip) is absorbed: the quantizer comes after it, and the limits of its integers replace it.
-Elementwise operators are quantized only if their inputs are already integer. The rest stays float, with a reason;
+Elementwise operators are quantized only if their inputs are already integer and their output reaches a layer or a
+product of matrices; otherwise integers would only add a rounding. The rest stays float, with a reason;
 ``float_tensors.py`` has the tensors that stay float because their rounding error would be too large.
 """
 
@@ -24,6 +25,14 @@ from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
 from amct.export.qdq.float_tensors import PROBABILITY_STEP
 from amct.export.qdq.nodes import layer_input_factors
+from amct.export.qdq.value_limits import (
+    HIGHEST,
+    LOWEST,
+    activation_limits,
+    constant_factor,
+    raised_to,
+    without_effect_below,
+)
 from amct.model import Skip
 from amct.model.kinds import LayerKind
 
@@ -46,8 +55,6 @@ ELEMENTWISE = AVERAGING | frozenset({"Add", "Mul", "Concat", "Sigmoid", "LeakyRe
 """Operators that onnxruntime computes in integers if every input and the output is quantized."""
 ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
 ACTIVATIONS = frozenset({"Relu", "Clip"})
-
-_LOWEST = -128
 
 
 def has_integer_kernel(layer: Layer) -> bool:
@@ -105,6 +112,7 @@ class FastPlanner:
         self._excluded: set[str] = set()
         self._float = float_tensors
         self._known: dict[str, TensorFactors | None] = {}
+        self._before_integers = self._tensors_before_integers()
         self.plan = FastPlacement()
         for layer in layers:
             tensor = layer.reader.input[0]
@@ -161,7 +169,7 @@ class FastPlanner:
 
     def _place_elementwise(self, node: NodeProto) -> None:
         data = [name for name in node.input if name and not self.graph.is_constant(name)]
-        if not any(self._is_integer(name) for name in data):
+        if not any(self._is_integer(name) for name in data) or node.output[0] not in self._before_integers:
             return
         needed = [*data, self._behind_activation(node)]
         missing = [name for name in needed if name in self._float or self._factors(name) is None]
@@ -185,13 +193,13 @@ class FastPlanner:
                 self._quantize_for(name, node)
 
     def _place_value_move(self, node: NodeProto) -> None:
-        """Keep moved values integer if a following node reads integers."""
+        """Keep moved values integer if a layer or a product behind them reads integers."""
         if not self._is_integer(node.input[0]) or not self._picks(node):
             return
         if self._factors(node.output[0]) != self._factors(node.input[0]):
             return
         moved = _moved(node)
-        if any(self._leads_to_integers(name) for name in moved) and not any(name in self._float for name in moved):
+        if not self._before_integers.isdisjoint(moved) and not any(name in self._float for name in moved):
             self._quantize_moved(node)
 
     # -- quantized tensors ----------------------------------------------------------------------------------------
@@ -255,23 +263,11 @@ class FastPlanner:
 
     def _absorbs(self, activation: NodeProto, factors: TensorFactors) -> bool:
         """Whether the limits of a quantizer have the same effect as an activation."""
-        low, high = self._limits(activation)
+        low, high = activation_limits(self.graph, activation)
         slack = float(np.finfo(np.float32).eps)
-        bottom = (_LOWEST - factors.zero_point) * factors.scale
-        top = (127 - factors.zero_point) * factors.scale
+        bottom = (LOWEST - factors.zero_point) * factors.scale
+        top = (HIGHEST - factors.zero_point) * factors.scale
         return bottom >= low - slack and top <= high + slack * max(1.0, abs(high))
-
-    def _limits(self, activation: NodeProto) -> tuple[float, float]:
-        if activation.op_type == "Relu":
-            return 0.0, np.inf
-        limits = []
-        for index, default in ((1, -np.inf), (2, np.inf)):
-            name = activation.input[index] if len(activation.input) > index else ""
-            value = self.graph.constant(name) if name else None
-            if name and value is None:
-                return np.inf, -np.inf  # computed limits are never absorbed
-            limits.append(default if value is None else float(value))
-        return limits[0], limits[1]
 
     # -- factors ---------------------------------------------------------------------------------------------------
 
@@ -295,18 +291,18 @@ class FastPlanner:
         if found is not None and found.bits == 8 and found.mean is None:
             return found
         if producer is not None and producer.op_type in ZERO_TO_ONE:
-            return TensorFactors(scale=PROBABILITY_STEP, zero_point=_LOWEST)
+            return TensorFactors(scale=PROBABILITY_STEP, zero_point=LOWEST)
         return self._factors(producer.input[0]) if producer is not None and producer.op_type in AVERAGING else None
 
     def _of_readers(self, tensor: str) -> TensorFactors | None:
-        """The record's factors of the layers that read a tensor, also through operators that only move values."""
+        """The record's factors of the layers that read a tensor, also through operators that move or scale values."""
         if tensor in self._required:
             return self._required[tensor]
         for user in self.graph.consumers(tensor):
-            if user.op_type in VALUE_KEEPING and user.input[0] == tensor and self._picks(user):
-                found = self._of_readers(user.output[0])
-                if found is not None:
-                    return found
+            factor = 1.0 if user.op_type in VALUE_KEEPING and self._picks(user) else constant_factor(self.graph, user)
+            found = self._of_readers(user.output[0]) if factor is not None and user.input[0] == tensor else None
+            if found is not None:
+                return replace(found, scale=found.scale / (factor or 1.0))
         return None
 
     def _picks(self, node: NodeProto) -> bool:
@@ -317,28 +313,35 @@ class FastPlanner:
         return node.op_type in VALUE_PICKING
 
     def _fitted(self, tensor: str, factors: TensorFactors | None) -> TensorFactors | None:
-        """Adjust factors to the limits of the activation that computes the tensor, so that it is absorbed."""
+        """Adjust factors to the limits of the activation that computes the tensor, so that it is absorbed.
+
+        Without such an activation: to the values that the readers tell apart.
+        """
         producer = self.graph.producer(tensor)
         while producer is not None and (self._picks(producer) or producer.op_type in AVERAGING):
             producer = self.graph.producer(producer.input[0])
-        if factors is None or producer is None or producer.op_type not in ACTIVATIONS:
-            return factors
-        low, high = self._limits(producer)
+        if factors is None:
+            return None
+        if producer is None or producer.op_type not in ACTIVATIONS:
+            floor = without_effect_below(self.graph, tensor)
+            return factors if floor is None else raised_to(factors, floor)
+        low, high = activation_limits(self.graph, producer)
         if low != 0:
             return factors
         # No value is below zero: all integers cover the range from zero to the upper limit, which is kept (or
         # replaced by that of a ReLU6).
-        scale = min((127 - factors.zero_point) * factors.scale, high) / 255
-        return replace(factors, scale=scale, zero_point=_LOWEST)
+        scale = min((HIGHEST - factors.zero_point) * factors.scale, high) / 255
+        return replace(factors, scale=scale, zero_point=LOWEST)
 
-    def _leads_to_integers(self, tensor: str) -> bool:
-        """Whether a node behind a tensor, possibly behind further moves, reads integers."""
-        for user in self.graph.consumers(tensor):
-            if id(user) in self._layer_of or user.op_type in ELEMENTWISE:
-                return True
-            if user.op_type in VALUE_PICKING and any(self._leads_to_integers(name) for name in _moved(user)):
-                return True
-        return False
+    def _tensors_before_integers(self) -> set[str]:
+        """The tensors whose values reach a layer or a product of matrices, through nodes that can work on integers."""
+        found: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            passes = node.op_type in VALUE_PICKING or node.op_type in ELEMENTWISE or node.op_type in ACTIVATIONS
+            reaches = id(node) in self._layer_of or node.op_type == "MatMul"
+            if reaches or (passes and not found.isdisjoint(_moved(node))):
+                found.update(node.input)
+        return found
 
     def _choose_pads(self) -> None:
         plan = self.plan

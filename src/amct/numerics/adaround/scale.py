@@ -7,6 +7,8 @@ smallest squared rounding error is used.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first
 from amct.numerics.counts.compiled import compiled, compiled_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _KL_BITS = 8
 _BINS = 512
@@ -41,8 +46,29 @@ def initial_scale(
     """
     if not 2 <= bits <= _KL_BITS:
         raise ArgumentError(f"bits: AdaRound expects 2..{_KL_BITS}, got {bits}")
+    choose = _kl_scales if bits == _KL_BITS else _mse_scales
+    return _searched(weight, choose, kind=kind, bits=bits, channel_wise=channel_wise, groups=groups)
+
+
+def least_error_scale(
+    weight: Tensor, *, kind: WeightKind, bits: int = 8, channel_wise: bool = True, groups: int = 1
+) -> WeightFactors:
+    """As ``initial_scale``, but the scale with the smallest squared rounding error for every number of bits."""
+    return _searched(weight, _mse_scales, kind=kind, bits=bits, channel_wise=channel_wise, groups=groups)
+
+
+def _searched(
+    weight: Tensor,
+    choose: Callable[[Rows, Values, int], Values],
+    *,
+    kind: WeightKind,
+    bits: int,
+    channel_wise: bool,
+    groups: int,
+) -> WeightFactors:
     tensor = channels_first(weight.detach().float(), kind, groups)
-    rows: Rows = (tensor if channel_wise else tensor.reshape(1, -1)).cpu().contiguous().numpy()
+    gates = groups if kind is WeightKind.RNN else 1
+    rows: Rows = (tensor if channel_wise else tensor.reshape(gates, -1)).cpu().contiguous().numpy()
     largest = np.abs(rows).max(axis=1).astype(np.float64)
     if not np.isfinite(largest).all() or largest.max() / integer_range(bits)[1] > LARGEST_SCALE:
         raise CalibrationError(
@@ -51,7 +77,6 @@ def initial_scale(
         )
     scale = np.ones(largest.size)
     usable = largest / integer_range(bits)[1] >= SMALLEST_SCALE
-    choose = _kl_scales if bits == _KL_BITS else _mse_scales
     scale[usable] = choose(rows[usable], largest[usable], bits)
     scale[scale < SMALLEST_SCALE] = 1.0
     factor = torch.from_numpy(scale.astype(np.float32)).to(weight.device)

@@ -1,16 +1,17 @@
 """Loops that torch and NumPy have no fused operation for, compiled by numba.
 
 Compiled code is cached beside the source (or in the user's cache folder if that is not writable), so only the first run
-on a machine compiles. The GIL is released: loops may run in several threads at once.
+on a machine compiles. The GIL is released: loops may run in several threads at once. numba itself is imported by the
+first call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
+from functools import cached_property, update_wrapper
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +20,47 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 def compiled(function: Function) -> Function:
     """Compile a function when it is first called; the order of arithmetic is preserved."""
-    return _compiled(function, reorder_sums=False)
+    return cast("Function", _Compiled(function, reorder_sums=False))
 
 
 def compiled_sum(function: Function) -> Function:
     """Compile as ``compiled`` does, but allow sums to be reordered and vectorized: faster, equal up to rounding."""
-    return _compiled(function, reorder_sums=True)
+    return cast("Function", _Compiled(function, reorder_sums=True))
 
 
-def _compiled(function: Function, *, reorder_sums: bool) -> Function:
-    fastmath = {"reassoc", "nsz"} if reorder_sums else False
-    try:
-        return cast("Function", numba.njit(cache=True, nogil=True, fastmath=fastmath)(function))
-    except RuntimeError as error:  # numba found no writable folder
-        logger.info("%s is compiled again in every process: %s", function.__qualname__, error)
-        return cast("Function", numba.njit(nogil=True, fastmath=fastmath)(function))
+class _Compiled:
+    """A function that numba compiles when it is first called."""
+
+    def __init__(self, function: Callable[..., object], *, reorder_sums: bool) -> None:
+        update_wrapper(self, function)
+        self._function = function
+        self._fastmath = {"reassoc", "nsz"} if reorder_sums else False
+
+    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401  those of the function
+        return self._numba_function(*arguments)
+
+    @cached_property
+    def _numba_function(self) -> Callable[..., Any]:
+        import numba
+
+        function = self._with_compiled_callees()
+        try:
+            compiled = numba.njit(cache=True, nogil=True, fastmath=self._fastmath)(function)
+        except RuntimeError as error:  # numba found no writable folder
+            logger.info("%s is compiled again in every process: %s", function.__qualname__, error)
+            compiled = numba.njit(nogil=True, fastmath=self._fastmath)(function)
+        return cast("Callable[..., Any]", compiled)
+
+    def _with_compiled_callees(self) -> FunctionType:
+        """The function with globals in which the compiled functions that it calls are those of numba."""
+        function = cast("FunctionType", self._function)
+        names = function.__globals__
+        callees = {
+            name: found._numba_function
+            for name in function.__code__.co_names
+            if isinstance(found := names.get(name), _Compiled)
+        }
+        if not callees:
+            return function
+        copy = FunctionType(function.__code__, {**names, **callees}, function.__name__, function.__defaults__)
+        return cast("FunctionType", update_wrapper(copy, function))

@@ -41,6 +41,8 @@ _LIBRARY_FOLDERS = (
 _EXPORTER_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # torch's exporters copy their own trees
     r"The tensor attributes? .* assigned during export",  # the copy is discarded; nn.RNNBase does it itself
+    r"Attempted to insert a get_attr Node with no underlying reference",  # the decomposition of releases before 2.8
+    r"Node .* does not reference an nn.Module, nn.Parameter, or buffer",  # the same
 )
 """Warnings that torch's exporters cause themselves."""
 
@@ -134,15 +136,15 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def quiet_exporters() -> Iterator[None]:
-    """Silence warnings of torch's exporters that the user cannot act on."""
-    names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "onnxscript", "onnx_ir")
-    loggers = [logging.getLogger(name) for name in names]
+    """Silence torch's exporters: warnings that the user cannot act on, and errors, which are also raised."""
+    torch_names = ("torch.export", "torch._export", "torch.onnx", "torch.fx", "torch._dynamo", "torch._subclasses")
+    loggers = [logging.getLogger(name) for name in (*torch_names, "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         for message in _EXPORTER_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         try:
             yield
         finally:

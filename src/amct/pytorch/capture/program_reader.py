@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int | None, ...]
 
+_LIBRARIES = (str(torch.__path__[0]), str(Path(__file__).parents[1]))
 _USERS_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
@@ -54,6 +56,8 @@ class Operation:
     callers: tuple[ModuleCall, ...]  # outermost first
     where: str  # file:line of the innermost code outside torch
     has_graphs: bool = False  # it runs graphs of its own, as torch.cond does
+    pointwise: bool = False  # each element of the result depends on one element of each operand, up to broadcasting
+    items: list[int] = field(default_factory=list)  # of several results: the position of each in ``results``
 
     def operand(self, position: int) -> Value | None:
         """The tensor at a positional argument; None if it is not a tensor."""
@@ -144,6 +148,7 @@ class _Reader:
             callers=_callers(node),
             where=_where(node),
             has_graphs=isinstance(node.target, torch._ops.HigherOrderOperator),
+            pointwise=_is_pointwise(node.target),
         )
         self.operations.append(made)
         shape = _shape(node.meta.get("val"))
@@ -160,6 +165,7 @@ class _Reader:
     def _item(self, node: fx.Node, source: Operation) -> None:
         value = Value(node.name, constant=source.constant, shape=_shape(node.meta.get("val")))
         source.results.append(value)
+        source.items.append(int(node.args[1]))  # type: ignore[arg-type]  # getitem of a tuple
         self.known[node] = value
 
 
@@ -186,6 +192,16 @@ def _kind(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def _is_pointwise(target: object) -> bool:
+    """Whether torch marks an operation, or the one that it does in place, as pointwise."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else [target]
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
 def _callers(node: fx.Node) -> tuple[ModuleCall, ...]:
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(ModuleCall(path=_layer_of(path), key=key) for key, (path, _) in stack.items())
@@ -197,9 +213,8 @@ def _layer_of(path: object) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    library = str(torch.__path__[0])
     found = list(_USERS_LINE.finditer(node.meta.get("stack_trace") or ""))
-    users = [match for match in found if not match["file"].startswith(library)]
+    users = [match for match in found if not match["file"].startswith(_LIBRARIES)]
     return f"{users[-1]['file']}:{users[-1]['line']}" if users else ""
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+_Value = Any  # of the exporter's graph, or None
+
+
 def translations() -> Mapping[Any, Callable[..., Any]]:
     """The torch.onnx translation table for the operations of ``amct.pytorch.capture.recurrent``.
 
@@ -22,12 +25,28 @@ def translations() -> Mapping[Any, Callable[..., Any]]:
     from onnxscript import opset18
 
     operators: Any = opset18  # its type hints require tensors where lists are accepted too
+    # Releases before 2.8 match arguments by name, and a missing state only with a parameter that has a default.
 
-    def lstm(x: Any, h: Any, c: Any, weight_ih: Any, weight_hh: Any, *_: Any) -> Any:  # noqa: ANN401  graph values
+    def lstm(
+        x: _Value,
+        h: _Value = None,
+        c: _Value = None,
+        weight_ih: _Value = None,
+        weight_hh: _Value = None,
+        bias_ih: _Value = None,  # noqa: ARG001  the biases are in ``onnx_parameters``
+        bias_hh: _Value = None,  # noqa: ARG001
+    ) -> _Value:
         output, last_h, last_c = operators.LSTM(x, weight_ih, weight_hh, None, None, h, c)
         return operators.Squeeze(output, [1]), last_h, last_c
 
-    def gru(x: Any, h: Any, weight_ih: Any, weight_hh: Any, *_: Any) -> Any:  # noqa: ANN401  graph values
+    def gru(
+        x: _Value,
+        h: _Value = None,
+        weight_ih: _Value = None,
+        weight_hh: _Value = None,
+        bias_ih: _Value = None,  # noqa: ARG001  the biases are in ``onnx_parameters``
+        bias_hh: _Value = None,  # noqa: ARG001
+    ) -> _Value:
         output, last_h = operators.GRU(x, weight_ih, weight_hh, None, None, h, linear_before_reset=1)
         return operators.Squeeze(output, [1]), last_h
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ def run_in_context(
     Returns:
         A function that removes the context; the model still runs without gradients afterwards.
     """
-    forward = _ForwardInContext(model.forward, context)
+    forward = _ForwardInContext(model.forward, context, gradients=False)
     model.forward = forward  # only on this instance
 
     def undo() -> None:
@@ -134,18 +135,52 @@ def run_in_context(
     return undo
 
 
+def run_own_model_in_context(
+    model: nn.Module, context: Callable[[Arguments], AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Run every forward of the user's own model inside ``context(arguments)``, with gradients as the user has them.
+
+    Returns:
+        A function that gives the model its own forward back.
+    """
+    owns_forward = "forward" in vars(model)
+    inserted_forward = _ForwardInContext(model.forward, context, gradients=True)
+    model.forward = inserted_forward
+    # Weak references: what waits for the end of a calibration must not keep the model alive.
+    model_reference, forward_reference = ref(model), ref(inserted_forward)
+
+    def undo() -> None:
+        target, inserted = model_reference(), forward_reference()
+        if target is None or inserted is None:
+            return
+        inserted.context, own = None, inserted.forward
+        if vars(target).get("forward") is not inserted:
+            return  # wrapped by somebody else since then: what is left only passes calls on
+        if owns_forward:
+            target.forward = own
+        else:
+            del target.forward
+
+    return undo
+
+
 class _ForwardInContext:
     """A forward inside a context; not a closure, because a deep copy of the model must call its own forward."""
 
     def __init__(
-        self, forward: Callable[..., Any], context: Callable[[Arguments], AbstractContextManager[object]] | None
+        self,
+        forward: Callable[..., Any],
+        context: Callable[[Arguments], AbstractContextManager[object]] | None,
+        *,
+        gradients: bool,
     ) -> None:
         functools.update_wrapper(self, forward)  # keeps the signature
         self.forward = forward
         self.context = context
+        self.gradients = gradients
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever the user's forward takes and gives
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()):
             if self.context is None:
                 return self.forward(*args, **kwargs)
             with uncompiled(), self.context((args, kwargs)):

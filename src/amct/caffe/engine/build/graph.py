@@ -99,7 +99,7 @@ class GraphBuilder:
             ModelError: A layer, a name or a shape is invalid; the message says which.
         """
         for parameter in self.net.layer:
-            self._add_layer(parameter)
+            self.add_layer(parameter)
         by_name = {node.layer.name: node.layer for node in self.graph.nodes}
         for layer in by_name.values():
             layer.connect(by_name)
@@ -107,7 +107,12 @@ class GraphBuilder:
         self.graph.outputs = [index for _, index in sorted(self.available.items())]
         return self.graph
 
-    def _add_layer(self, original: ProtoMessage) -> None:
+    def add_layer(self, original: ProtoMessage) -> None:
+        """Create the next layer.
+
+        Raises:
+            ModelError: It, a name or a shape is invalid.
+        """
         parameter, stored = original, list(original.blobs)
         if stored:
             parameter = type(original)()

@@ -125,7 +125,13 @@ class Clip(Elementwise):
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """min(max(x, min), max)."""
-        return bottom.clamp_(self.low, self.high) if self.may_overwrite else bottom.clamp(self.low, self.high)
+        if self.may_overwrite:
+            return bottom.clamp_(self.low, self.high)
+        clipped = bottom.clamp(self.low, self.high)
+        if not bottom.requires_grad:
+            return clipped
+        # Caffe's gradient is 1 at the bounds too; torch's depends on its release, 1 before 2.15.
+        return torch.where((bottom >= self.low) & (bottom <= self.high), bottom, clipped.detach())
 
     def activation(self) -> Activation:
         """A hardtanh with the bounds min and max."""

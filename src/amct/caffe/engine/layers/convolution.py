@@ -12,6 +12,7 @@ from torch.nn import functional
 from amct.caffe.engine import packed
 from amct.caffe.engine.layer import Folded
 from amct.caffe.engine.layers.fake_quantized import FakeQuantized
+from amct.caffe.engine.layers.one_channel import convolve_one_channel
 from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import canonical_axis, count
 from amct.numerics.arq import channels_first, from_channels_first
@@ -163,7 +164,8 @@ class _BaseConvolution(FakeQuantized):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Convolve each bottom with the same weights."""
         bias = parameters[1] if len(parameters) > 1 else None
-        return [self._one(bottom, parameters[0], bias) for bottom in bottoms]
+        weight = self.rounded_weight(parameters[0])
+        return [self._one(bottom, weight, bias) for bottom in bottoms]
 
     def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as (num_output, values)."""
@@ -223,7 +225,7 @@ class Convolution(_BaseConvolution):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Without gradients, use the packed or channels_last weights cached for this layer."""
         own = all(given is blob.tensor for given, blob in zip(parameters, self.blobs, strict=False))
-        if torch.is_grad_enabled() or not own:
+        if torch.is_grad_enabled() or not own or self.weight_quantizer is not None:
             return super().forward(bottoms, parameters)
         folded = Folded(self, lambda: parameters, self.blobs)
         return [self.forward_folded(bottom, folded, None)[0] for bottom in bottoms]
@@ -251,6 +253,8 @@ class Convolution(_BaseConvolution):
         """Torch's convolution; images run in channels_last, which is about twice as fast on CPUs."""
         window, axes = self.window, bottom.dim() - 2
         if axes == IMAGE_AXES:
+            if self.channels == 1 and bottom.requires_grad:
+                return convolve_one_channel(bottom, weight, bias, window)
             bottom = bottom.contiguous(memory_format=torch.channels_last)
             weight = weight.contiguous(memory_format=torch.channels_last)
         if self.spatial_axes == 0:

@@ -17,7 +17,7 @@ from amct.caffe.engine.layers.quantization import real_sums
 from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -44,6 +44,23 @@ class FakeQuantized(Layer):
     def __init__(self, parameter: ProtoMessage, context: LayerContext) -> None:
         super().__init__(parameter, context)
         self.input_factors: dict[int, InputFactors] = {}
+        self.weight_quantizer: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def has_channel_scales(self) -> bool:
+        """Whether each output can have a weight scale of its own: DeQuant scales along axis 1 only."""
+        return self.axis == 1
+
+    def take_weight_quantizer(self, quantizer: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Round the weights, given with one row per output, in each forward: for training."""
+        self.weight_quantizer = quantizer
+        self.fold_kind = None
+
+    def rounded_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight as the layer uses it: rounded, if it is trained for quantization."""
+        if self.weight_quantizer is None:
+            return weight
+        return self.weight_of_rows(self.weight_quantizer(self.weight_rows(weight)))
 
     def take_input_factors(self, index: int, factors: InputFactors) -> None:
         """Keep the factors; other layers are not folded into this one, their rounding is a step of its own."""

@@ -28,6 +28,7 @@ class InnerProduct(FakeQuantized):
     """
 
     fold_kind: WeightKind | None = WeightKind.LINEAR
+    has_channel_scales = False
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the options and create weight and bias."""
@@ -56,7 +57,7 @@ class InnerProduct(FakeQuantized):
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return x W^T + b."""
         bottom = bottoms[0]
-        weight = self.weight_rows(parameters[0])
+        weight = self.weight_rows(self.rounded_weight(parameters[0]))
         bias = parameters[1] if len(parameters) > 1 else None
         flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
         return [functional.linear(flat, weight, bias).reshape(*bottom.shape[: self.axis], self.outputs)]

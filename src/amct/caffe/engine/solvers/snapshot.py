@@ -50,6 +50,13 @@ def _check_folder(prefix: str) -> None:
         )
 
 
+def snapshot_names(parameter: ProtoMessage, iteration: int) -> tuple[str, str]:
+    """The caffemodel and the solver state of an iteration."""
+    ending = ".h5" if parameter.snapshot_format == _HDF5 else ""
+    stem = f"{parameter.snapshot_prefix}_iter_{iteration}"
+    return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
+
+
 def write_snapshot(graph: Graph, state: StoredState, parameter: ProtoMessage) -> tuple[str, str]:
     """Write ``<prefix>_iter_<n>.caffemodel`` and ``.solverstate`` (``.h5`` appended in HDF5), and return both names.
 
@@ -62,8 +69,7 @@ def write_snapshot(graph: Graph, state: StoredState, parameter: ProtoMessage) ->
     _check_folder(parameter.snapshot_prefix)
     ending = ".h5" if parameter.snapshot_format == _HDF5 else ""
     what = "HDF5" if ending else "binary proto"
-    stem = f"{parameter.snapshot_prefix}_iter_{state.iteration}"
-    model, solver_state = f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
+    model, solver_state = snapshot_names(parameter, state.iteration)
     state.learned_net = model
     logger.info("Snapshotting to %s file %s", what, model)
     logger.info("Snapshotting solver state to %s file %s", what, solver_state)

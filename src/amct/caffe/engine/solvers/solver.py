@@ -71,6 +71,8 @@ class Solver:
         self._make_net = make_net
         self._allow_python = allow_python
         self.net: Net = self._build(train_definition(parameter), "Creating training net from %s", trains=True)
+        for layer in self.net.layers:
+            layer.check_solver(parameter)
         self.test_nets: list[Net] = [
             self._build(definition, f"Creating test net (#{index}) specified by %s", trains=False)
             for index, definition in enumerate(test_definitions(parameter))
@@ -107,6 +109,11 @@ class Solver:
         """
         rate, self._current_step = learning_rate(self.param, self._iteration, self._current_step)
         return rate
+
+    @property
+    def last_loss(self) -> float:
+        """The loss of the last iteration; NaN before the first one."""
+        return self._losses[-1] if self._losses else math.nan
 
     @property
     def stopped_early(self) -> bool:
@@ -311,6 +318,7 @@ class Solver:
             allow_python=self._allow_python,
             with_gradients=trains,
         )
+        logger.info("Network initialization done.")
         for entry in self.param.weights:
             for path in entry.split(","):
                 logger.info("Finetuning from %s", path.strip())

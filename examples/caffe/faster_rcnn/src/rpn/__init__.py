@@ -1,0 +1,1 @@
+"""The Python layer of Faster R-CNN's region proposal network."""

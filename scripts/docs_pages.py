@@ -1,0 +1,67 @@
+"""Pages of the documentation site that are not in docs/: README, CHANGELOG, and one page per public package.
+
+mkdocs calls ``on_files`` and ``on_page_markdown`` (see mkdocs.yml). The page of a package lists the names of its
+``__all__``; mkdocstrings fills in their docstrings without importing the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC = ("amct.pytorch", "amct.onnx_model", "amct.caffe", "amct.extend", "amct.errors", "amct_pytorch", "amct_caffe")
+OUTSIDE = {"README.md": "index.md", "README.zh-CN.md": "README.zh-CN.md", "CHANGELOG.md": "CHANGELOG.md"}
+SITE_FOLDERS = ("docs", "api")
+
+
+def public_names(package: str) -> list[str]:
+    """The names that a package offers: its ``__all__``, or without one its public classes and functions."""
+    tree = ast.parse(_source(package).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
+            return [name for name in ast.literal_eval(node.value) if name != "amct"]  # amct_caffe.amct is itself
+    defined = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return [node.name for node in defined if not node.name.startswith("_")]
+
+
+def _source(package: str) -> Path:
+    path = ROOT / "src" / package.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def api_page(package: str) -> str:
+    """The page of a package: what it is for, and a section for each public name."""
+    about = (ast.get_docstring(ast.parse(_source(package).read_text(encoding="utf-8"))) or "").partition("\n\n>>>")[0]
+    sections = [f"::: {package}.{name}\n    options: {{heading_level: 2}}\n" for name in public_names(package)]
+    return "\n".join([f"# {package}", "", about.partition("\n\n::")[0], "", *sections])
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    from mkdocs.structure.files import File
+
+    for source, target in OUTSIDE.items():
+        files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
+    for package in PUBLIC:
+        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make links of the repository links of the site: ``docs/x.md`` is ``x.md`` there; files of the code are not."""
+    del config, files
+    if page.file.src_uri in OUTSIDE.values():
+        markdown = markdown.replace("](docs/", "](").replace("](README.md)", "](index.md)")
+    return re.sub(r"\[([^\]]*)\]\((?:\.\./)(README\.md|CHANGELOG\.md|README\.zh-CN\.md)\)", _sibling, markdown)
+
+
+def _sibling(link: re.Match[str]) -> str:
+    return f"[{link[1]}]({OUTSIDE[link[2]]})"

@@ -1,0 +1,307 @@
+"""Quantization-aware training of a Caffe model in one call: prepare, train by a solver prototxt, save, report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amct import log
+from amct.arguments import input_file
+from amct.atomic import check_writable, read_bytes, write_text
+from amct.caffe.comparing import ModelSide, measure_nets
+from amct.caffe.engine.layer import TEST
+from amct.caffe.engine.net import Net
+from amct.caffe.engine.solvers import Solver, evaluate, read_solver
+from amct.caffe.engine.solvers.snapshot import snapshot_names
+from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model, retrain_plan
+from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
+from amct.caffe.reporting import fused_notes, report_layers
+from amct.caffe.running import build_net
+from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
+from amct.export.save_path import SavePath
+from amct.export.saving import SaveRequest
+from amct.model import Skip
+from amct.progress import bar
+from amct.report.content import Figure, TrainedClips, TrainingContent
+from amct.report.filling import ReportSubject, report_content
+from amct.report.page import write_page
+from amct.schema import format_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.solvers import Action
+    from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.save import Inference
+    from amct.caffe.qat.save import TrainedResults
+
+AnyPath = str | os.PathLike[str]
+FORMATS = ("fake_quant", "deploy", "qdq")
+REPORT_BATCHES = 2
+_NETS = ("net", "net_param", "train_net", "train_net_param", "test_net", "test_net_param", "weights")
+
+
+@log.screen_only()
+def prepare_qat(  # noqa: PLR0913 - three files, a config and where the work goes
+    model: AnyPath,
+    weights: AnyPath,
+    solver: AnyPath,
+    config: Mapping[str, Any] | AnyPath | None = None,
+    *,
+    folder: AnyPath = "qat",
+    iterations: int | None = None,
+    custom_proto: AnyPath | None = None,
+    allow_python: bool = False,
+) -> CaffeRetraining:
+    """Prepare quantization-aware training of a Caffe model.
+
+    >>> retraining = prepare_qat("train_val.prototxt", "net.caffemodel", "solver.prototxt")  # doctest: +SKIP
+    >>> retraining.train()                                                                    # doctest: +SKIP
+    >>> retraining.save("out/net")                                                            # doctest: +SKIP
+
+    Args:
+        model: The prototxt with the layers of both phases.
+        weights: The caffemodel of the trained float model.
+        solver: The solver prototxt: learning rate, ``max_iter``, ``test_iter``. Its net is replaced.
+        config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict); None: 8 bits.
+        folder: Where the model that is trained, its snapshots, the record and the solver are written.
+        iterations: Training iterations; None: ``max_iter`` of the solver.
+        custom_proto: A ``custom.proto`` with messages of your own layers.
+        allow_python: Allow Python layers, which execute code.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: An argument is invalid.
+        FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
+    """
+    for name, value in (("model", model), ("weights", weights), ("solver", solver)):
+        input_file(value, name)
+    where = Path(folder)
+    check_writable(where)
+    files = {name: where / name for name in ("config.json", "modified_model.prototxt", "record.txt")}
+    _write_config(config, files["config.json"], model, weights, custom_proto)
+    modified = files["modified_model.prototxt"]
+    create_quant_retrain_model(
+        model, weights, files["config.json"], modified, modified.with_suffix(".caffemodel"), files["record.txt"],
+        custom_proto,
+    )  # fmt: skip
+    parameter = _solver_for(read_solver(solver), modified, where / "retrain", iterations)
+    write_text(where / "solver.prototxt", format_text(parameter))
+    source = (Path(model), Path(weights))
+    return CaffeRetraining(where, parameter, source, custom_proto=custom_proto, allow_python=allow_python)
+
+
+def _write_config(
+    config: Mapping[str, Any] | AnyPath | None,
+    target: Path,
+    model: AnyPath,
+    weights: AnyPath,
+    custom_proto: AnyPath | None,
+) -> None:
+    """Write the JSON config, from any form of a config."""
+    if isinstance(config, Mapping):
+        write_text(target, json.dumps(config, indent=4))
+    elif config is None:
+        create_quant_retrain_config(target, model, weights, None, custom_proto)
+    elif isinstance(config, (str, os.PathLike)):
+        content = read_bytes(input_file(config, "config"))
+        if content.lstrip()[:1] == b"{":
+            write_text(target, content.decode())
+        else:
+            create_quant_retrain_config(target, model, weights, config, custom_proto)
+    else:
+        raise ArgumentTypeError(
+            f"config: expected the path of a .cfg or .json, a dict or None, got {type(config).__name__}"
+        )
+
+
+def _solver_for(parameter: ProtoMessage, net: Path, prefix: Path, iterations: int | None) -> ProtoMessage:
+    """The solver with the net of retraining; it tests at the end of training and not before it."""
+    for name in _NETS:
+        parameter.ClearField(name)
+    parameter.net, parameter.snapshot_prefix = str(net.absolute()), str(prefix.absolute())
+    parameter.test_initialization = False
+    if iterations is not None:
+        parameter.max_iter = iterations
+    if parameter.max_iter < 1:
+        raise ArgumentError(f"the solver trains {parameter.max_iter} iterations; set max_iter, or give iterations")
+    if parameter.test_interval <= 0 or parameter.max_iter % parameter.test_interval:
+        parameter.test_interval = parameter.max_iter
+    return parameter
+
+
+class CaffeRetraining:
+    """A Caffe model that is trained for quantization.
+
+    Attributes:
+        folder: The folder of its files.
+        solver: The SolverParameter.
+        losses: The loss of each iteration of ``train``.
+        scores_before: The mean outputs of the float model in the TEST phase, by name, once trained.
+        scores_after: Those of the fake-quant model, once saved.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        solver: ProtoMessage,
+        source: tuple[Path, Path],
+        *,
+        custom_proto: AnyPath | None = None,
+        allow_python: bool = False,
+    ) -> None:
+        self.folder, self.solver = folder, solver
+        self.losses: list[float] = []
+        self.scores_before: dict[str, float] = {}
+        self.scores_after: dict[str, float] = {}
+        self._source = source
+        self._custom_proto, self._allow_python = custom_proto, allow_python
+        self._first_clips: dict[str, tuple[float, float]] = {}
+        self._trained: TrainedResults | None = None
+
+    @property
+    def snapshot(self) -> Path:
+        """The caffemodel at the end of training."""
+        return Path(snapshot_names(self.solver, self.solver.max_iter)[0])
+
+    @log.screen_only()
+    def train(
+        self, resume: AnyPath | None = None, *, action_source: Callable[[], Action] | None = None
+    ) -> CaffeRetraining:
+        """Train to the end, with a snapshot there and where the solver says; returns this object.
+
+        Args:
+            resume: A solver state to go on from.
+            action_source: Called after every iteration; returns a request to stop or to write a snapshot.
+
+        Raises:
+            ConfigError: The solver's settings do not fit.
+            TrainingError: The loss became NaN or infinite, or training was stopped.
+        """
+        if self.solver.test_iter:
+            self.scores_before = self._scores(*self._source)
+        solver = Solver(self.solver, allow_python=self._allow_python)
+        if resume is None:
+            solver.net.load_weights(self.folder / "modified_model.caffemodel")
+        else:
+            solver.restore(resume)
+        if action_source is not None:
+            solver.action_source = action_source
+        with bar("Training", total=self.solver.max_iter - solver.iter) as advance:
+
+            def note() -> None:
+                self.losses.append(solver.last_loss)
+                self._note_clips(solver.net)
+                advance(description=f"Training, loss {solver.last_loss:.4g}")
+
+            solver.add_callback(lambda: None, note)
+            solver.solve()
+        if solver.stopped_early:
+            raise TrainingError(
+                f"training was stopped at iteration {solver.iter} of {self.solver.max_iter}; go on with "
+                f"{snapshot_names(self.solver, solver.iter)[1]}"
+            )
+        if not all(abs(loss) < float("inf") for loss in self.losses):
+            raise TrainingError("the loss became NaN or infinite; lower base_lr of the solver")
+        return self
+
+    def _note_clips(self, net: Net) -> None:
+        """Keep the clips with which training started."""
+        if self._first_clips:
+            return
+        for layer in net.layers:
+            if layer.type == "RetrainDataQuant":
+                high, low, _ = (blob.tensor.detach().reshape(-1).tolist() for blob in layer.blobs)
+                self._first_clips[layer.name] = (low[0], high[0])
+
+    def _scores(self, model: AnyPath, weights: AnyPath) -> dict[str, float]:
+        net = Net.from_file(model, phase=TEST, allow_python=self._allow_python, with_gradients=False)
+        net.load_weights(weights)
+        return {score.name: score.value for score in evaluate(net, self.solver.test_iter[0]).scores}
+
+    @log.screen_only()
+    def save(self, path: AnyPath, formats: Sequence[str] = FORMATS) -> list[Path]:
+        """Write the trained model: fake-quant and deploy pairs, the form for ATC, QDQ, record and ``quant.json``.
+
+        Args:
+            path: Folder and prefix of the files, such as ``out/net``.
+            formats: "fake_quant", "deploy" and ONNX formats such as "qdq".
+
+        Raises:
+            FileError: A file cannot be written, or there is no snapshot yet.
+        """
+        trained = Trained.read(self.folder / "modified_model.prototxt", self.snapshot, self._custom_proto)
+        record = self.folder / "record.txt"
+        self._trained = trained_results(trained, retrain_plan(self.folder / "config.json", trained.model), record)
+        where = SavePath.parse(path)
+        request = SaveRequest(
+            where=where, formats=tuple(formats), options=TRAINED_AS_IT_IS, with_record=True, record_file=record
+        )
+        written = save_trained(self._trained, request)
+        if "fake_quant" in formats:
+            pair = where.file("fake_quant_model.prototxt"), where.file("fake_quant_weights.caffemodel")
+            self.scores_after = self._scores(*pair)
+        return written
+
+    def report(self, path: AnyPath, files: Iterable[AnyPath] = ()) -> Path:
+        """Write an HTML report: scores before and after, the loss curve, the clips, and what each layer lost.
+
+        Raises:
+            TrainingError: The model is not saved yet, or has no form without its data layers.
+        """
+        if self._trained is None or isinstance(self._trained.inference, str):
+            raise TrainingError("report: save the trained model first")
+        target = Path(path)
+        check_writable(target.parent)
+        results, notes = self._trained.inference.results, self._trained.notes
+        bits = {name: entry.weight_bits for name, entry in results.record.items() if entry.scale_w}
+        fake = results.fake_quant().model
+        subject = ReportSubject(
+            model=notes.original.net.name or self._source[0].stem,
+            layers=tuple(report_layers(fake.net, results.folded_model.weights, bits)),
+            fused=tuple(fused_notes(notes.fusion.folded, ())),
+            skipped=tuple(Skip(name, reason) for name, reason in notes.not_quantized.items()),
+            config=results.config,
+        )
+        data = _own_data(self._trained.results.folded_model, self._trained.inference)
+        measured = measure_nets(ModelSide(results.folded_model), ModelSide(fake), data, statistics=subject.statistics())
+        content = report_content(subject, measured, files=files)
+        figures = (*self._figures(), *content.figures)
+        write_page(target, replace(content, figures=figures, training=self._training()))
+        return target
+
+    def _figures(self) -> list[Figure]:
+        names = [name for name in self.scores_before if name in self.scores_after]
+        return [
+            Figure(label=name, before=f"{self.scores_before[name]:.4g}", after=f"{self.scores_after[name]:.4g}")
+            for name in names
+        ]
+
+    def _training(self) -> TrainingContent:
+        assert self._trained is not None
+        model = Trained.read(self.folder / "modified_model.prototxt", self.snapshot, self._custom_proto)
+        clips = [
+            TrainedClips(
+                layer=layer.retrain_data_quant_param.object_layer,
+                before=self._first_clips.get(layer.name),
+                after=(float(model.clips[layer.name][1]), float(model.clips[layer.name][0])),
+            )
+            for layer in model.retrained
+            if layer.type == "RetrainDataQuant"
+        ]
+        return TrainingContent(losses=tuple(self.losses), clips=tuple(clips))
+
+
+def _own_data(model: CaffeModel, inference: Inference) -> list[dict[str, Any]]:
+    """Some batches of the net's own data, by the inputs of its form without data layers."""
+    net = build_net(model)
+    names = [blob for layer in inference.results.folded_model.layers if layer.type == "Input" for blob in layer.top]
+    batches = []
+    for _ in range(REPORT_BATCHES):
+        net.forward()
+        batches.append({name: net.blob(name).tensor.detach().cpu().numpy().copy() for name in names})
+    return batches

@@ -1,0 +1,177 @@
+"""Inserts the layers of quantization-aware training into a net with the layers of every phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.caffe.engine.layers.integer import moves_values
+from amct.caffe.engine.layers.retrain import CLIP_SIZES
+from amct.caffe.engine.messages import new_message
+from amct.caffe.ptq.insertion import input_layer, taken_names, watched_blobs
+from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.model import CaffeModel
+    from amct.config.qat.plan import RetrainLayerPlan
+
+    Input = tuple[str, int]
+    """A layer and the index of one of its bottoms."""
+
+_CLIP_BLOBS = ("clip_max", "clip_min", "legal_clips")
+_NEVER_NEGATIVE = ("ReLU6", "Sigmoid", "Softmax", "AbsVal", "BNLL", "Exp")
+_KEEPS_SIGN = ("Pooling", "Dropout", "LRN", "Normalize", "Interp", "Upsample")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrainFiles:
+    """The files that the inserted layers name: the record that they write, and the config."""
+
+    record: str
+    config: str
+
+
+def insert_retrain_layers(
+    model: CaffeModel, tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan], files: RetrainFiles
+) -> None:
+    """Insert RetrainDataQuant before every bottom, and RetrainWeightQuant for the weights, of the planned layers.
+
+    Inputs that see the same values, because layers in between only move them, share their clips: rounding twice on one
+    grid equals rounding once, and a deploy model keeps the integers.
+
+    Args:
+        model: The net with the layers of every phase; it is changed.
+        tested: Its TEST phase without in-place layers.
+        plans: The layers that are quantized.
+        files: The files for the options of the new layers.
+    """
+    inputs = _planned_inputs(tested, plans)
+    leaders = _leaders(tested, inputs)
+    taken = taken_names(model)
+    names: dict[Input, str] = {}
+    result: list[ProtoMessage] = []
+    for layer in model.layers:
+        plan = plans.get(layer.name)
+        if plan is not None and layer.type == plan.type and len(layer.bottom) == len(inputs[layer.name]):
+            for index, settings in enumerate(inputs[layer.name]):
+                key = (layer.name, index)
+                made = input_layer("RetrainDataQuant", layer, index, taken - {names.get(key, "")})
+                names[key] = made.name
+                taken.add(made.name)
+                _fill_data(made, key, settings, plan.batch_num, files)
+                _share_clips(made, key, leaders)
+                _copy_rules(layer, made)
+                result.append(made)
+            if plan.quantizes_weights:
+                result.append(_weight_layer(layer, plan, files))
+        result.append(layer)
+    for made in result:
+        options = made.retrain_data_quant_param
+        leader = leaders.get((options.object_layer, options.index))
+        if made.type == "RetrainDataQuant" and leader is not None:
+            options.clips_from = names[leader]
+    model.set_layers(result)
+    for name in names.values():
+        model.weights[name] = [torch.zeros(size) for size in CLIP_SIZES]
+
+
+def _planned_inputs(tested: CaffeModel, plans: Mapping[str, RetrainLayerPlan]) -> dict[str, list[CaffeUlqSettings]]:
+    """The settings of each bottom of the planned layers; ``fixed_min`` is decided."""
+    makers = {blob: layer for layer in tested.layers for blob in layer.top}
+    inputs = {}
+    for layer in tested.layers:
+        if layer.name not in plans:
+            continue
+        settings = plans[layer.name].activation
+        assert isinstance(settings, CaffeUlqSettings)
+        inputs[layer.name] = [
+            settings if settings.fixed_min is not None else replace(settings, fixed_min=_is_positive(blob, makers))
+            for blob in layer.bottom
+        ]
+    return inputs
+
+
+def _is_positive(blob: str, makers: Mapping[str, ProtoMessage]) -> bool:
+    """Whether a blob has no negative values: it comes from a ReLU, perhaps through layers that keep signs."""
+    while (maker := makers.get(blob)) is not None:
+        if maker.type == "ReLU":
+            return not maker.relu_param.negative_slope
+        if maker.type in _NEVER_NEGATIVE:
+            return True
+        if not (moves_values(maker) or maker.type in _KEEPS_SIGN) or not maker.bottom:
+            return False
+        if len(maker.bottom) > 1:
+            return all(_is_positive(each, makers) for each in maker.bottom)
+        blob = maker.bottom[0]
+    return False
+
+
+def _leaders(tested: CaffeModel, inputs: Mapping[str, list[CaffeUlqSettings]]) -> dict[Input, Input]:
+    """For each input that sees the values of another one with equal settings, that other input."""
+    where = watched_blobs(tested.layers, inputs)
+    watching: dict[tuple[str, CaffeUlqSettings], Input] = {}
+    for layer in tested.layers:
+        for index, settings in enumerate(inputs.get(layer.name, ())):
+            blob = layer.bottom[index]
+            if where[blob] == blob:
+                watching.setdefault((blob, settings), (layer.name, index))
+    found = {}
+    for layer in tested.layers:
+        for index, settings in enumerate(inputs.get(layer.name, ())):
+            leader = watching.get((where[layer.bottom[index]], settings))
+            if leader is not None and leader != (layer.name, index):
+                found[layer.name, index] = leader
+    return found
+
+
+def _fill_data(
+    layer: ProtoMessage, key: Input, settings: CaffeUlqSettings, batch_num: int, files: RetrainFiles
+) -> None:
+    options = layer.retrain_data_quant_param
+    options.object_layer, options.index = key
+    options.num_bits_d = settings.num_bits
+    if settings.clip_max is not None:
+        options.clip_max = settings.clip_max
+    if settings.clip_min is not None:
+        options.clip_min = settings.clip_min
+    options.fixed_min = bool(settings.fixed_min)
+    options.batch_num = batch_num
+    options.record_file_path, options.config_file_path = files.record, files.config
+    fixed = (
+        settings.fixed_clip and settings.clip_max is not None,
+        bool(settings.fixed_min) or (settings.fixed_clip and settings.clip_min is not None),
+        True,
+    )
+    for each in fixed:
+        layer.param.add(lr_mult=0.0 if each else 1.0, decay_mult=0.0)
+
+
+def _share_clips(layer: ProtoMessage, key: Input, leaders: Mapping[Input, Input]) -> None:
+    """Name the parameters of a layer whose clips others use, or which uses those of another one, after their leader."""
+    leader = leaders.get(key, key)
+    if leader != key or key in leaders.values():
+        for spec, blob in zip(layer.param, _CLIP_BLOBS, strict=True):
+            spec.name = f"{leader[0]}_{leader[1]}_{blob}"
+
+
+def _weight_layer(owner: ProtoMessage, plan: RetrainLayerPlan, files: RetrainFiles) -> ProtoMessage:
+    made = new_message("LayerParameter", name=f"{owner.name}_retrainweightquant", type="RetrainWeightQuant")
+    options = made.retrain_weight_quant_param
+    assert isinstance(plan.weight, CaffeArqRetrainSettings)
+    options.object_layer = owner.name
+    options.channel_wise, options.num_bits_w = plan.weight.channel_wise, plan.weight.num_bits
+    options.record_file_path = files.record
+    _copy_rules(owner, made)
+    return made
+
+
+def _copy_rules(owner: ProtoMessage, made: ProtoMessage) -> None:
+    """The new layer is there in the phases and stages of its owner."""
+    for rules in ("include", "exclude"):
+        for rule in getattr(owner, rules):
+            getattr(made, rules).add().ParseFromString(rule.SerializeToString())

@@ -1,0 +1,359 @@
+"""save_quant_retrain_model: writes the files of a model after quantization-aware training.
+
+Factors and weights come from the trained caffemodel, so they always belong together; the record file of the TEST phase
+is compared with them. Batch norms are folded without touching the integers that were trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from amct import log
+from amct.arguments import check_types, input_file
+from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
+from amct.caffe.model import CaffeModel, read_retrained_model
+from amct.caffe.ptq.checking import reference_beside, reference_on
+from amct.caffe.ptq.deploy import Results
+from amct.caffe.ptq.folding import check_global_statistics
+from amct.caffe.ptq.graph import record_layers
+from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
+from amct.caffe.ptq.save import CAFFE_FORMATS, Inference, SaveNotes, check_save_type, prefix_of, save_results
+from amct.caffe.qat.amct_api import retrain_plan
+from amct.caffe.qat.inference_net import inference_model
+from amct.caffe.running import build_net
+from amct.caffe.uninplace import remove_in_place
+from amct.config.plan import config_text
+from amct.config.settings import ArqSettings
+from amct.errors import AmctError, ModelError, RecordError
+from amct.export.options import ExportOptions, Placement, Target
+from amct.export.saving import SavedContent, SaveRequest
+from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
+from amct.retrain.plans import deployment_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.ptq.quantized_weights import QuantizedWeights
+    from amct.config.qat.plan import RetrainPlan
+    from amct.export.check.reference import Reference
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+PATH = (str, os.PathLike)
+OPTIONAL_PATH = (*PATH, type(None))
+TRAINED_AS_IT_IS = ExportOptions(placement=Placement.EXACT.value, target=Target.EXACT8.value)
+"""Options of the QDQ file: it has the integers that were trained, and no others."""
+
+
+def save_quant_retrain_model(
+    retrained_model_file: AnyPath,
+    retrained_weights_file: AnyPath,
+    save_type: str,
+    save_path: AnyPath,
+    scale_offset_record_file: AnyPath | None = None,
+    config_file: AnyPath | None = None,
+    custom_proto: AnyPath | None = None,
+) -> None:
+    """Write the fake-quant and deploy models of a retrained model.
+
+    With a deploy model come its form for ATC (``<prefix>_atc_model.prototxt``: Input layers, no losses) and a QDQ ONNX
+    file.
+
+    Args:
+        retrained_model_file: The prototxt that ``create_quant_retrain_model`` wrote.
+        retrained_weights_file: The caffemodel of a snapshot of its training.
+        save_type: ``Fakequant``, ``Deploy`` or ``Both``.
+        save_path: Folder and prefix of the files, such as ``results/model``.
+        scale_offset_record_file: The record that the TEST phase wrote; None: the one that the prototxt names.
+        config_file: The config; None: the one that the prototxt names.
+        custom_proto: A ``custom.proto`` with messages of your own layers (not in AMCT).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+        FileError: a file cannot be read or written.
+        ParseError, ModelError, ConfigError: a file is malformed, invalid, or does not belong to the model.
+        RecordError: the TEST phase has not written the record.
+    """
+    inputs = {
+        "retrained_model_file": (retrained_model_file, PATH),
+        "retrained_weights_file": (retrained_weights_file, PATH),
+    }
+    others = {
+        "save_type": (save_type, (str,)),
+        "save_path": (save_path, PATH),
+        "scale_offset_record_file": (scale_offset_record_file, OPTIONAL_PATH),
+        "config_file": (config_file, OPTIONAL_PATH),
+        "custom_proto": (custom_proto, OPTIONAL_PATH),
+    }
+    check_types("save_quant_retrain_model", {**inputs, **others})
+    check_save_type("save_quant_retrain_model", save_type)
+    where = prefix_of(save_path)
+    log.start("amct_caffe")
+    for name, (value, _) in inputs.items():
+        input_file(value, name)
+    trained = Trained.read(retrained_model_file, retrained_weights_file, custom_proto)
+    record_file = trained.file_of("scale_offset_record_file", scale_offset_record_file)
+    plan = retrain_plan(trained.file_of("config_file", config_file), trained.model)
+    formats = CAFFE_FORMATS[save_type]
+    request = SaveRequest(
+        where=where,
+        formats=(*formats, "qdq") if "deploy" in formats else formats,
+        options=TRAINED_AS_IT_IS,
+        with_record=True,
+        record_file=record_file,
+    )
+    save_trained(trained_results(trained, plan, record_file), request)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """A model after retraining.
+
+    Attributes:
+        model: The TEST phase, without in-place layers and without the layers of retraining.
+        retrained: The layers of retraining.
+        clips: The blobs of the RetrainDataQuant layers, by name.
+        source: The prototxt and the caffemodel.
+    """
+
+    model: CaffeModel
+    retrained: list[ProtoMessage]
+    clips: Mapping[str, list[torch.Tensor]]
+    source: tuple[str, str]
+
+    @classmethod
+    def read(cls, model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> Trained:
+        """Read the prototxt of retraining and a snapshot.
+
+        Raises:
+            FileError, ParseError, ModelError: A file cannot be read or is invalid.
+        """
+        model = read_retrained_model(model_file, weights_file, custom_proto)
+        retrained = [layer for layer in model.layers if layer.type in RETRAIN_TYPES]
+        if not any(layer.type == "RetrainDataQuant" for layer in retrained):
+            raise ModelError(
+                f"{model_file}: there are no layers of retraining in it; give the prototxt that "
+                "create_quant_retrain_model wrote"
+            )
+        check_global_statistics(model.net)
+        clips = {layer.name: model.weights.get(layer.name, []) for layer in retrained}
+        before = {layer.top[0]: layer.bottom[0] for layer in retrained if layer.type == "RetrainDataQuant"}
+        kept = [layer for layer in model.layers if layer.type not in RETRAIN_TYPES]
+        for layer in kept:
+            for index, blob in enumerate(layer.bottom):
+                layer.bottom[index] = before.get(blob, blob)
+        model.set_layers(kept)
+        remove_in_place(model.net)
+        return cls(model=model, retrained=retrained, clips=clips, source=(str(model_file), str(weights_file)))
+
+    def file_of(self, argument: str, given: AnyPath | None) -> Path:
+        """The record or the config: as given, or as the layers of retraining name it.
+
+        Raises:
+            FileError: The file cannot be read.
+        """
+        if given is not None:
+            return Path(input_file(given, argument))
+        field = {"scale_offset_record_file": "record_file_path", "config_file": "config_file_path"}[argument]
+        named = next(
+            getattr(layer.retrain_data_quant_param, field) for layer in self.retrained if layer.retrain_data_quant_param
+        )
+        return Path(input_file(named, f"{argument} (None; {self.source[0]} names {named!r})"))
+
+    def inputs(self) -> dict[str, list[DataFactors]]:
+        """The factors of the inputs of each layer.
+
+        Raises:
+            ModelError: The caffemodel has no clips, or they are not found yet.
+        """
+        found: dict[str, list[DataFactors]] = {}
+        for layer in self.retrained:
+            if layer.type != "RetrainDataQuant":
+                continue
+            options, blobs = layer.retrain_data_quant_param, self.clips[layer.name]
+            factors = clip_factors(blobs, options.num_bits_d) if len(blobs) == 3 else None
+            if factors is None:
+                raise ModelError(
+                    f'{self.source[1]}: layer "{layer.name}" (RetrainDataQuant) has no clips; give the caffemodel of a '
+                    "snapshot, after at least one training iteration of this prototxt"
+                )
+            data = DataFactors(index=options.index, scale=factors[0], offset=factors[1], num_bits=options.num_bits_d)
+            found.setdefault(options.object_layer, []).append(data)
+        return found
+
+    def weights(self) -> dict[str, QuantizedWeights]:
+        """The integer weights as training used them."""
+        found = {}
+        for each in self.retrained:
+            if each.type != "RetrainWeightQuant":
+                continue
+            options = each.retrain_weight_quant_param
+            layer = self.model.layer(options.object_layer)
+            settings = ArqSettings(channel_wise=options.channel_wise)
+            blobs = self.model.weights[layer.name]
+            found[layer.name] = quantize_weights(layer, blobs, settings, rounding="nearest", scale="full_range")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainedResults:
+    """A trained model, folded and in integers.
+
+    Attributes:
+        results: The model of the TEST phase with its own data and losses.
+        notes: Further content of ``quant.json``.
+        inference: Its form without data and losses, or why there is none.
+    """
+
+    results: Results
+    notes: SaveNotes
+    inference: Inference | str
+
+
+def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | None) -> TrainedResults:
+    """Fold a trained model and compute its integers.
+
+    Args:
+        trained: The model.
+        plan: Its plan.
+        record_file: The record that the TEST phase wrote, to be compared; None: it is not.
+
+    Raises:
+        RecordError: The record file lacks factors.
+        FileError: It cannot be read.
+    """
+    weights, inputs = trained.weights(), trained.inputs()
+    record = CaffeRecord(
+        {
+            name: replace(weights[name].record() if name in weights else CaffeLayerRecord(), record_d=tuple(data))
+            for name, data in inputs.items()
+        }
+    )
+    if record_file is not None:
+        record = _with_shapes(record, _checked_record(record_file, record, trained))
+    folded = trained.model.copy()
+    fusion = fold_quantized(folded, weights)
+    config = config_text(deployment_plan(plan))
+    reasons = plan.not_quantized
+    not_quantized = {
+        layer.name: reasons.get(layer.name, "not retrained")
+        for layer in folded.layers
+        if layer.name not in record.layers
+    }
+    return TrainedResults(
+        results=Results(folded, weights, record, config=config),
+        notes=SaveNotes(original=trained.model, fusion=fusion, not_quantized=not_quantized),
+        inference=_inference(folded, weights, record, config),
+    )
+
+
+def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
+    """Write the files of a trained model; returns their paths.
+
+    Raises:
+        FileError: A file cannot be read or written.
+    """
+    results = trained.results
+    content = SavedContent(record=results.record, reference=_pair_reference(results, request.record_file))
+    return save_results(results, request, notes=trained.notes, content=content, inference=trained.inference)
+
+
+def _checked_record(path: Path, trained: CaffeRecord, model: Trained) -> CaffeRecord:
+    """The record of the TEST phase, which must have the factors of every layer."""
+    record = read_caffe_record(path)
+    missing = [name for name in trained.layers if name not in record.layers or not record[name].record_d]
+    if missing:
+        raise RecordError(
+            f"Cannot find scale_d of layer '{missing[0]}' in record file {path}: {len(missing)} of "
+            f"{len(trained.layers)} layers have none. The TEST phase of the solver writes them: set test_iter and "
+            "test_interval above 0, and train to a test"
+        )
+    validate_record(record, record_layers(model.model, set(trained.layers)))
+    own = CaffeRecord({name: _plain(entry) for name, entry in trained.items()})
+    other = CaffeRecord({name: _plain(record[name]) for name in trained.layers})
+    differences = diff_records(other, own)
+    if differences:
+        logger.warning(
+            "%s is of another state of training than %s (%d differences, the first: %s); the factors of the caffemodel "
+            "are used",
+            path,
+            model.source[1],
+            len(differences),
+            differences[0],
+        )
+    return record
+
+
+def _plain(entry: CaffeLayerRecord) -> CaffeLayerRecord:
+    """The activation factors of an entry, without shapes."""
+    return CaffeLayerRecord(
+        record_d=tuple(
+            DataFactors(index=data.index, scale=data.scale, offset=data.offset, num_bits=data.bits)
+            for data in entry.record_d
+        )
+    )
+
+
+def _with_shapes(record: CaffeRecord, written: CaffeRecord) -> CaffeRecord:
+    """The record with the shapes of the inputs that the TEST phase saw."""
+    entries = {}
+    for name, entry in record.items():
+        seen = {data.index: data for data in written[name].record_d}
+        entries[name] = replace(
+            entry,
+            record_d=tuple(
+                replace(data, channels=before.channels, height=before.height, width=before.width)
+                if (before := seen.get(data.index)) is not None
+                else data
+                for data in entry.record_d
+            ),
+        )
+    return CaffeRecord(entries)
+
+
+def _inference(
+    model: CaffeModel, weights: dict[str, QuantizedWeights], record: CaffeRecord, config: str
+) -> Inference | str:
+    """The form of the model for ATC and ONNX, or why there is none."""
+    try:
+        deployed = inference_model(model)
+    except AmctError as error:
+        logger.warning("no atc_model.prototxt is written: the shape of the input is unknown: %s", error)
+        return str(error)
+    names = {layer.name for layer in deployed.layers}
+    results = Results(
+        deployed,
+        {name: each for name, each in weights.items() if name in names},
+        CaffeRecord({name: entry for name, entry in record.items() if name in names}),
+        config=config,
+    )
+    content = SavedContent(record=results.record, reference=_onnx_reference(model, results))
+    return Inference(results=results, content=content)
+
+
+def _pair_reference(results: Results, record_file: Path | None) -> Reference | None:
+    """Float and simulated outputs for a batch of the net's own data."""
+    try:
+        return reference_beside(record_file or Path(), results)
+    except AmctError as error:
+        logger.warning("the saved files are not checked: the net does not run: %s", error)
+        return None
+
+
+def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:
+    """Float and simulated outputs for a sample of the net's own data, or for random inputs if it has Input layers."""
+    if any(layer.type == "Input" for layer in model.layers):
+        return reference_beside(Path(), results)
+    net = build_net(model)
+    wanted = [blob for layer in results.folded_model.layers if layer.type == "Input" for blob in layer.top]
+    net.forward()
+    inputs = {blob: net.blob(blob).tensor[:1].detach().cpu().numpy().copy() for blob in wanted}
+    return reference_on(results, inputs, "a sample of the net's own data")

@@ -1,0 +1,1 @@
+"""Calibration of key/value caches: the factors with which the outputs of layers are quantized in a cache."""

@@ -1,0 +1,308 @@
+"""AMCT's functions for pruning, alone or with quantization-aware training, from a simple config without a JSON.
+
+A script calls them one after the other, with a training loop in between::
+
+    create_prune_retrain_model(model, inputs, "prune.cfg", "record.txt")                  → the model to train
+    restore_prune_retrain_model(model, inputs, "record.txt", "prune.cfg", "state.pth")    → the same, in a new process
+    save_prune_retrain_model(model, "out/net", inputs)                                    → the ONNX files
+
+The ``compressed`` functions are the same with quantization.
+
+Channels are removed at once; the result is an ordinary, smaller module. A layer with 2:4 sparsity is its torch class
+with a mask among its buffers. The record has the removed channels and the masks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amct import atomic, log
+from amct.arguments import FILE, check_types, output_file
+from amct.atomic import read_bytes
+from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.export.save_path import SavePath
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.capture.operators import refuse_operators
+from amct.pytorch.door import IoOptions
+from amct.pytorch.model_copy import unwrap
+from amct.pytorch.pruning.amct_chains import prunable_layers
+from amct.pytorch.pruning.compression import apply_plan, restore_plan
+from amct.pytorch.pruning.saving import save_float
+from amct.pytorch.pruning.sparse import mask_records
+from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
+from amct.pytorch.qat.building import build
+from amct.pytorch.qat.checkpoint import load_state
+from amct.pytorch.qat.model import QatModel
+from amct.pytorch.retrain_api import save_trained
+from amct.record import Record, read_record, write_record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from amct.config.qat.plan import CompressionPlan
+    from amct.pytorch.capture.trace import Traced
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+_NONE = type(None)
+
+
+def create_prune_retrain_model(
+    model: nn.Module, input_data: object, config_defination: AnyPath, record_file: AnyPath
+) -> nn.Module:
+    """Return a copy of the model to be trained, without the channels that the config removes, or with 2:4 masks.
+
+    Args:
+        model: any nn.Module; it is not changed.
+        input_data: a tensor, or a tuple or dict of arguments, with which the model can be run.
+        config_defination: a simple config with ``prune_config``; its quantization is ignored.
+        record_file: where the removed channels and the masks are written.
+
+    Returns:
+        The model in train mode.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the config does not fit the model; all mistakes are listed with their positions.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model cannot be run on the example input, or is already compressed.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "create_prune_retrain_model",
+        {
+            "model": (model, (nn.Module,)),
+            "config_defination": (config_defination, FILE),
+            "record_file": (record_file, FILE),
+        },
+    )
+    path = output_file(record_file, "record_file")
+    traced, plan = read_plan(model, input_data, config_defination, quantize=False)
+    assert plan.prune is not None
+    compressed = apply_plan(traced, plan.prune)
+    for skip in compressed.skips:
+        logger.info("not pruned: %s", skip)
+    write_record(Record(prune=compressed.records), path)
+    return compressed.model.train()
+
+
+def restore_prune_retrain_model(
+    model: nn.Module,
+    input_data: object,
+    record_file: AnyPath,
+    config_defination: AnyPath,
+    pth_file: AnyPath,
+    state_dict_name: str | None = None,
+) -> nn.Module:
+    """As ``create_prune_retrain_model``, with the channels and masks of a record and the trained state of a checkpoint.
+
+    Args:
+        model: the whole model.
+        input_data: an example input.
+        record_file: written by ``create_prune_retrain_model``.
+        config_defination: the config that the model was created with.
+        pth_file: a checkpoint with the ``state_dict`` of the trained model.
+        state_dict_name: the key of the ``state_dict`` in the checkpoint, where it holds more.
+
+    Raises:
+        TypeError, ValueError, OSError: as ``create_prune_retrain_model``.
+        KeyError: the checkpoint has no entry ``state_dict_name``.
+        RuntimeError: record or checkpoint cannot be read, or do not belong to this model and config.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "restore_prune_retrain_model",
+        {
+            "model": (model, (nn.Module,)),
+            "record_file": (record_file, FILE),
+            "config_defination": (config_defination, FILE),
+            "pth_file": (pth_file, FILE),
+            "state_dict_name": (state_dict_name, (str, _NONE)),
+        },
+    )
+    record = read_record(record_file)
+    traced, plan = read_plan(model, input_data, config_defination, quantize=False)
+    assert plan.prune is not None
+    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
+    load_state(restored, pth_file, state_dict_name)
+    return restored.train()
+
+
+def save_prune_retrain_model(
+    model: nn.Module,
+    save_path: AnyPath,
+    input_data: object,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the pruned model, which is float, as ``<save_path>_deploy_model.onnx`` and ``…_fake_quant_model.onnx``.
+
+    Args:
+        model: the trained model, in any mode; DistributedDataParallel is unwrapped.
+        save_path: ``folder/prefix``.
+        input_data: an example input.
+        input_names: names of the inputs in the ONNX files.
+        output_names: names of the outputs.
+        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        OSError: a file cannot be written.
+        RuntimeError: the model cannot be exported, or a written file cannot be used; nothing was saved.
+    """
+    log.start("amct_pytorch")
+    check_types("save_prune_retrain_model", {"model": (model, (nn.Module,)), "save_path": (save_path, FILE)})
+    where = SavePath.parse(save_path)
+    atomic.check_writable(where.folder)
+    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    save_float(unwrap(model), where, input_data, io)
+
+
+def create_compressed_retrain_model(
+    model: nn.Module, input_data: object, config_defination: AnyPath, record_file: AnyPath
+) -> nn.Module:
+    """As ``create_prune_retrain_model``, with trained quantizers if the config asks for quantization.
+
+    Args:
+        model: any nn.Module; it is not changed.
+        input_data: an example input.
+        config_defination: a simple config with ``prune_config``, quantization blocks, or both.
+        record_file: where the removed channels and the masks are written.
+
+    Raises:
+        TypeError, ValueError, OSError, RuntimeError: as ``create_prune_retrain_model``.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "create_compressed_retrain_model",
+        {
+            "model": (model, (nn.Module,)),
+            "config_defination": (config_defination, FILE),
+            "record_file": (record_file, FILE),
+        },
+    )
+    path = output_file(record_file, "record_file")
+    traced, plan = read_plan(model, input_data, config_defination, quantize=True)
+    compressed = apply_plan(traced, plan.prune)
+    for skip in compressed.skips:
+        logger.info("not pruned: %s", skip)
+    trainable = _quantized(compressed.model, input_data, plan)
+    write_record(Record(prune=compressed.records), path)
+    return trainable.train()
+
+
+def restore_compressed_retrain_model(
+    model: nn.Module,
+    input_data: object,
+    config_defination: AnyPath,
+    record_file: AnyPath,
+    pth_file: AnyPath,
+    state_dict_name: str | None = None,
+) -> nn.Module:
+    """As ``create_compressed_retrain_model``, from a record and with the trained state of a checkpoint.
+
+    Args:
+        model: the whole float model.
+        input_data: an example input.
+        config_defination: the config that the model was created with.
+        record_file: written by ``create_compressed_retrain_model``.
+        pth_file: a checkpoint with the ``state_dict`` of the trained model.
+        state_dict_name: the key of the ``state_dict`` in the checkpoint, where it holds more.
+
+    Raises:
+        TypeError, ValueError, OSError, KeyError, RuntimeError: as ``restore_prune_retrain_model``.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "restore_compressed_retrain_model",
+        {
+            "model": (model, (nn.Module,)),
+            "config_defination": (config_defination, FILE),
+            "record_file": (record_file, FILE),
+            "pth_file": (pth_file, FILE),
+            "state_dict_name": (state_dict_name, (str, _NONE)),
+        },
+    )
+    record = read_record(record_file)
+    traced, plan = read_plan(model, input_data, config_defination, quantize=True)
+    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
+    trainable = _quantized(restored, input_data, plan)
+    load_state(trainable, pth_file, state_dict_name)
+    return trainable.train()
+
+
+def save_compressed_retrain_model(
+    model: nn.Module,
+    record_file: AnyPath,
+    save_path: AnyPath,
+    input_data: object,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the record, and the files of ``save_quant_retrain_model``, or those of ``save_prune_retrain_model``.
+
+    Args:
+        model: the trained model, in any mode; DistributedDataParallel is unwrapped.
+        record_file: written by ``create_compressed_retrain_model``; factors and the latest masks are put into it.
+        save_path: ``folder/prefix``.
+        input_data: an example input.
+        input_names: names of the inputs in the ONNX files.
+        output_names: names of the outputs.
+        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model was not trained long enough, has diverged, or cannot be exported; nothing was saved.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "save_compressed_retrain_model",
+        {"model": (model, (nn.Module,)), "record_file": (record_file, FILE), "save_path": (save_path, FILE)},
+    )
+    where = SavePath.parse(save_path)
+    path = output_file(record_file, "record_file")
+    atomic.check_writable(where.folder)
+    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    trained = unwrap(model)
+    chains = [chain for chain in read_record(record_file).prune if chain.selective is None]
+    prune = (*chains, *mask_records(trained))
+    if isinstance(trained, QatModel):
+        inputs = example_inputs(trained, input_data)
+        preparation = trained.preparation((inputs.args, inputs.kwargs), io)
+        save_trained(trained, preparation, path, where, prune)
+    else:
+        save_float(trained, where, input_data, io)
+        write_record(Record(prune=prune), path)
+
+
+def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> nn.Module:
+    """The model with trained quantizers, if the plan has any."""
+    if plan.quant is None:
+        return model
+    plain, masks = without_masks(model)
+    trainable = build(cached_trace(plain, input_data), plan.quant)
+    put_sparse(trainable, masks)
+    return trainable
+
+
+def read_plan(
+    model: nn.Module, input_data: object, config: AnyPath, *, quantize: bool
+) -> tuple[Traced, CompressionPlan]:
+    """Trace a model and read a simple config of pruning for it."""
+    text = read_bytes(config)
+    refuse_operators(unwrap(model))
+    traced = cached_trace(model, input_data)
+    layers = prunable_layers(traced)
+    expanded = expand_config(text, os.fspath(config), layers, quantize=quantize)
+    for warning in expanded.warnings:
+        logger.warning("%s", warning)
+    return traced, make_plan(expanded, layers)

@@ -1,0 +1,1 @@
+"""Pruning of PyTorch models: removing channels, and 2:4 sparsity."""

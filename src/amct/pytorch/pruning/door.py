@@ -1,0 +1,282 @@
+"""Pruning of a torch model in one call: ``prune`` removes channels, ``sparsify`` adds 2:4 masks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+
+from amct.atomic import read_bytes
+from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.config.qat.settings import FilterPruneSettings
+from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordError
+from amct.numerics.pruning.channels import ASCEND_CHANNELS
+from amct.pytorch.batches import torch_batches
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.door import IoOptions
+from amct.pytorch.model_copy import copy_model
+from amct.pytorch.pruning.amct_chains import prunable_layers
+from amct.pytorch.pruning.compression import Compressed, apply_plan
+from amct.pytorch.pruning.costs import cost_of
+from amct.pytorch.pruning.cutting import channel_counts, cut_channels
+from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
+from amct.pytorch.pruning.propagation import map_channels
+from amct.pytorch.pruning.pruned_model import PrunedModel
+from amct.pytorch.qat.checkpoint import load_state
+from amct.record import Record, read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from amct.config.qat.plan import PrunePlan
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.pruning.selection import Cell
+    from amct.pytorch.watch.layer_hooks import Arguments
+
+Reach = Literal["full", "amct"]
+DEFAULT_RATIO = 0.3
+_FILTERS = (
+    "prune_config {{ filter_pruner {{ balanced_l2_norm_filter_prune {{ prune_ratio: {} ascend_optimized: {} }} }} }}"
+)
+_SPARSE = "prune_config {{ n_out_of_m_pruner {{ l1_selective_prune {{ update_freq: {} }} }} }}"
+
+
+def prune(  # noqa: PLR0913  a front door with its settings
+    model: nn.Module,
+    example: object,
+    ratio: float | None = None,
+    *,
+    flops: float | None = None,
+    align: int = 8,
+    reach: Reach = "full",
+    batches: object = None,
+    config: str | os.PathLike[str] | None = None,
+    io: IoOptions | None = None,
+) -> PrunedModel:
+    """Remove output channels of convolutions and linear layers, and all that depends on them.
+
+    The channels with the smallest filters go; those that several layers make together (a residual stream) go in all of
+    them. Train the model afterwards.
+
+    Args:
+        model: Any nn.Module; it is not changed.
+        example: A tensor, or a tuple or dict of arguments, with which the model can be run.
+        ratio: The fraction of channels that each layer loses, 0.3 unless something else is given.
+        flops: In place of a ratio: the fraction of the multiply-accumulate operations that is left, at most.
+        align: Each layer keeps a multiple of so many channels, the nearest to the ratio; kernels are fast with
+            multiples of 8 or 16, and slow with others.
+        reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
+        batches: Data on which the layers behind removed channels are fitted to make up for them, and the statistics of
+            batch norms are measured anew: a tensor, an iterable or a DataLoader.
+        config: A simple config (``.cfg``) with ``prune_config``, in place of a ratio: ratios, skips and overrides.
+        io: Names and dynamic axes of the exported files.
+
+    Raises:
+        AmctError: The subclass tells whether arguments, config, model or data are invalid.
+    """
+    settings = _checked(model, ratio, flops, align, reach, config)
+    traced = cached_trace(model, example)
+    data: Iterable[Arguments] = ()
+    if batches is not None:
+        data = torch_batches(traced.model, batches)
+        data.keep()  # it is read twice
+    if config is not None:
+        text, source = read_bytes(config), os.fspath(config)
+    else:
+        ascend = "true" if reach == "amct" and align % ASCEND_CHANNELS == 0 else "false"
+        text, source = _FILTERS.format(ratio or DEFAULT_RATIO, ascend).encode(), "prune"
+    plan = _plan(traced, text, source) if config is not None or reach == "amct" else None
+    if plan is not None and not plan.filters:
+        raise ConfigError(f"{source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
+    if reach == "amct":
+        assert plan is not None
+        found = apply_plan(traced, plan, data)
+        result = _pruned_as_amct(traced, found, settings, io)
+    else:
+        wanted = _wanted(ratio or DEFAULT_RATIO, flops, align, plan)
+        result = _pruned_fully(traced, prune_fully(traced, wanted, data), settings, io)
+    result.model.train(model.training)
+    if batches is not None:
+        refresh_batch_norms(result.model, data)
+    return result
+
+
+def sparsify(
+    model: nn.Module,
+    example: object,
+    *,
+    update_freq: int = 0,
+    config: str | os.PathLike[str] | None = None,
+    io: IoOptions | None = None,
+) -> PrunedModel:
+    """Add 2:4 masks to convolutions, transposed convolutions and linear layers: two of every four weights become zero.
+
+    Train the model afterwards; its weights stay dense, and the exported ones have exactly the mask's zeros.
+
+    Args:
+        model: Any nn.Module; it is not changed.
+        example: A tensor, or a tuple or dict of arguments, with which the model can be run.
+        update_freq: The mask is chosen anew every so many forwards in training; 0: in the first one only.
+        config: A simple config (``.cfg``) with ``n_out_of_m_pruner``, in place of ``update_freq``.
+        io: Names and dynamic axes of the exported files.
+
+    Raises:
+        AmctError: The subclass tells whether arguments, config or model are invalid.
+    """
+    _check_model(model)
+    if isinstance(update_freq, bool) or not isinstance(update_freq, int) or update_freq < 0:
+        raise ArgumentError(f"update_freq: expected a whole number from 0, got {update_freq!r}")
+    traced = cached_trace(model, example)
+    text = read_bytes(config) if config is not None else _SPARSE.format(update_freq).encode()
+    plan = _plan(traced, text, "sparsify" if config is None else os.fspath(config))
+    if not plan.selective or plan.filters:
+        raise ConfigError(f"{plan.source}: expected n_out_of_m_pruner for all layers; prune removes channels")
+    result = _pruned_as_amct(traced, apply_plan(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
+    result.model.train(model.training)
+    return result
+
+
+def restore_pruned(
+    model: nn.Module, record: Record | str | os.PathLike[str], state: str | os.PathLike[str] | None = None
+) -> nn.Module:
+    """Cut a whole model as a record says, in another process, and load the state of the trained one.
+
+    Args:
+        model: The whole model; it is not changed.
+        record: The record of ``prune``, or its file.
+        state: A file with the ``state_dict`` of the pruned model; None: the weights of ``model`` are kept.
+
+    Raises:
+        RecordError: The record does not fit the model.
+        FileError: A file cannot be read.
+    """
+    _check_model(model)
+    source = "the record" if isinstance(record, Record) else os.fspath(record)
+    found = record if isinstance(record, Record) else read_record(record)
+    if not found.prune or any(chain.selective is not None for chain in found.prune):
+        raise RecordError(f"{source}: expected the removed channels of a pruned model")
+    if not any(node.prune_index for chain in found.prune for node in chain.producers):
+        raise RecordError(f"{source}: no chain has a prune_index; give the record that prune wrote")
+    restored = copy_model(model)
+    cut_channels(restored, found.prune, source)
+    if state is not None:
+        load_state(restored, state, None)
+    return restored.train(model.training)
+
+
+def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
+    """Measure the mean and variance of every batch norm anew, as the average over all batches, in place."""
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+    ]
+    modes = {module: module.training for module in model.modules()}
+    momenta = [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+        norm.train()
+    try:
+        with torch.no_grad():
+            for args, kwargs in batches:
+                model(*args, **kwargs)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _checked(model: object, ratio: float | None, flops: float | None, align: int, reach: str, config: object) -> str:
+    """Check the settings; returns them as text."""
+    _check_model(model)
+    for name, value in (("ratio", ratio), ("flops", flops)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1):
+            raise ArgumentError(f"{name}: expected a number between 0 and 1, got {value!r}")
+    given = [name for name, value in (("ratio", ratio), ("flops", flops), ("config", config)) if value is not None]
+    if len(given) > 1:
+        raise ArgumentError(f"{' and '.join(given)}: give one of them")
+    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+        raise ArgumentError(f"align: expected a whole number from 1, got {align!r}")
+    if reach not in ("full", "amct"):
+        raise ArgumentError(f'reach: expected "full" or "amct", got {reach!r}')
+    if reach == "amct" and flops is not None:
+        raise ArgumentError('flops: only with reach="full"')
+    what = (
+        f"flops {flops:g}"
+        if flops is not None
+        else f"config {config}"
+        if config is not None
+        else f"ratio {ratio or DEFAULT_RATIO:g}"
+    )
+    return f"{what}, align {align}, reach {reach}"
+
+
+def _plan(traced: Traced, text: bytes, source: str) -> PrunePlan:
+    layers = prunable_layers(traced)
+    plan = make_plan(expand_config(text, source, layers, quantize=False), layers).prune
+    assert plan is not None
+    return plan
+
+
+def _wanted(ratio: float, flops: float | None, align: int, plan: PrunePlan | None) -> Wanted:
+    if plan is None:
+        return Wanted(ratio=lambda _: ratio, flops=flops, align=lambda _: align, kept={})
+    settings = {layer.name: layer.settings for layer in plan.filters}
+
+    def of(cell: Cell) -> list[FilterPruneSettings]:
+        found = (settings[maker.name] for maker in cell.makers)
+        return [each for each in found if isinstance(each, FilterPruneSettings)]
+
+    return Wanted(
+        ratio=lambda cell: min(each.prune_ratio for each in of(cell)),
+        align=lambda cell: ASCEND_CHANNELS if any(each.ascend_optimized for each in of(cell)) else align,
+        kept=plan.not_pruned,
+    )
+
+
+def _pruned_fully(traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
+    return PrunedModel(
+        model=found.model,
+        record=Record(prune=found.chains),
+        skipped=found.skips,
+        channels=found.channels,
+        before=found.before,
+        after=found.after,
+        original=traced,
+        config=settings,
+        io=io or IoOptions(),
+    )
+
+
+def _pruned_as_amct(traced: Traced, found: Compressed, settings: str, io: IoOptions | None) -> PrunedModel:
+    whole = map_channels(traced)
+    shapes = {name: tuple(tensor.shape) for name, tensor in traced.model.named_parameters()}
+    before = cost_of(whole, shapes)
+    smaller = cached_trace(found.plain, (*traced.inputs.args, traced.inputs.kwargs))
+    after = cost_of(map_channels(smaller), {name: tuple(t.shape) for name, t in smaller.model.named_parameters()})
+    modules = dict(traced.model.named_modules())
+    names = [maker.name for maker in whole.producers if maker.name in modules]
+    channels = {
+        name: (channel_counts(modules[name])[1], channel_counts(found.plain.get_submodule(name))[1]) for name in names
+    }
+    return PrunedModel(
+        model=found.model,
+        record=Record(prune=found.records),
+        skipped=found.skips,
+        channels=channels,
+        before=before,
+        after=after,
+        original=traced,
+        config=settings,
+        io=io or IoOptions(),
+    )

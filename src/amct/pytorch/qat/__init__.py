@@ -1,0 +1,1 @@
+"""Quantization-aware training of torch models: modules with trained quantizers in place of layers."""

@@ -1,0 +1,93 @@
+"""Loads the state of a trained model from a checkpoint file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from amct.errors import CheckpointError, MissingFileError, TrainingError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PREFIX = "module."
+_SHOWN = 4
+
+
+def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None) -> None:
+    """Load the ``state_dict`` in a checkpoint into a model; nothing changes unless every entry fits.
+
+    A checkpoint of a model inside DistributedDataParallel, with ``module.`` before every name, fits too.
+
+    Args:
+        model: The model with its quantizers.
+        file: The checkpoint. Only tensors and plain containers are read from it, no code is run.
+        name: The key of the ``state_dict``, where the checkpoint holds more.
+
+    Raises:
+        MissingFileError: There is no such file.
+        CheckpointError: The checkpoint has no entry ``name``.
+        TrainingError: It is no checkpoint, or belongs to another model or config.
+    """
+    state = _read(file, name)
+    if state and all(key.startswith(_PREFIX) for key in state):
+        state = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    own = model.state_dict()
+    problems = _problems(own, state)
+    if problems:
+        raise TrainingError(
+            f"{os.fspath(file)} does not fit {type(model).__name__}: {'; '.join(problems)}. Restore with the config "
+            "and the model that the checkpoint was trained with"
+        )
+    model.load_state_dict(state)
+
+
+def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
+    path = os.fspath(file)
+    if not os.path.exists(path):  # noqa: PTH110  the path as the user gave it
+        raise MissingFileError(f"{path} does not exist; expected a checkpoint")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise TrainingError(
+            f"{path} is no checkpoint that can be read safely ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "save model.state_dict(), or a dict that holds it, with torch.save"
+        ) from error
+    if name is not None:
+        if not isinstance(content, Mapping) or name not in content:
+            keys = [str(key) for key in content] if isinstance(content, Mapping) else []
+            raise CheckpointError(
+                f'{path} has no entry "{name}"; it has {", ".join(keys[:_SHOWN]) or "none"}.{did_you_mean(name, keys)}'
+            )
+        content = content[name]
+    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+        keys = [str(key) for key in content][:_SHOWN] if isinstance(content, Mapping) else []
+        hint = f"; it has {', '.join(keys)}: name the right one by state_dict_name" if keys else ""
+        raise TrainingError(f"{path} holds no state_dict{hint}")
+    return dict(content)
+
+
+def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    missing = [key for key in own if key not in given]
+    unknown = [key for key in given if key not in own]
+    shapes = [
+        f'"{key}" has shape {list(given[key].shape)}, expected {list(own[key].shape)}'
+        for key in own
+        if key in given and isinstance(given[key], Tensor) and given[key].shape != own[key].shape
+    ]
+    found = []
+    if missing and all("quantizer." in key for key in missing) and not unknown:
+        found.append(f"it is the state of a float model, without {_listed(missing)}")
+    else:
+        found += [f"it lacks {_listed(missing)}"] if missing else []
+        found += [f"the model has no {_listed(unknown)}"] if unknown else []
+    return [*found, *shapes[:_SHOWN]]
+
+
+def _listed(keys: list[str]) -> str:
+    rest = len(keys) - _SHOWN
+    return ", ".join(f'"{key}"' for key in keys[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,211 @@
+"""From a trained model to a quantized one as post-training quantization gives it: same exports, checks and reports.
+
+The trained batch norms are folded, the integers are those of the trained scales, and the tensors between the layers
+(for the fast placement of the QDQ file) are observed in eval mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from amct.calibration import CalibrationSession
+from amct.calibration.session import Stream
+from amct.config.plan import OPEN_ENDED
+from amct.config.settings import IfmrSettings
+from amct.errors import ExportError, TrainingError
+from amct.export.qdq.tensor_factors import observed_factors
+from amct.numerics.arq import WeightFactors, from_channels_first, quantize_weight
+from amct.numerics.fold import ChannelAffine
+from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.training.deployed import fold_into_integers
+from amct.ptq.weights import LayerWeights
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.folding import fuse
+from amct.pytorch.layer_weights import put_weights, weight_parts
+from amct.pytorch.onnx.float_onnx import FloatOnnx
+from amct.pytorch.preparation import TorchPreparation
+from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
+from amct.pytorch.qat.quantizers import ActivationQuantizer
+from amct.pytorch.watch.layer_hooks import observe_inputs
+from amct.record import Record
+from amct.retrain.plans import deployment_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from amct.config.qat.plan import RetrainPlan
+    from amct.export.binding import TensorFactors
+    from amct.ptq.weights import WeightPart
+    from amct.pytorch.door import IoOptions
+    from amct.pytorch.qat.quantizers import WeightQuantizer
+    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.record import LayerRecord
+
+
+def check_trained(model: nn.Module) -> None:
+    """Check that a model can be deployed.
+
+    Raises:
+        TrainingError: A layer has no clips yet, or a parameter is not finite; the message names it.
+    """
+    for layer in quantized_layers(model).values():
+        layer.activation.factors()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise TrainingError(
+                f'"{name}" holds NaN or infinity; a loss or gradient before was not finite. Load the last good '
+                "checkpoint, and continue with a lower learning rate or clipped gradients"
+            )
+
+
+def as_float_model(model: nn.Module) -> None:
+    """Make every quantized layer of a copied model a float one again, in place."""
+    for layer in quantized_layers(model).values():
+        as_float(layer)
+
+
+def prepare_trained(
+    trained: nn.Module, plain: nn.Module, plan: RetrainPlan, example: Arguments, io: IoOptions
+) -> TorchPreparation:
+    """The folded model with the trained integers.
+
+    Args:
+        trained: The model with its quantizers.
+        plain: A copy of it without, in eval mode.
+        plan: The plan it was trained with.
+        example: Arguments with which it can be run.
+        io: Names and dynamic axes of the exported models.
+
+    Raises:
+        ExportError: A trained layer is not a layer of the model any more.
+    """
+    traced = cached_trace(
+        plain,
+        (*example[0], example[1]),
+        input_names=io.input_names,
+        output_names=io.output_names,
+        dynamic_axes=io.dynamic_axes,
+    )
+    layers = quantized_layers(trained)
+    lost = [name for name in layers if name not in traced.layers]
+    if lost:
+        raise ExportError(
+            f'layer "{lost[0]}" was trained quantized, but the model does not run it on the example input'
+        )
+    fused = fuse(traced)
+    weights: dict[str, LayerWeights] = {}
+    for name in traced.layers:
+        if name not in layers:
+            continue
+        norm = fused.fusions.get(name)
+        multiplier = None if norm is None else _multiplier(trained.get_submodule(norm))
+        weights[name] = _trained_weights(
+            layers[name], fused.model.get_submodule(name), multiplier, can_pack=traced.layers[name].can_pack
+        )
+    return TorchPreparation(
+        name=type(traced.model).__name__,
+        plan=deployment_plan(plan),
+        weights=weights,
+        quantizable=tuple(traced.layers),
+        unquantizable=traced.skips,
+        folded_layers={layer: (norm,) for layer, norm in fused.fusions.items()},
+        unfolded=fused.skips,
+        traced=traced,
+        fused=fused,
+    )
+
+
+def _multiplier(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    return ChannelAffine.batch_norm(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias).multiplier
+
+
+def _trained_weights(
+    layer: QuantizedLayer, folded: nn.Module, multiplier: Tensor | None, *, can_pack: bool
+) -> LayerWeights:
+    """The weights of one layer on their trained grid; the folded float weights are made to round to it."""
+    quantizers: Mapping[str, WeightQuantizer] = {
+        "weight": layer.weight_quantizer,
+        "weight_ih_l0": layer.weight_quantizer,
+        "weight_hh_l0": layer._modules.get("state_weight_quantizer"),  # type: ignore[dict-item]
+    }
+    rounded: dict[str, Tensor] = {}
+    factors: dict[str, WeightFactors] = {}
+    for part in weight_parts(folded):
+        quantizer = quantizers[part.name]
+        trained = getattr(layer, part.name)
+        integers, scale = quantizer.integers(trained), quantizer.scales(trained).reshape(-1).float()
+        if multiplier is not None:
+            integers, scale = fold_into_integers(integers, scale, multiplier, quantizer.bits)
+        factors[part.name] = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
+        rounded[part.name] = _on_grid(part, integers, factors[part.name], quantizer.bits, folded)
+    return LayerWeights(
+        parts=weight_parts(folded),
+        rounded=rounded,
+        factors=factors,
+        bits=layer.weight_quantizer.bits,
+        can_pack=can_pack,
+    )
+
+
+def _on_grid(part: WeightPart, integers: Tensor, factors: WeightFactors, bits: int, folded: nn.Module) -> Tensor:
+    """The dequantized weight; a float weight that would be rounded to another integer is replaced by it.
+
+    Folding multiplies weight and scale by the same number, but each product is rounded: a weight in the middle between
+    two integers may fall on the other side.
+    """
+    wanted = from_channels_first(integers, part.tensor.shape, part.kind, part.groups)
+    per_row = factors.scale.repeat_interleave(integers.shape[0] // factors.scale.numel())
+    exact = from_channels_first(integers * per_row[:, None], part.tensor.shape, part.kind, part.groups)
+    found = quantize_weight(part.tensor, factors, part.kind, bits, part.groups)
+    put_weights(folded, {part.name: torch.where(found == wanted, part.tensor, exact)})
+    return exact
+
+
+def trained_record(preparation: TorchPreparation, trained: nn.Module) -> Record:
+    """The record of a trained model: weights as prepared, activations from the trained clips."""
+    layers = quantized_layers(trained)
+    return Record({name: _entry(entry, layers[name]) for name, entry in preparation.record().items()})
+
+
+def _entry(entry: LayerRecord, layer: QuantizedLayer) -> LayerRecord:
+    scale, offset = layer.activation.factors()
+    entry = replace(entry, scale_d=scale, offset_d=offset, act_type=f"INT{layer.activation.bits}")
+    state = layer._modules.get("state_quantizer")
+    if isinstance(state, ActivationQuantizer):
+        scale, offset = state.factors()
+        entry = replace(entry, scale_h=scale, offset_h=offset)
+    return entry.for_retraining()
+
+
+def observe_tensors(preparation: TorchPreparation, batches: Iterable[Arguments]) -> Mapping[str, TensorFactors] | None:
+    """Factors of the tensors between the layers, for the fast placement of the QDQ file; None if it is impossible."""
+    onnx = preparation.default_onnx
+    watch = preparation.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
+    if watch is None:
+        return None
+    model = preparation.quantized_copy()
+    first = next(iter(preparation.weights))
+    session = CalibrationSession(
+        [Stream(layer=first, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=MinMaxObserver)],
+        tensors=watch.observers(),
+    )
+    handles = observe_inputs(session, first, model.get_submodule(first))[:1]
+    attached = watch.attach(model, session)
+    with torch.no_grad():
+        for args, kwargs in batches:
+            with session.batch(), attached.forward((args, kwargs)):
+                model(*args, **kwargs)
+    attached.detach()
+    for handle in handles:
+        handle.remove()
+    session.finish()
+    return observed_factors(session.result.tensors)

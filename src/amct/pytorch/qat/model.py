@@ -1,0 +1,313 @@
+"""The trainable model: the user's own class, with methods to summarize, save and report what was trained."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from amct import log
+from amct.errors import ArgumentError, TrainingError
+from amct.export.options import Placement, Target
+from amct.export.saving import DEFAULT_FORMATS
+from amct.ptq.quantized_model import QuantizedModel
+from amct.pytorch.batches import torch_batches
+from amct.pytorch.door import IoOptions
+from amct.pytorch.model_copy import copy_model
+from amct.pytorch.pruning.sparse import make_plain, sparse_layers
+from amct.pytorch.qat.deployment import as_float_model, check_trained, observe_tensors, prepare_trained, trained_record
+from amct.pytorch.qat.layers import quantized_layers
+from amct.report.content import TrainedClips, TrainingContent
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from amct.config.qat.plan import RetrainPlan
+    from amct.model import Skip
+    from amct.ptq.batches import BatchInputs
+    from amct.pytorch.preparation import TorchPreparation
+    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.report.measuring import Metric
+
+MOST_SAMPLES = 64
+"""Samples of a batch that the model keeps: to be traced with, and to observe the tensors between layers."""
+_LARGEST_BYTES = 1 << 26
+
+
+@dataclass(kw_only=True, eq=False)
+class QatState:
+    """What a trainable model knows besides its parameters.
+
+    Attributes:
+        plan: How its layers are quantized.
+        not_folded: The batch norms that will not be folded, with the reasons.
+        io: Names and dynamic axes of the exported models.
+        example: Arguments of one forward, from the data it was prepared with.
+        seen: Arguments of the first forward in eval mode after training.
+        start: By layer: the clips before training.
+        teacher: The float model to learn from, inside a tuple.
+        temperature: How much the teacher's probabilities are softened.
+    """
+
+    plan: RetrainPlan
+    not_folded: tuple[Skip, ...] = ()
+    io: IoOptions = field(default_factory=IoOptions)
+    example: Arguments | None = None
+    seen: Arguments | None = None
+    start: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    teacher: tuple[nn.Module, ...] = ()
+    temperature: float = 4.0
+
+    def __deepcopy__(self, _: dict[int, Any]) -> QatState:
+        """A copy of the model shares what is never changed: plan, batches and teacher."""
+        return replace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled model has no teacher."""
+        return {**vars(self), "teacher": ()}
+
+
+class QatModel(nn.Module):
+    """A model in quantization-aware training, of a class derived from the user's.
+
+    It is trained like any module. In eval mode it computes what is deployed.
+    """
+
+    amct_operator = True
+    float_class: ClassVar[type[nn.Module]]
+    _qat: QatState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
+        """The user's forward; a batch in eval mode is kept, to observe the tensors between layers when saving."""
+        if not self.training and not torch.compiler.is_compiling() and self._qat.seen is None:
+            self._qat.seen = first_samples((args, kwargs))
+        return super().forward(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> QatModel:
+        """Switch between training and evaluation."""
+        if mode and "_qat" in vars(self):
+            self._qat.seen = None
+        return super().train(mode)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  the pickle protocol
+        """Pickle the class as what it is made of: classes that are made while a program runs have no name."""
+        return (_empty_model, (self.float_class,), *super().__reduce_ex__(protocol)[2:])
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> RetrainPlan:
+        """How each layer is quantized."""
+        return self._qat.plan
+
+    def quantized(self, data: object = None, *, inputs: BatchInputs | None = None) -> QuantizedModel:
+        """What was trained so far, as a quantized model: to run, compare, report or save.
+
+        Args:
+            data: Batches on which the tensors between layers are observed; None: the first batch of the last forward
+                in eval mode, or of the data that the model was prepared with.
+            inputs: Turns a batch into the model's inputs.
+
+        Raises:
+            TrainingError: The model was not trained long enough to know its ranges, or has diverged.
+        """
+        state = self._qat
+        example, batches = state.seen or state.example, None
+        if data is not None:
+            batches = torch_batches(self, data, inputs)
+            example = batches.first()
+        if example is None:
+            raise ArgumentError("data: a batch is needed to trace the model; give data, or run the model in eval mode")
+        preparation = self.preparation(example, state.io)
+        tensors = observe_tensors(preparation, [example] if batches is None else batches)
+        return QuantizedModel(preparation, trained_record(preparation, self), tensors, example)
+
+    def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
+        """The folded model with the trained integers, as exports read it.
+
+        Raises:
+            TrainingError: The model was not trained long enough to know its ranges, or has diverged.
+        """
+        check_trained(self)
+        trained: nn.Module = self
+        if sparse_layers(self):
+            trained = copy_model(self)
+            make_plain(trained)
+        plain = copy_model(trained)
+        del plain._qat
+        plain.__class__ = self.float_class
+        as_float_model(plain)
+        return prepare_trained(trained, plain, self._qat.plan, example, io)
+
+    @property
+    def not_folded(self) -> tuple[Skip, ...]:
+        """The batch norms that will not be folded, with the reasons."""
+        return self._qat.not_folded
+
+    @property
+    def seen(self) -> Arguments | None:
+        """The first batch that the model was run on in eval mode after training."""
+        return self._qat.seen
+
+    def summary(self) -> str:
+        """What is quantized, what will be folded, what stays float and why, and how the clips moved, as text."""
+        text = self.quantized().summary()
+        rows = [
+            f"  {clips.layer}: {_range(clips.before)} -> {_range(clips.after)}"
+            for clips in self._clips()
+            if clips.before
+        ]
+        return "\n".join([text, "clips of activations, before training -> now:", *rows]) if rows else text
+
+    @log.screen_only()
+    def save(  # noqa: PLR0913  those of QuantizedModel.save, and the data
+        self,
+        path: str | os.PathLike[str],
+        formats: Iterable[str] = DEFAULT_FORMATS,
+        *,
+        data: object = None,
+        inputs: BatchInputs | None = None,
+        placement: str = Placement.FAST.value,
+        target: str = Target.PORTABLE.value,
+        opset: int | None = None,
+        check: bool = True,
+    ) -> list[Path]:
+        """Write the trained model; arguments, files and errors are those of ``QuantizedModel.save``.
+
+        ``data`` and ``inputs`` are those of ``quantized``.
+        """
+        quantized = self.quantized(data, inputs=inputs)
+        return quantized.save(path, formats, placement=placement, target=target, opset=opset, check=check)
+
+    @log.screen_only()
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        data: object = None,
+        metric: Metric | None = None,
+        *,
+        losses: Sequence[float] = (),
+        inputs: BatchInputs | None = None,
+        files: Iterable[str | os.PathLike[str]] = (),
+    ) -> Path:
+        """Write an HTML report as ``QuantizedModel.report`` does, with the clips before and after and the losses.
+
+        ``losses`` are those of the training steps or epochs, in order.
+        """
+        training = TrainingContent(losses=tuple(float(loss) for loss in losses), clips=tuple(self._clips()))
+        return self.quantized().report(path, data, metric, inputs=inputs, files=files, training=training)
+
+    def _clips(self) -> Iterator[TrainedClips]:
+        for name, layer in quantized_layers(self).items():
+            yield TrainedClips(layer=name, before=self._qat.start.get(name), after=layer.activation.clips)
+
+    # -- distillation --------------------------------------------------------------------------------------------------
+
+    def distillation_loss(self, inputs: object, outputs: object) -> Tensor:
+        """How far outputs are from those of the teacher: a loss to add to, or to use in place of, the user's own.
+
+        For scores ``[N, C]`` the Kullback-Leibler divergence of the softened probabilities, for other tensors the mean
+        squared difference relative to the teacher's mean square; the sum over all output tensors.
+
+        Args:
+            inputs: What the model was called with: a tensor, a tuple of arguments, or a dict of keyword arguments.
+            outputs: What it returned.
+
+        Raises:
+            TrainingError: The model has no teacher.
+            ArgumentError: The teacher's outputs have another form.
+        """
+        if not self._qat.teacher:
+            raise TrainingError("the model has no teacher; give prepare_qat teacher=float_model")
+        teacher = self._qat.teacher[0]
+        device = next(iter(self.parameters())).device
+        if next(iter(teacher.parameters())).device != device:
+            teacher.to(device)
+        with torch.no_grad():
+            args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+            expected = teacher(*args, **(inputs if isinstance(inputs, dict) else {}))
+        found, wanted = (
+            [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            for tree in (outputs, expected)
+        )
+        shapes = [tuple(tensor.shape) for tensor in found], [tuple(tensor.shape) for tensor in wanted]
+        if not found or shapes[0] != shapes[1]:
+            raise ArgumentError(f"outputs: expected tensors like the teacher's, {shapes[1]}, got {shapes[0]}")
+        losses = [_distance(own, target, self._qat.temperature) for own, target in zip(found, wanted, strict=True)]
+        return torch.stack(losses).sum()
+
+
+def _distance(own: Tensor, target: Tensor, temperature: float) -> Tensor:
+    own, target = own.float(), target.float()
+    if own.ndim == 2 and own.shape[1] > 1:
+        student = functional.log_softmax(own / temperature, dim=1)
+        teacher = functional.log_softmax(target / temperature, dim=1)
+        return functional.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+    return functional.mse_loss(own, target) / target.square().mean().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _range(clips: tuple[float, float] | None) -> str:
+    return "" if clips is None else f"[{clips[0]:.4g}, {clips[1]:.4g}]"
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _qat_class(model_class: type[nn.Module]) -> type[QatModel]:
+    """The class of the trainable form of a class of models; its forward has the signature of the user's."""
+
+    def forward(self: QatModel, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
+        return QatModel.forward(self, *args, **kwargs)
+
+    members = {
+        "float_class": model_class,
+        "forward": functools.wraps(model_class.forward)(forward),
+        "__doc__": model_class.__doc__,
+    }
+    made = types.new_class(
+        f"Quantized{model_class.__name__}", (QatModel, model_class), {}, lambda ns: ns.update(members)
+    )
+    return cast("type[QatModel]", made)
+
+
+def _empty_model(model_class: type[nn.Module]) -> QatModel:
+    made = _qat_class(model_class)  # type: ignore[arg-type]  # torch's stubs hide that classes have a hash
+    return made.__new__(made)
+
+
+def as_qat_model(model: nn.Module, state: QatState) -> QatModel:
+    """Make a model with quantized layers a trainable one, in place."""
+    model.__class__ = _qat_class(type(model))  # type: ignore[arg-type]  # as above
+    assert isinstance(model, QatModel)
+    model._qat = state
+    return model
+
+
+def first_samples(arguments: Arguments) -> Arguments | None:
+    """A copy of the first samples of a batch; None if it is too large to keep."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    counts = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+    most = MOST_SAMPLES if len(counts) == 1 else None
+    share = min(1.0, MOST_SAMPLES / max(counts, default=1)) if most else 1.0
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) * share > _LARGEST_BYTES:
+        return None
+    with torch.no_grad():
+        kept: Arguments = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
+        )
+    return kept
+
+
+def with_state(model: QatModel, **changes: Any) -> QatModel:  # noqa: ANN401  fields of QatState
+    """The model, with other values in its state."""
+    model._qat = replace(model._qat, **changes)
+    return model

@@ -1,0 +1,1 @@
+"""AMCT's single modules for quantization-aware training: ``Conv2dQAT``, ``LinearQAT``, ``LSTMQAT`` and the like."""

@@ -1,0 +1,184 @@
+"""``Conv1dQAT`` to ``ConvTranspose2dQAT``, ``LinearQAT`` and ``MatMulQAT``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from amct.errors import ModelTypeError
+from amct.numerics.weight_kind import WeightKind
+from amct.pytorch.qat.single_op.module import SingleOp, checked_config
+from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from typing_extensions import Self
+
+_SHARED = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+
+
+class _Convolution(SingleOp):
+    """A convolution of any number of dimensions, transposed or not."""
+
+    weight_kind = WeightKind.CONV
+
+    def __init__(  # noqa: PLR0913  torch's signature
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | tuple[int, ...] | str = 0,
+        dilation: int | tuple[int, ...] = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        checked = checked_config(config, type(self).__name__)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            bias=bias,
+            padding_mode=padding_mode,
+            device=device,
+            dtype=dtype,
+        )
+        weights = WeightQuantizer(checked.weights, "weight", self.weight_kind, groups)
+        self._add_quantizers(checked, [InputQuantizer(checked.data)], [weights], device)
+
+    @classmethod
+    def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
+        settings = {name: getattr(mod, name) for name in _SHARED}
+        made = cls(
+            **settings, bias=mod.bias is not None, device=mod.weight.device, dtype=mod.weight.dtype, config=config
+        )
+        cast("Any", made).output_padding = mod.output_padding
+        return made
+
+
+class _Conv(_Convolution):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Convolve the quantized input with the quantized weight."""
+        x, weight = self.quantized(input)
+        layer = cast("Any", self)
+        return cast("Tensor", layer._conv_forward(x, weight, layer.bias))
+
+
+class _ConvTranspose(_Convolution):
+    weight_kind = WeightKind.CONV_TRANSPOSE
+    dimensions = 1
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:  # noqa: A002  torch's name
+        """Convolve the quantized input with the quantized weight."""
+        x, weight = self.quantized(input)
+        layer = cast("Any", self)
+        settings = (layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation)
+        output_padding = layer._output_padding(input, output_size, *settings)
+        convolve = functional.conv_transpose1d if self.dimensions == 1 else functional.conv_transpose2d
+        return convolve(
+            x, weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
+        )
+
+
+class Conv1dQAT(_Conv, nn.Conv1d):
+    """Quantization-aware ``nn.Conv1d``; the arguments are torch's, and ``config``."""
+
+    float_class, input_rank = nn.Conv1d, 3
+
+
+class Conv2dQAT(_Conv, nn.Conv2d):
+    """Quantization-aware ``nn.Conv2d``; the arguments are torch's, and ``config``."""
+
+    float_class, input_rank = nn.Conv2d, 4
+
+
+class Conv3dQAT(_Conv, nn.Conv3d):
+    """Quantization-aware ``nn.Conv3d``; the arguments are torch's, and ``config``. ``dilation[0]`` must be 1."""
+
+    float_class, input_rank = nn.Conv3d, 5
+
+
+class ConvTranspose1dQAT(_ConvTranspose, nn.ConvTranspose1d):
+    """Quantization-aware ``nn.ConvTranspose1d``; without ``output_padding``, which only ``from_float`` keeps."""
+
+    float_class, input_rank, dimensions = nn.ConvTranspose1d, 3, 1
+
+
+class ConvTranspose2dQAT(_ConvTranspose, nn.ConvTranspose2d):
+    """Quantization-aware ``nn.ConvTranspose2d``; without ``output_padding``, which only ``from_float`` keeps."""
+
+    float_class, input_rank, dimensions = nn.ConvTranspose2d, 4, 2
+
+
+class LinearQAT(SingleOp, nn.Linear):
+    """Quantization-aware ``nn.Linear``; its weight has one scale, so ``channel_wise`` is False."""
+
+    float_class = nn.Linear
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        checked = checked_config(config, type(self).__name__, per_channel=False)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        weights = WeightQuantizer(checked.weights, "weight", WeightKind.LINEAR)
+        self._add_quantizers(checked, [InputQuantizer(checked.data)], [weights], device)
+
+    @classmethod
+    def _like(cls, mod: Any, config: Mapping[str, Any] | None) -> Self:  # noqa: ANN401  the attributes are those of its class
+        settings = {"bias": mod.bias is not None, "device": mod.weight.device, "dtype": mod.weight.dtype}
+        return cls(mod.in_features, mod.out_features, config=config, **settings)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Multiply the quantized input by the quantized weight."""
+        x, weight = self.quantized(input)
+        return functional.linear(x, weight, self.bias)
+
+
+class MatMulQAT(SingleOp):
+    """The product of two quantized tensors, ``torch.matmul(input, other)``.
+
+    Each operand has clips of its own, both trained: ``acts_clip_max`` of the first, ``acts_other_clip_max`` of the
+    second, and so on.
+    """
+
+    def __init__(self, device: torch.device | str | None = None, config: Mapping[str, Any] | None = None) -> None:
+        checked = checked_config(config, type(self).__name__)
+        super().__init__()
+        inputs = [InputQuantizer(checked.data), InputQuantizer(checked.data, prefix="acts_other")]
+        self._add_quantizers(checked, inputs, [], device)
+
+    @classmethod
+    def from_float(cls, mod: nn.Module, config: Mapping[str, Any] | None = None) -> Self:
+        """Make a module from one of a class named ``MatMul``, which torch does not have.
+
+        Raises:
+            TypeError, RuntimeError: the class has another name. The error is both.
+        """
+        if not isinstance(mod, nn.Module) or type(mod).__name__ != "MatMul":
+            raise ModelTypeError(
+                f"{cls.__name__}.from_float: mod must be a module of a class MatMul, got {type(mod).__name__}"
+            )
+        return cls(config=config).train(mod.training)
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Multiply the quantized tensors."""
+        first, second = self.quantized(input, other)
+        return first @ second

@@ -1,0 +1,285 @@
+"""AMCT's functions for quantization-aware training: config, trainable model, restoring, saving.
+
+A script calls them one after the other, with a training loop in between::
+
+    create_quant_retrain_config("config.json", model, inputs)                              → the JSON config
+    create_quant_retrain_model("config.json", model, "record.txt", inputs)                 → the model to train
+    restore_quant_retrain_model("config.json", model, "record.txt", inputs, "state.pth")   → the same, in a new process
+    save_quant_retrain_model("config.json", model, "record.txt", "out/net", inputs)        → deploy, fake-quant, QDQ
+
+The model is an ordinary module whose ``state_dict`` is saved and loaded like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amct import atomic, log
+from amct.arguments import FILE, check_types, output_file
+from amct.atomic import read_bytes
+from amct.config.qat.pytorch import default_config, expand_config, make_plan, read_config
+from amct.errors import TrainingError
+from amct.export.check.batch import batch_path
+from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.save_path import SavePath
+from amct.export.saving import SavedContent, SaveRequest
+from amct.ptq.checking import reference
+from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.door import IoOptions
+from amct.pytorch.model_copy import unwrap
+from amct.pytorch.qat.building import build
+from amct.pytorch.qat.checkpoint import load_state
+from amct.pytorch.qat.deployment import observe_tensors, trained_record
+from amct.pytorch.qat.model import QatModel
+from amct.record import Record, encode_record, write_record
+from amct.record.files import form_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from amct.config.qat.plan import RetrainPlan
+    from amct.pytorch.preparation import TorchPreparation
+    from amct.record import PruneRecord
+
+logger = logging.getLogger(__name__)
+
+AnyPath = str | os.PathLike[str]
+_NONE = type(None)
+
+
+def create_quant_retrain_config(
+    config_file: AnyPath, model: nn.Module, input_data: object, config_defination: AnyPath | None = None
+) -> None:
+    """Write the full JSON config of quantization-aware training, from a simple config (``.cfg``) or with defaults.
+
+    Args:
+        config_file: the file to write.
+        model: any nn.Module.
+        input_data: a tensor, or a tuple or dict of arguments, with which the model can be run.
+        config_defination: a simple config.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the config does not fit the model; all mistakes are listed with their positions.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model cannot be run on the example input, or is already quantized.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "create_quant_retrain_config",
+        {
+            "config_file": (config_file, FILE),
+            "model": (model, (nn.Module,)),
+            "config_defination": (config_defination, (*FILE, _NONE)),
+        },
+    )
+    path = output_file(config_file, "config_file")
+    text = read_bytes(config_defination) if config_defination is not None else None
+    layers = cached_trace(model, input_data).config_layers()
+    if config_defination is not None and text is not None:
+        config = expand_config(text, os.fspath(config_defination), layers)
+    else:
+        config = default_config(layers)
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    atomic.write_text(path, config.to_json())
+    logger.info("wrote %s", path)
+
+
+def create_quant_retrain_model(
+    config_file: AnyPath, model: nn.Module, record_file: AnyPath, input_data: object
+) -> nn.Module:
+    """Return a copy of the model to be trained: its layers have quantizers with trained clips and scales.
+
+    The first ``batch_num`` forwards in train mode determine the clips, unless the config gives them.
+
+    Args:
+        config_file: the JSON config of ``create_quant_retrain_config``.
+        model: any nn.Module; it is not changed.
+        record_file: written by ``save_quant_retrain_model``; an empty one is created.
+        input_data: an example input; its values do not matter.
+
+    Raises:
+        TypeError: an argument or a config value has the wrong type.
+        ValueError: the config does not fit the model.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model cannot be run, is already quantized, or no layer is to be quantized.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "create_quant_retrain_model",
+        {
+            "config_file": (config_file, FILE),
+            "model": (model, (nn.Module,)),
+            "record_file": (record_file, FILE),
+        },
+    )
+    path = output_file(record_file, "record_file")
+    trainable = _built(config_file, model, input_data)
+    _empty_record(path)
+    return trainable
+
+
+def restore_quant_retrain_model(
+    config_file: AnyPath,
+    model: nn.Module,
+    record_file: AnyPath,
+    input_data: object,
+    pth_file: AnyPath,
+    state_dict_name: str | None = None,
+) -> nn.Module:
+    """As ``create_quant_retrain_model``, with the trained state of a checkpoint: to continue or to save.
+
+    Args:
+        config_file: the JSON config that the model was created with.
+        model: the float model.
+        record_file: as for ``create_quant_retrain_model``.
+        input_data: an example input.
+        pth_file: a checkpoint with the ``state_dict`` of the trained model.
+        state_dict_name: the key of the ``state_dict`` in the checkpoint, where it holds more.
+
+    Raises:
+        TypeError, ValueError, OSError: as ``create_quant_retrain_model``.
+        KeyError: the checkpoint has no entry ``state_dict_name``.
+        RuntimeError: the checkpoint cannot be read, or does not belong to this model and config.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "restore_quant_retrain_model",
+        {
+            "config_file": (config_file, FILE),
+            "model": (model, (nn.Module,)),
+            "record_file": (record_file, FILE),
+            "pth_file": (pth_file, FILE),
+            "state_dict_name": (state_dict_name, (str, _NONE)),
+        },
+    )
+    path = output_file(record_file, "record_file")
+    trainable = _built(config_file, model, input_data)
+    load_state(trainable, pth_file, state_dict_name)
+    _empty_record(path)
+    return trainable
+
+
+def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
+    config_file: AnyPath,
+    model: nn.Module,
+    record_file: AnyPath,
+    save_path: AnyPath,
+    input_data: object,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the record, and the deploy, fake-quant and QDQ models and a report as ``save_model`` does.
+
+    The tensors between layers, which the QDQ file quantizes too, are observed on the first batch that the model was run
+    on in eval mode after training, or on ``input_data``.
+
+    Args:
+        config_file: the JSON config that the model was created with.
+        model: the trained model, in any mode; DistributedDataParallel is unwrapped.
+        record_file: where the factors are written.
+        save_path: ``folder/prefix``.
+        input_data: an example input.
+        input_names: names of the inputs in the ONNX files.
+        output_names: names of the outputs.
+        dynamic_axes: axes whose size may vary, ``{name: {axis: label}}``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: the config does not fit the model.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model is no model in training, was not trained long enough, has diverged, was created with
+            another config, or cannot be exported; nothing was saved.
+    """
+    log.start("amct_pytorch")
+    check_types(
+        "save_quant_retrain_model",
+        {
+            "config_file": (config_file, FILE),
+            "model": (model, (nn.Module,)),
+            "record_file": (record_file, FILE),
+            "save_path": (save_path, FILE),
+        },
+    )
+    where = SavePath.parse(save_path)
+    path = output_file(record_file, "record_file")
+    atomic.check_writable(where.folder)
+    content = read_bytes(config_file)
+    trained = unwrap(model)
+    if not isinstance(trained, QatModel):
+        raise TrainingError(
+            f"model: {type(trained).__name__} has no trained quantizers; save the model that "
+            "create_quant_retrain_model or restore_quant_retrain_model returned"
+        )
+    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    inputs = example_inputs(trained, input_data)
+    preparation = trained.preparation((inputs.args, inputs.kwargs), io)
+    layers = preparation.traced.config_layers()
+    _check_config(make_plan(read_config(content, os.fspath(config_file), layers), layers), trained.plan)
+    save_trained(trained, preparation, path, where)
+
+
+def save_trained(
+    trained: QatModel, preparation: TorchPreparation, path: Path, where: SavePath, prune: Sequence[PruneRecord] = ()
+) -> None:
+    """Write the record and the exported files of a trained model.
+
+    Args:
+        trained: The model.
+        preparation: The folded model with the trained integers.
+        path: The record.
+        where: The folder and the prefix of the exported files.
+        prune: The pruning part of the record.
+
+    Raises:
+        ExportError: The model cannot be exported, or a file cannot be used.
+        FileError: A file cannot be written.
+    """
+    example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
+    record = replace(trained_record(preparation, trained), prune=tuple(prune))
+    tensors = observe_tensors(preparation, [trained.seen or example])
+    compared = reference(preparation, record, example)
+    with atomic.FileGroup() as group:
+        group.write_bytes(path, encode_record(record, form_of(path) or "text"))
+        if tensors is not None:
+            group.write_text(tensor_factors_path(path), tensor_factors_text(tensors))
+    saved = SavedContent(record=record, tensors=tensors, reference=compared)
+    preparation.save(saved, SaveRequest(where=where, record_file=path))
+
+
+def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatModel:
+    content = read_bytes(config_file)
+    traced = cached_trace(model, input_data)
+    layers = traced.config_layers()
+    trainable = build(traced, make_plan(read_config(content, os.fspath(config_file), layers), layers))
+    for skip in (*traced.skips, *trainable.not_folded):
+        logger.info("left as it is: %s", skip)
+    return trainable
+
+
+def _empty_record(path: Path) -> None:
+    write_record(Record(), path)
+    for stale in (tensor_factors_path(path), batch_path(path)):
+        stale.unlink(missing_ok=True)
+
+
+def _check_config(given: RetrainPlan, own: RetrainPlan) -> None:
+    """Raise unless the config of a save is the one that the model was trained with."""
+    before = {layer.name: layer for layer in own.enabled}
+    after = {layer.name: layer for layer in given.enabled}
+    different = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    if different:
+        listed = ", ".join(f'"{name}"' for name in different[:5])
+        raise TrainingError(
+            f"{given.source}: the model was trained with another config; the layers {listed} differ. Give the config "
+            "that it was created with"
+        )

@@ -1,0 +1,1 @@
+"""AMCT's import paths of modules that quantize; everything is implemented in ``amct``."""

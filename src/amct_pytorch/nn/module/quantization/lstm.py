@@ -1,0 +1,5 @@
+"""AMCT's import path of ``LSTMQAT``."""
+
+from amct.pytorch.qat.single_op.recurrent import LSTMQAT
+
+__all__ = ["LSTMQAT"]

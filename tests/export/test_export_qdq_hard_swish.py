@@ -1,0 +1,106 @@
+"""Hard swishes in the fast QDQ file: ranges end where the activation does, and values are rounded only where needed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from export_nets import Net, calibrate, run
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import numpy_helper
+
+from amct.export.binding import TensorFactors
+from amct.export.onnx.graph import OnnxGraph
+from amct.export.qdq import placement
+from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.qdq.value_limits import raised_to, without_effect_below
+
+
+def operator(net, x):
+    return net.add("HardSwish", "swish", x)
+
+
+def gate_operator(net, x):
+    return net.add("Mul", "swish", x, net.add("HardSigmoid", "gate", x, alpha=1 / 6, beta=0.5))
+
+
+def written_out(net, x):
+    """As PaddlePaddle writes it: x · clip(x + 3, 0, 6) / 6."""
+    three, six = net.constant("three", np.float32(3)), net.constant("six", np.full((1,), 6, np.float32))
+    gate = net.add("Clip", "gate", net.add("Add", "moved", x, three), net.constant("zero", np.float32(0)), "six_limit")
+    net.constant("six_limit", np.float32(6))
+    return net.add("Div", "swish", net.add("Mul", "product", x, gate), six)
+
+
+FORMS = {"HardSwish": operator, "HardSigmoid": gate_operator, "Add, Clip, Mul, Div": written_out}
+
+
+def network(form):
+    net = Net()
+    first = net.layer("Conv", "first", net.input("x", 1, 3, 8, 8), net.weight("w1", 8, 3, 3, 3, spread=12.0))
+    net.layer("Conv", "second", form(net, first), net.weight("w2", 4, 8, 3, 3), outputs=["y"])
+    return net, net.model("y")
+
+
+def step(model, tensor):
+    """The step of a quantized tensor."""
+    return next(
+        float(numpy_helper.to_array(each)) for each in model.graph.initializer if each.name == f"{tensor}.scale"
+    )
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_range_of_a_convolution_begins_where_its_hard_swish_does(form, monkeypatch):
+    net, model = network(form)
+    factors, tensors = calibrate(net, model)
+    low, high = ((limit - tensors["first_out"].zero_point) * tensors["first_out"].scale for limit in (-128, 127))
+    assert low < -10
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    assert step(exported, "first_out") == pytest.approx((high + 3) / 254, rel=1e-5)
+    monkeypatch.setattr(placement, "without_effect_below", lambda *_: None)
+    whole_range = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    expected, raised, whole = (run(each, net.data())["y"].astype(np.float64) for each in (model, exported, whole_range))
+    assert ((expected - raised) ** 2).sum() < ((expected - whole) ** 2).sum()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_other_readers_need_the_whole_range(form):
+    net, model = network(form)
+    assert without_effect_below(OnnxGraph(model), "first_out") == pytest.approx(-3)
+    assert without_effect_below(OnnxGraph(net.model("y", "first_out")), "first_out") is None
+    net.add("Neg", "other", "first_out")
+    assert without_effect_below(OnnxGraph(net.model("y", "other_out")), "first_out") is None
+
+
+def test_values_in_front_of_a_float_operator_are_not_rounded_once_more():
+    net, model = network(written_out)
+    assert not {"product_out", "gate_out", "moved_out"} & set(observed_tensors(model, net.bindings()))
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
+    assert set(exported.tensors) == {"x", "first_out", "swish_out", "y"}
+
+
+def test_a_constant_factor_in_front_of_a_layer_is_no_second_rounding():
+    """The product has the integers of the layer's input, because the step in front of it is half of that."""
+    net = Net()
+    first = net.layer("Conv", "first", net.input("x", 1, 3, 8, 8), net.weight("w1", 8, 3, 3, 3))
+    double = net.add("Mul", "double", first, net.constant("two", np.float32(2)))
+    net.layer("Conv", "second", double, net.weight("w2", 4, 8, 3, 3), outputs=["y"])
+    model = net.model("y")
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors).model
+    assert step(exported, "first_out") == pytest.approx(factors["second"].scale_d / 2, rel=1e-6)
+
+
+@given(scale=st.floats(1e-3, 10), zero_point=st.integers(-128, 127), floor=st.floats(-500, 0, allow_subnormal=False))
+def test_a_raised_range_has_its_floor_zero_and_the_same_top(scale, zero_point, floor):
+    factors = TensorFactors(scale=scale, zero_point=zero_point)
+    raised = raised_to(factors, floor)
+    low, high = ((limit - raised.zero_point) * raised.scale for limit in (-128, 127))
+    slack = 1e-6 * (high - low)
+    assert high >= (127 - zero_point) * scale - slack
+    assert raised.scale <= scale * (1 + 1 / 254) + slack
+    if raised != factors:
+        assert low <= floor + slack
+        assert low >= floor - raised.scale - slack
+        assert -128 <= raised.zero_point <= 127

@@ -1,0 +1,46 @@
+"""Random networks: the pruned one runs, its output has the same shape, and removing zeroed channels changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_nets import RandomNet
+from torch import nn
+
+from amct.pytorch.capture.trace import trace
+from amct.pytorch.pruning.full_reach import Wanted, prune_fully
+
+
+def zeroed(model, removal):
+    """A copy whose removed channels have zeros in every weight that makes or reads them."""
+    duplicate = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in duplicate.named_parameters():
+            for axis, labels in enumerate(removal.channel_map.parameters.get(name, ())):
+                if labels is not None:
+                    parameter.index_fill_(axis, torch.from_numpy(removal.removed(labels)), 0.0)
+    return duplicate
+
+
+@given(st.integers(0, 2**31))
+@settings(max_examples=12)
+def test_removing_zeroed_channels_changes_nothing(seed):
+    model = RandomNet(seed).double().eval()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    pruned = prune_fully(trace(model, x), Wanted(ratio=lambda _: 0.5, align=lambda _: 1, kept={}))
+    assert pruned.chains, pruned.skips
+    assert pruned.after.macs < pruned.before.macs
+    assert sum(p.numel() for p in pruned.model.parameters()) == pruned.after.parameters
+    assert set(pruned.channels) == {n for n, m in model.named_modules() if makes_channels(m)}
+    kept = {name for name, (before, after) in pruned.channels.items() if before == after}
+    assert {skip.layer for skip in pruned.skips} == kept
+    torch.testing.assert_close(pruned.model(x), zeroed(model, pruned.removal)(x), rtol=1e-9, atol=1e-9)
+
+
+def makes_channels(module):
+    if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+        return not (module.groups > 1 and module.groups == module.in_channels)
+    return isinstance(module, nn.Linear)
