@@ -1,7 +1,7 @@
 """Means over the positions of a picture, as squeeze-and-excitation blocks and classifiers compute them.
 
-Exporters write them as ReduceMean, which onnxruntime computes in float only; a GlobalAveragePool computes the same and has
-an integer kernel.
+Exporters write them as ReduceMean, which onnxruntime computes in float only; a GlobalAveragePool computes the same and
+has an integer kernel.
 """
 
 from __future__ import annotations
