@@ -57,6 +57,14 @@ layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" convolution_
 layer { name: "relu" type: "ReLU" bottom: "conv" top: "conv" }
 layer { name: "fc" type: "InnerProduct" bottom: "conv" top: "fc" inner_product_param { num_output: 5 } }
 """
+LOSS = """\
+layer { name: "target" type: "DummyData" top: "target" dummy_data_param { shape { dim: 2 dim: 5 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "fc" bottom: "target" top: "loss" }
+"""
+SOLVER = """\
+net: "%s" base_lr: 1e-6 lr_policy: "fixed" max_iter: 4 snapshot: 2 snapshot_prefix: "%s"
+test_iter: 1 test_interval: 2 test_initialization: false
+"""
 PREFIX = "net"
 AIMS = {"any moment": "", "writing": ".amct-", "renaming": ".journal"}
 """What a kill waits for: nothing, or the first hidden file with this in its name."""
@@ -67,9 +75,9 @@ NEXT_RUN_EVERY = 4
 POLL_SECONDS = 0.0001
 RENAMING_SECONDS = 0.004
 """Files of a group get their names within about this time."""
-GROUPS = {"pytorch_functions": 3, "caffe_functions": 3}
+GROUPS = {"pytorch_functions": 3, "caffe_functions": 3, "caffe_retraining": 4}
 """How many groups of files a flow writes one after the other, if several."""
-SHARED_RECORD = ("pytorch_functions", "caffe_functions")
+SHARED_RECORD = ("pytorch_functions", "caffe_functions", "caffe_retraining")
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
 LONGEST_JOB_SECONDS = 120.0
 SHOWN_EVERY = 100
@@ -136,6 +144,7 @@ class Model:
     def _write_caffe(self) -> None:
         prototxt, caffemodel = self.caffe
         prototxt.write_text(PROTOTXT)
+        (self.folder / "train.prototxt").write_text(PROTOTXT + LOSS)
         net = amct_caffe.caffe.Net(str(prototxt), amct_caffe.caffe.TEST)
         for name, blobs in self.weights.items():
             for blob, value in zip(net.params[name], blobs, strict=True):
@@ -185,6 +194,22 @@ def caffe_functions(model: Model, out: Path) -> None:
     amct_caffe.save_model(graph, "Both", str(out / PREFIX))
 
 
+def caffe_retraining(model: Model, out: Path) -> None:
+    """The functions of ``amct_caffe`` for retraining, with snapshots in between."""
+    train, weights = str(model.folder / "train.prototxt"), str(model.caffe[1])
+    config, record, solver_file = (str(out / name) for name in ("config.json", "record.txt", "solver.prototxt"))
+    modified = str(out / "modified.prototxt"), str(out / "modified.caffemodel")
+    amct_caffe.create_quant_retrain_config(config, train, weights)
+    amct_caffe.create_quant_retrain_model(train, weights, config, *modified, record)
+    atomic.write_text(solver_file, SOLVER % (modified[0], out / "snapshot"))
+    solver = amct_caffe.caffe.SGDSolver(solver_file)
+    solver.net.copy_from(modified[1])
+    for net in (solver.net, *solver.test_nets):
+        net.blobs["data"].data[...] = model.data
+    solver.solve()
+    amct_caffe.save_quant_retrain_model(modified[0], str(out / "snapshot_iter_4.caffemodel"), "Both", str(out / PREFIX))
+
+
 def command(*words: str) -> None:
     """Run a command; a failure is an exception."""
     if code := command_line([*words]):
@@ -210,6 +235,7 @@ FLOWS: dict[str, Callable[[Model, Path], None]] = {
         onnx_call,
         caffe_call,
         caffe_functions,
+        caffe_retraining,
         caffe_command,
         onnx_command,
     )
