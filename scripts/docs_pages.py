@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = ("amct.pytorch", "amct.onnx_model", "amct.caffe", "amct.extend", "amct.errors", "amct_pytorch", "amct_caffe")
 OUTSIDE = {"README.md": "index.md", "README.zh-CN.md": "README.zh-CN.md", "CHANGELOG.md": "CHANGELOG.md"}
-SITE_FOLDERS = ("docs", "api")
+EXAMPLES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "examples").rglob("README.md")))
 
 
 def public_names(package: str) -> list[str]:
@@ -48,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
     from mkdocs.structure.files import File
 
-    for source, target in OUTSIDE.items():
+    for source, target in (OUTSIDE | dict(zip(EXAMPLES, EXAMPLES, strict=True))).items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
     for package in PUBLIC:
         files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
@@ -60,6 +60,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     del config, files
     if page.file.src_uri in OUTSIDE.values():
         markdown = markdown.replace("](docs/", "](").replace("](README.md)", "](index.md)")
+    if page.file.src_uri in EXAMPLES:
+        markdown = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", markdown)
+        markdown = re.sub(r"\[([^\]]*)\]\((?!https?://|#)[\w./-]+\.(?!md)\w+\)", r"\1", markdown)  # files of the code
     return re.sub(r"\[([^\]]*)\]\((?:\.\./)(README\.md|CHANGELOG\.md|README\.zh-CN\.md)\)", _sibling, markdown)
 
 

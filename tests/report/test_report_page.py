@@ -15,6 +15,7 @@ from report_examples import HOSTILE, activation, layer, small_report
 
 from amct.errors import FileError
 from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
+from amct.report.network import Box, Network
 from amct.report.page import bounded, page, worst_layers, write_page
 
 
@@ -187,3 +188,19 @@ def test_the_file_is_written_whole(tmp_path):
 def test_a_folder_in_the_way_is_an_error(tmp_path):
     with pytest.raises(FileError, match="it is a folder"):
         write_page(tmp_path, small_report())
+
+
+def test_a_layer_with_a_very_long_name_is_found_in_the_network():
+    name = "encoder." * 60
+    boxes = (Box(name="x", type="input"), Box(name=name, type="Conv", inputs=(0,), layer=name, integer=True))
+    reader = Reader(page(replace(small_report(), layers=(layer(name, 12.0),), network=Network(boxes=boxes))))
+    (drawn,) = (attributes for attributes, _ in reader.all("g") if "data-index" in attributes)
+    assert drawn["class"] == "box integer q1"
+    assert drawn["data-index"] == "0"
+
+
+def test_a_network_that_is_too_large_to_be_drawn_says_so():
+    boxes = tuple(Box(name=f"b{place}", type="Conv", inputs=(place - 1,) if place else ()) for place in range(4001))
+    text = page(replace(small_report(), network=Network(boxes=boxes)))
+    assert "It has 4001 operations, too many to be drawn" in text
+    assert "<svg viewBox" not in text.partition("<figure>")[0]

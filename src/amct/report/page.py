@@ -23,6 +23,7 @@ from markupsafe import Markup
 
 from amct import atomic
 from amct.printable import shortened
+from amct.report.network.boxes import LARGEST_NETWORK
 from amct.report.network.drawing import drawing
 from amct.report.verdict import RULE, sqnr_class
 
@@ -67,6 +68,8 @@ def is_report(path: Path) -> bool:
 
 def page(content: ReportContent) -> str:
     """Return the report as the text of one HTML file."""
+    places = {layer.name: (place, layer.sqnr) for place, layer in enumerate(content.layers[:LARGEST_LAYERS])}
+    graph = drawing(content.network, places)
     content = bounded(content)
     script = resource("page.js")
     template = environment().from_string(resource("page.html.j2"))
@@ -74,8 +77,8 @@ def page(content: ReportContent) -> str:
         report=content,
         worst=worst_layers(content.layers),
         rule=RULE,
-        graph=drawing(content.network, {layer.name: (place, layer.sqnr) for place, layer in enumerate(content.layers)}),
-        curve=loss_curve(content.training.losses) if content.training is not None else "",
+        graph=graph,
+        largest_network=LARGEST_NETWORK,
         style=Markup(resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
