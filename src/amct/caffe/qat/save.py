@@ -29,9 +29,7 @@ from amct.caffe.uninplace import remove_in_place
 from amct.config.plan import config_text
 from amct.config.settings import ArqSettings
 from amct.errors import AmctError, ModelError, RecordError
-from amct.export.formats import ExportOptions
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import SavedContent, SaveRequest
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
 from amct.retrain.plans import deployment_plan
