@@ -54,7 +54,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture(name="report", page="cnn.html", last="#detail"),
+    Picture(name="report", page="cnn.html", last="#graph"),
     Picture(name="report-page", page="cnn.html"),
     Picture(name="report-layer", page="lenet.html", first="#detail", last="#detail", layer="conv2"),
     Picture(name="report-phone", page="lenet.html", last="#layers", phone=True),

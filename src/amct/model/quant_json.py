@@ -112,7 +112,7 @@ class FileCheck:
         cosine: The cosine similarity of this output in the float model and in the file.
         sqnr: Its signal-to-quantization-noise ratio in dB; absent, with a cosine, if both are equal.
         simulation_sqnr: The SQNR of the simulation on the same inputs.
-        uncertainty: The standard error in dB of the difference of both: how far it may be another on other data.
+        likely_loss: Decibels by which it may be lower than that of the simulation on data like these inputs.
         speed: The time of the float ONNX file divided by that of this file, in onnxruntime on the machine of the save.
         costliest: The nodes of the file that take most time, with their share.
         differs_at: If the file is worse than the simulation: the first tensor that is.
@@ -126,7 +126,7 @@ class FileCheck:
     cosine: float | None = None
     sqnr: float | None = None
     simulation_sqnr: float | None = None
-    uncertainty: float | None = None
+    likely_loss: float | None = None
     speed: float | None = None
     costliest: tuple[str, ...] = ()
     differs_at: str = ""

@@ -24,7 +24,7 @@ from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
-from amct.export.writer import SavePath
+from amct.export.save_path import SavePath
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.operators import refuse_operators

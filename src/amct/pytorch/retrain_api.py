@@ -26,8 +26,8 @@ from amct.config.qat.pytorch import default_config, expand_config, make_plan, re
 from amct.errors import TrainingError
 from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
+from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest
-from amct.export.writer import SavePath
 from amct.ptq.checking import reference
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs

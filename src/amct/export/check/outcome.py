@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import ExportError
-from amct.export.check.reference import LIKELY, WORSE
-from amct.export.check.similarity import loss_uncertainty, similarity_over
+from amct.export.check.reference import WORSE
+from amct.export.check.similarity import likely_loss, similarity_over
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def compared(
     result = outcome(target, origin, found, near)
     if result.sqnr is None or result.simulation_sqnr is None:
         return result
-    return replace(result, uncertainty=loss_uncertainty(expected, simulated, outputs, result.output))
+    return replace(result, likely_loss=likely_loss(expected, simulated, outputs, result.output))
 
 
 def outcome(
@@ -103,16 +103,9 @@ def lost(check: FileCheck) -> float:
     return max(0.0, check.simulation_sqnr - check.sqnr)
 
 
-def likely_loss(check: FileCheck) -> float:
-    """Decibels by which a file may be worse than the simulation on data like that of the check."""
-    if check.sqnr is None or check.simulation_sqnr is None:
-        return 0.0
-    return max(0.0, check.simulation_sqnr - check.sqnr + LIKELY * (check.uncertainty or 0.0))
-
-
 def is_worse(check: FileCheck) -> bool:
     """Whether a file is, or may be, so much worse than the simulation that it must be said."""
-    return likely_loss(check) > WORSE
+    return max(lost(check), check.likely_loss or 0.0) > WORSE
 
 
 def warn_worse(target: Path, check: FileCheck) -> None:
@@ -121,7 +114,7 @@ def warn_worse(target: Path, check: FileCheck) -> None:
     logger.warning(
         "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s",
         target.name,
-        f"is {found:.1f} dB" if found > WORSE else f"may be {likely_loss(check):.1f} dB",
+        f"is {found:.1f} dB" if found > WORSE else f"may be {check.likely_loss:.1f} dB",
         "" if found > WORSE else " on other data",
         check.sqnr,
         check.simulation_sqnr,

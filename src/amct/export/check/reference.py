@@ -14,9 +14,9 @@ square.
   ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
 
 A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
-data: the loss that was measured plus ``LIKELY`` standard errors of it exceeds ``WORSE``. One that is worse by more than
-``expected_loss`` + ``WORSE`` is repaired, if its further tensors are the cause of at least half of the loss: without
-them, fewer layers run in integer kernels, so they are not given up for little.
+data (``likely_loss``). One that is worse by more than ``expected_loss`` + ``WORSE`` is repaired, if its further tensors
+are the cause of at least half of the loss: without them, fewer layers run in integer kernels, so they are not given up
+for little.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ SEVEN_BIT_NOISE = 4.0
 """How much larger the rounding noise of weights is with 7 bits than with 8."""
 WORSE = 1.0
 """Decibels by which a file may be worse than the simulation without a warning."""
-LIKELY = 2.0
-"""Standard errors above the measured loss up to which the loss on other data is expected: 97.5 % of normal errors."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

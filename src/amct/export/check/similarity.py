@@ -64,14 +64,20 @@ def similarity_over(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> t
     return min(found, key=lambda each: -math.inf if math.isnan(each.sqnr) else each.sqnr, default=None), reasons
 
 
-def loss_uncertainty(
+LIKELY = 2.0
+"""Standard errors above a measured loss up to which the loss on other data is expected: 97.5 % of normal errors."""
+
+
+def likely_loss(
     expected: Sequence[OutputsByName], simulated: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
 ) -> float:
-    """The standard error, in dB, of the loss of a file: of 10 log10(noise of the file / noise of the simulation).
+    """Decibels by which a file may be worse than the simulation on data like this: a loss plus ``LIKELY`` errors of it.
 
-    Both noises are sums over the same samples. The error of such a ratio of sums follows from the residuals of the
-    samples: f_i - r s_i, where r is the ratio (linearization, as for every ratio estimator). A sample is a row of the
-    output; of a single row, each of its numbers is one.
+    Of two losses the larger result counts. The loss of all data is that of the sums of noise, f and s:
+    10 log10(Σf / Σs). The error of such a ratio of sums follows from the residuals of the samples, f_i - r s_i, where r
+    is the ratio (linearization, as for every ratio estimator). Where one sample has nearly all noise, such as the one
+    undecided sample of a classifier, this says nothing of the others: so the mean of the samples' own losses counts
+    too. A sample is a row of the output; of a single row, each of its numbers is one, and only the first loss counts.
 
     Args:
         expected: The outputs of the float model, batch by batch.
@@ -79,31 +85,41 @@ def loss_uncertainty(
         got: Those of the file.
         output: The name of the output.
     """
-    noises = [_noise_by_row(expected, each, output) for each in (simulated, got)]
-    if any(noise is None for noise in noises):
+    rows_of_simulation, rows_of_file = (_noise_by_row(expected, each, output) for each in (simulated, got))
+    if rows_of_simulation is None or rows_of_file is None:
         return 0.0
-    of_simulation, of_file = (np.asarray(noise) for noise in noises)
-    if of_file.shape != of_simulation.shape or of_file.size <= 1 or not of_simulation.sum() or not of_file.sum():
+    several = len(rows_of_file) > 1
+    of_simulation, of_file = (
+        np.array([row.sum() for row in rows]) if several else rows[0] for rows in (rows_of_simulation, rows_of_file)
+    )
+    if not of_simulation.sum() or not of_file.sum():
         return 0.0
-    residuals = of_file - of_file.sum() / of_simulation.sum() * of_simulation
-    count = residuals.size
+    ratio = float(of_file.sum() / of_simulation.sum())
+    loss = 10 * math.log10(ratio)
+    count = of_file.size
+    if count == 1:
+        return loss
+    residuals = of_file - ratio * of_simulation
     relative = math.sqrt(count / (count - 1) * float(np.sum(residuals**2))) / float(of_file.sum())
-    return 10 / math.log(10) * relative
+    found = [loss + LIKELY * 10 / math.log(10) * relative]
+    counted = (of_file > 0) & (of_simulation > 0)
+    if several and counted.sum() > 1:
+        losses = 10 * np.log10(of_file[counted] / of_simulation[counted])
+        found.append(float(losses.mean() + LIKELY * losses.std(ddof=1) / math.sqrt(losses.size)))
+    return max(found)
 
 
 def _noise_by_row(
     expected: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
-) -> NDArray[np.float64] | None:
-    """The squared error of each row of an output; None if an output is missing or has another shape."""
-    pairs = [(one.get(output), other.get(output)) for one, other in zip(expected, got, strict=True)]
-    errors: list[NDArray[np.float64]] = []
-    for one, other in pairs:
-        if one is None or other is None or one.shape != other.shape:
+) -> list[NDArray[np.float64]] | None:
+    """The squared errors of each row of an output; None if an output is missing or has another shape."""
+    rows: list[NDArray[np.float64]] = []
+    for exact, other in ((one.get(output), two.get(output)) for one, two in zip(expected, got, strict=True)):
+        if exact is None or other is None or exact.shape != other.shape:
             return None
-        errors.append((one.astype(np.float64) - other) ** 2)
-    rows = [error.reshape(len(error) if error.ndim > 1 else 1, -1) for error in errors]
-    found: NDArray[np.float64] = np.concatenate([each.sum(axis=1) for each in rows])
-    return rows[0][0] if found.size == 1 else found
+        error: NDArray[np.float64] = (exact.astype(np.float64) - other) ** 2
+        rows += list(error.reshape(len(error) if error.ndim > 1 else 1, -1))
+    return rows or None
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:

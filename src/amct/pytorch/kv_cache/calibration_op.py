@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KV_CACHE_QUANT = "kv_cache_quant"
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # torch 2.6 has the latter only
 
 
 class QuantCalibrationOp(nn.Module):
@@ -90,7 +91,7 @@ class QuantCalibrationOp(nn.Module):
             TypeError: the name is not a string, the tensor is none, or it has no floating-point numbers.
             RuntimeError: the tensor holds NaN or infinity; the message names the layer and the batch.
         """
-        if not torch.compiler.is_exporting():
+        if not _is_exporting():
             self._calibration.observe(layer_name, tensor)
         return tensor
 

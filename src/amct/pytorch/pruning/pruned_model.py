@@ -13,7 +13,8 @@ import torch
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.writer import SavePath, check_opset
+from amct.export.save_path import SavePath
+from amct.export.writer import check_opset
 from amct.printable import escaped, printable, shortened
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.model_copy import copy_model

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from amct.export.writer import SavePath
+    from amct.export.save_path import SavePath
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.door import IoOptions
 

@@ -9,7 +9,7 @@ from torch import nn
 from amct import log
 from amct.config.qat.qat_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError
-from amct.export.qdq.nodes import Target
+from amct.export.options import Target
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.operators import refuse_operators

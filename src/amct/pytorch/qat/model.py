@@ -13,9 +13,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from amct import log
-from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
-from amct.export.qdq.exporter import Placement
-from amct.export.qdq.nodes import Target
+from amct.errors import ArgumentError, TrainingError
+from amct.export.options import Placement, Target
 from amct.export.saving import DEFAULT_FORMATS
 from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
@@ -306,17 +305,6 @@ def first_samples(arguments: Arguments) -> Arguments | None:
             Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
         )
     return kept
-
-
-def qat_state(model: nn.Module) -> QatState:
-    """The state of a trainable model.
-
-    Raises:
-        ArgumentTypeError: It is no such model.
-    """
-    if not isinstance(model, QatModel):
-        raise ArgumentTypeError(f"expected a model in quantization-aware training, got {type(model).__name__}")
-    return model._qat
 
 
 def with_state(model: QatModel, **changes: Any) -> QatModel:  # noqa: ANN401  fields of QatState

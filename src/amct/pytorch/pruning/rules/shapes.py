@@ -45,7 +45,7 @@ def stack(flow: Flow, operation: Operation) -> Axes:
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
 def split(flow: Flow, operation: Operation) -> list[Axes]:
-    """Parts along an axis. Equal parts of ``chunk`` lose the same channels; sizes must follow the channels."""
+    """Parts along an axis; sizes must follow the channels."""
     value, how = operation.arguments[:2]
     axes = flow.of(value)
     axis = positive(argument(operation, 2, 0), len(axes))
@@ -66,16 +66,12 @@ def split(flow: Flow, operation: Operation) -> list[Axes]:
 
 
 def _split_evenly(flow: Flow, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
-    if operation.kind in ("chunk", "unsafe_chunk"):
-        if len(set(sizes)) == 1:
-            flow.sets.join_rows(
-                labels.reshape(len(sizes), sizes[0]), "every part of a chunk must keep as many channels"
-            )
-        else:
-            flow.keep([labels], operation, "makes parts of unequal size")
-    elif operation.kind == "tensor_split":
-        flow.keep([labels], operation, "ends the chain: its channels cannot be followed")
-    else:
+    """Let equal parts lose as many channels, as a computed size does; other sizes must follow by themselves."""
+    if len(set(sizes)) == 1:
+        flow.sets.join_rows(labels.reshape(len(sizes), sizes[0]), "every part of a split must keep as many channels")
+    elif operation.kind in ("chunk", "unsafe_chunk", "tensor_split"):
+        flow.keep([labels], operation, "makes parts of unequal size")
+    if operation.kind not in ("chunk", "unsafe_chunk"):
         flow.follows_sizes(labels, operation)
 
 
@@ -104,6 +100,9 @@ def sliced(flow: Flow, operation: Operation) -> Axes:
         return tuple(axes)
     if step != 1:
         flow.keep([labels], operation, "takes every second channel or fewer")
+    half = len(labels) // 2
+    if len(labels) == 2 * half and half in chosen.indices(len(labels))[:2]:
+        flow.sets.join(labels[:half], labels[half:], "both halves must keep as many channels")
     flow.follows_sizes(labels, operation)
     flow.starts[operation.name] = labels[: chosen.indices(len(labels))[0]]
     axes[axis] = labels[chosen]

@@ -17,8 +17,11 @@ _MICROSOFT_VERSION = 1
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.onnx.export`` is running this module; its operators exist only in the file."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+    """Whether ``torch.onnx.export`` is running this module and can be given operators, which torch 2.8 and later can.
+
+    The operators exist only in the file. An older torch exports the rounding itself, as arithmetic.
+    """
+    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export() and hasattr(torch.onnx, "ops")
 
 
 def quantize_and_dequantize(x: Tensor, scale: Tensor, offset: Tensor, axis: int | None = None) -> Tensor:
