@@ -367,7 +367,8 @@ def test_the_guides_config(tmp_path, monkeypatch):
     """The JSON of the guide's sample is what is written for a net with these layers."""
     monkeypatch.chdir(tmp_path)
     net = """layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 4 dim: 8 dim: 8 } } }
-    layer { name: "conv1" type: "Convolution" bottom: "data" top: "a" convolution_param { num_output: 4 kernel_size: 3 } }
+    layer { name: "conv1" type: "Convolution" bottom: "data" top: "a"
+      convolution_param { num_output: 4 kernel_size: 3 } }
     layer { name: "conv2_1/expand" type: "Convolution" bottom: "a" top: "b"
       convolution_param { num_output: 4 kernel_size: 3 } }
     layer { name: "conv2_1/dwise" type: "DepthwiseConv" bottom: "b" top: "c" convolution_param { kernel_size: 3 } }"""
