@@ -26,7 +26,7 @@ from amct import atomic
 if TYPE_CHECKING:
     import os
 
-    from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
+    from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent, TrainingContent
 
 LARGEST_LAYERS = 3000
 LARGEST_NOTES = 2000
@@ -38,6 +38,8 @@ LARGEST_INPUTS = 16
 RANGES_PER_LAYER = 512
 RANGES_IN_ALL = 150_000
 WORST_SHOWN = 10
+CURVE_POINTS = 320
+"""The maximum number of points of the loss curve."""
 
 
 def write_page(path: str | os.PathLike[str], content: ReportContent) -> None:
@@ -57,6 +59,7 @@ def page(content: ReportContent) -> str:
     return template.render(
         report=content,
         worst=worst_layers(content.layers),
+        curve=loss_curve(content.training.losses) if content.training is not None else "",
         style=Markup(_resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -77,6 +80,7 @@ def bounded(content: ReportContent) -> ReportContent:
         pruned=tuple(replace(each, layer=_short(each.layer)) for each in content.pruned[:LARGEST_LAYERS]),
         config=_short(content.config, LARGEST_CONFIG),
         measured_on=content.measured_on + _left_out(len(content.layers), LARGEST_LAYERS, "layers"),
+        training=_bounded_training(content.training),
     )
 
 
@@ -88,6 +92,13 @@ def _bounded_layer(layer: LayerContent, ranges: int) -> LayerContent:
         inputs=layer.inputs[:LARGEST_INPUTS],
         weights=layer.weights.joined(ranges) if layer.weights is not None else None,
     )
+
+
+def _bounded_training(training: TrainingContent | None) -> TrainingContent | None:
+    if training is None:
+        return None
+    clips = (replace(each, layer=_short(each.layer)) for each in training.clips[:LARGEST_LAYERS])
+    return replace(training, clips=tuple(clips))
 
 
 def _bounded_notes(notes: tuple[LayerNote, ...]) -> tuple[LayerNote, ...]:
@@ -138,6 +149,19 @@ def worst_layers(layers: tuple[LayerContent, ...], count: int = WORST_SHOWN) -> 
         WorstLayer(index=index, name=layer.name, sqnr=sqnr, error=error, length=100 * error / longest)
         for (sqnr, index, layer), error in zip(worst, errors, strict=True)
     ]
+
+
+def loss_curve(losses: tuple[float, ...]) -> str:
+    """Return the points of an SVG line through the losses, or through means of them; "" if there is no curve."""
+    run = -(-len(losses) // CURVE_POINTS)
+    parts = [losses[start : start + run] for start in range(0, len(losses), max(run, 1))]
+    finite = [[loss for loss in part if math.isfinite(loss)] for part in parts]
+    means = [(place, sum(part) / len(part)) for place, part in enumerate(finite) if part]
+    if len(means) < 2:
+        return ""
+    low, high = min(mean for _, mean in means), max(mean for _, mean in means)
+    wide, tall = 640 / (len(parts) - 1), 150 / (high - low or 1)
+    return " ".join(f"{place * wide:.1f},{155 - (mean - low) * tall:.1f}" for place, mean in means)
 
 
 # -- the data block ----------------------------------------------------------------------------------------------------

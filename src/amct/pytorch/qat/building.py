@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,8 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
             own["input_quantizer"] = quantizer.to(_device(module))
             leaders[source if source is not None else layer.name] = quantizer
         as_quantized(module, own, leader)
-    return as_qat_model(model, QatState(plan=plan, not_folded=norms.skips))
+    kept = replace(plan, not_quantized=dict(plan.not_quantized))  # a dict can be pickled
+    return as_qat_model(model, QatState(plan=kept, not_folded=norms.skips))
 
 
 def activation_quantizer(plan: RetrainLayerPlan, *, fixed_min: bool, trained: bool = True) -> ActivationQuantizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from amct import log
-from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
+from amct.errors import ArgumentError, TrainingError
 from amct.export.qdq.exporter import Placement
 from amct.export.qdq.nodes import Target
 from amct.export.saving import DEFAULT_FORMATS
@@ -68,9 +67,9 @@ class QatState:
     teacher: tuple[nn.Module, ...] = ()
     temperature: float = 4.0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QatState:
+    def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, batches and teacher."""
-        return copy.copy(self)
+        return replace(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled model has no teacher."""
@@ -307,17 +306,6 @@ def first_samples(arguments: Arguments) -> Arguments | None:
             Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
         )
     return kept
-
-
-def qat_state(model: nn.Module) -> QatState:
-    """The state of a trainable model.
-
-    Raises:
-        ArgumentTypeError: It is no such model.
-    """
-    if not isinstance(model, QatModel):
-        raise ArgumentTypeError(f"expected a model in quantization-aware training, got {type(model).__name__}")
-    return model._qat
 
 
 def with_state(model: QatModel, **changes: Any) -> QatModel:  # noqa: ANN401  fields of QatState

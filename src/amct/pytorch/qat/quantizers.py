@@ -101,7 +101,8 @@ class ActivationQuantizer(nn.Module):
         """Quantize and dequantize with the clips as they are; without clips the input itself."""
         if not self._ready and not self.has_clips():
             return x
-        return ulq(x, self.clip_min, self.clip_max, self.bits, fp16_scale=self.fp16_scale)
+        low, high = (self.clip_min, self.clip_max) if self.training else self._legal_clips()
+        return ulq(x, low, high, self.bits, fp16_scale=self.fp16_scale)
 
     def has_clips(self) -> bool:
         """Whether the clips have values."""
@@ -109,8 +110,9 @@ class ActivationQuantizer(nn.Module):
 
     @property
     def clips(self) -> tuple[float, float]:
-        """The lower and the upper clip."""
-        return self.clip_min.item(), self.clip_max.item()
+        """The lower and the upper clip, as they are deployed."""
+        low, high = self._legal_clips()
+        return low.item(), high.item()
 
     @property
     def is_ready(self) -> bool:
@@ -124,7 +126,7 @@ class ActivationQuantizer(nn.Module):
             TrainingError: There are no clips yet, or they are not finite.
         """
         self._check_finite()
-        scale, offset = ulq_factors(self.clip_min, self.clip_max, self.bits, fp16_scale=self.fp16_scale)
+        scale, offset = ulq_factors(*self._legal_clips(), self.bits, fp16_scale=self.fp16_scale)
         return float(scale), int(offset)
 
     @torch.no_grad()
@@ -178,24 +180,28 @@ class ActivationQuantizer(nn.Module):
 
     # -- later batches -------------------------------------------------------------------------------------------------
 
+    def _legal_clips(self) -> tuple[Tensor, Tensor]:
+        """The clips, with those that the last step of an optimizer made illegal replaced by the last legal ones."""
+        return valid_clips(self.clip_min, self.clip_max, self.valid_min, self.valid_max)
+
     @torch.no_grad()
     def _keep_legal(self) -> None:
-        """Replace clips that the optimizer made illegal by the last legal ones."""
+        """Write legal clips back, for the optimizer to go on from."""
         on_host = self.clip_max.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_host:
             self._check_finite()
-            low, high = self.clips
+            low, high = self.clip_min.item(), self.clip_max.item()
             if low <= 0 <= high and low < high:
                 self.valid_min.fill_(low)
                 self.valid_max.fill_(high)
                 return
-        low_clip, high_clip = valid_clips(self.clip_min, self.clip_max, self.valid_min, self.valid_max)
+        low_clip, high_clip = self._legal_clips()
         for name, value in (("min", low_clip), ("max", high_clip)):
             getattr(self, f"clip_{name}").copy_(value)
             getattr(self, f"valid_{name}").copy_(value)
 
     def _check_finite(self) -> None:
-        low, high = self.clips
+        low, high = self.clip_min.item(), self.clip_max.item()
         if math.isfinite(low) and math.isfinite(high):
             return
         if int(self.batches) == 0:
@@ -257,7 +263,7 @@ class WeightQuantizer(nn.Module):
             return arq_step(weight, self.bits, channel_wise=self.channel_wise, **layout)
         if self.training:
             self._keep_legal()
-        return learned_step(weight, self.scale, self.bits, **layout)
+        return learned_step(weight, self.scale if self.training else self._legal_scale(), self.bits, **layout)
 
     def rows(self, weight: Tensor) -> Tensor:
         """The weight as rows, one per output channel."""
@@ -272,7 +278,7 @@ class WeightQuantizer(nn.Module):
 
     def scales(self, weight: Tensor) -> Tensor:
         """The scales: one, one per output channel, or one per gate."""
-        return self.scale.detach().clone() if self.learned else self._measured(weight)
+        return self._legal_scale().detach().clone() if self.learned else self._measured(weight)
 
     def integers(self, weight: Tensor) -> Tensor:
         """The integers of the weight as rows; float32 numbers."""
@@ -298,10 +304,14 @@ class WeightQuantizer(nn.Module):
         count = scale_count(rows.shape[0], self.kind, self.groups, channel_wise=self.channel_wise)
         return arq_scale(rows, self.bits, count)
 
+    def _legal_scale(self) -> Tensor:
+        """The scales, with those that the last step of an optimizer made illegal replaced by the last legal ones."""
+        return valid_scale(self.scale, self.valid_scale)
+
     @torch.no_grad()
     def _keep_legal(self) -> None:
-        """Replace scales that the optimizer made illegal by the last legal ones."""
-        legal = valid_scale(self.scale, self.valid_scale)
+        """Write legal scales back, for the optimizer to go on from."""
+        legal = self._legal_scale()
         self.scale.copy_(legal)
         self.valid_scale.copy_(legal)
 

@@ -1,0 +1,215 @@
+"""Quantization-aware training of the CIFAR-10 ResNet-20: cost of a step, memory, accuracy.
+
+    python benchmarks/qat_pytorch.py                      everything, three seeds
+    python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, w4a4, int8
+    python benchmarks/qat_pytorch.py w4a4 --seeds 1       one seed
+
+Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Recipe: 10 000 training images, flip and crop,
+SGD with momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; learned scales per channel, the image and
+the first convolution have 8 bits. Times are CPU seconds of one thread, float and quantized steps in turn. Memory is the
+growth of the process over its size before the first step, each model in a process of its own. The table is printed, and
+written to ``benchmarks/results/qat_pytorch.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "pytorch"))
+
+import torch  # noqa: E402  the networks of the tests are found through the path above
+from real_models import cifar_images, cifar_resnet, torch_top1  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import amct.pytorch as amct  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+ASSETS = Path(os.environ.get("AMCT_ASSETS", HERE.parent.parent / "shared" / "assets"))
+RESULTS = HERE / "results" / "qat_pytorch.json"
+BATCH, CALIBRATION = 64, 512
+PARTS = ("step", "memory", "w4a4", "int8")
+W4A4 = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"conv1": (8, 8)})
+Row = tuple[str, str, str, bool]
+
+
+def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
+    """One step; its CPU seconds."""
+    begin = time.process_time()
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return time.process_time() - begin
+
+
+def with_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model in train mode and its optimizer."""
+    return model.train(), torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def step_ratio() -> Iterator[Row]:
+    """CPU time of an INT8 step over that of a float step."""
+    images, labels = cifar_images(ASSETS, "train_10000", CALIBRATION)
+    original = cifar_resnet(ASSETS, 20)
+    models = [with_optimizer(copy.deepcopy(original)), with_optimizer(amct.prepare_qat(original, images[:BATCH]))]
+    ratios = []
+    for number in range(6):
+        part = slice(BATCH * number, BATCH * (number + 1))
+        times = [trained_step(*each, images[part], labels[part]) for each in models]
+        ratios.append(times[1] / times[0])
+    found = statistics.median(ratios[1:])
+    yield "INT8 step / float step, CPU time, median of 5", f"{found:.2f}", "<= 1.35", found <= 1.35
+
+
+def memory_job(kind: str) -> None:
+    """In a process of its own: print the growth of the process by three steps, in bytes."""
+    images, labels = cifar_images(ASSETS, "train_10000", BATCH)
+    model: nn.Module = cifar_resnet(ASSETS, 20)
+    if kind == "qat":
+        model = amct.prepare_qat(model, images[:8])
+    model, optimizer = with_optimizer(model)
+    trained_step(model, optimizer, images[:2], labels[:2])  # libraries load, loops are compiled
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(3):
+        trained_step(model, optimizer, images, labels)
+    status = Path("/proc/self/status").read_text()
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    print(json.dumps({"growth": peak - before, "total": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+
+
+def memory_ratio() -> Iterator[Row]:
+    """Peak memory of an INT8 step over that of a float step."""
+    growth = {}
+    for kind in ("float", "qat"):
+        found = subprocess.run(
+            [sys.executable, __file__, "--memory-job", kind], capture_output=True, text=True, check=True
+        )
+        growth[kind] = json.loads(found.stdout.splitlines()[-1])["growth"]
+    ratio = growth["qat"] / growth["float"]
+    shown = f"{ratio:.2f} ({growth['qat'] / 1e6:.0f} / {growth['float'] / 1e6:.0f} MB)"
+    yield "peak memory of an INT8 step / float step", shown, "<= 1.6", ratio <= 1.6
+
+
+# -- accuracy ----------------------------------------------------------------------------------------------------------
+
+
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each picture flipped or not, and cropped from a border of four pixels."""
+    flips = torch.rand(len(images), generator=generator) < 0.5
+    images = torch.where(flips[:, None, None, None], images.flip(3), images)
+    padded = functional.pad(images, (4, 4, 4, 4))
+    places = torch.randint(0, 9, (len(images), 2), generator=generator).tolist()
+    return torch.stack([each[:, y : y + 32, x : x + 32] for each, (y, x) in zip(padded, places, strict=True)])
+
+
+def train(model: amct.QatModel, epochs: int, seed: int, *, distill: bool) -> None:
+    """The recipe."""
+    images, labels = cifar_images(ASSETS, "train_10000")
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    _, optimizer = with_optimizer(model)
+    model.to(memory_format=torch.channels_last)  # the same sums in less time
+    steps = epochs * (len(images) // BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(images), generator=generator)[: steps // epochs * BATCH].split(BATCH):
+            x = augmented(images[chosen], generator).contiguous(memory_format=torch.channels_last)
+            optimizer.zero_grad()
+            output = model(x)
+            loss = functional.cross_entropy(output, labels[chosen])
+            if distill:
+                loss = 0.1 * loss + model.distillation_loss(x, output)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    model.eval()
+
+
+def accuracies(config: amct.QatConfig | None, epochs: int, seeds: int, *, distill: bool = False) -> list[float]:
+    """Top-1 in percent after training, for each seed."""
+    test = cifar_images(ASSETS, "test_6000")
+    calibration = cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH)
+    found = []
+    for seed in range(seeds if epochs else 1):
+        original = cifar_resnet(ASSETS, 20)
+        model = amct.prepare_qat(original, list(calibration), config, teacher=original if distill else None)
+        if epochs:
+            train(model, epochs, seed, distill=distill)
+        found.append(torch_top1(model.eval(), *test))
+        print(f"  {epochs} epochs, seed {seed}{', with teacher' if distill else ''}: {found[-1]:.2f}", file=sys.stderr)
+    return found
+
+
+def accuracy_row(what: str, found: list[float], wanted: float) -> Row:
+    """The mean over the seeds, and the seeds."""
+    mean = statistics.mean(found)
+    each = f" ({', '.join(f'{value:.2f}' for value in found)})" if len(found) > 1 else ""
+    return what, f"{mean:.2f}{each}", f">= {wanted:.2f}", mean >= wanted
+
+
+def w4a4(seeds: int) -> Iterator[Row]:
+    """Four bits, before and after training."""
+    yield accuracy_row("W4A4 before training", accuracies(W4A4, 0, 1), 88.4)
+    yield accuracy_row("W4A4 after 1 epoch", accuracies(W4A4, 1, seeds), 89.1)
+    yield accuracy_row("W4A4 after 2 epochs", accuracies(W4A4, 2, seeds), 89.8)
+    yield accuracy_row("W4A4 after 2 epochs, with teacher", accuracies(W4A4, 2, seeds, distill=True), 90.2)
+
+
+def int8(seeds: int) -> Iterator[Row]:
+    """Eight bits after one epoch, beside post-training quantization."""
+    calibration = cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH)
+    quantized = amct.quantize(cifar_resnet(ASSETS, 20), list(calibration))
+    before = torch_top1(quantized.model, *cifar_images(ASSETS, "test_6000"))
+    yield accuracy_row("INT8 after 1 epoch (wanted: that of PTQ)", accuracies(None, 1, seeds), before)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Quantization-aware training of ResNet-20")
+    parser.add_argument("parts", nargs="*", default=PARTS, metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--memory-job", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.memory_job:
+        memory_job(arguments.memory_job)
+        return
+    table = Table("what", "measured", "wanted", "kept", title="ResNet-20, 10 000 training images, 6000 test images")
+    jobs = {
+        "step": step_ratio,
+        "memory": memory_ratio,
+        "w4a4": lambda: w4a4(arguments.seeds),
+        "int8": lambda: int8(arguments.seeds),
+    }
+    rows = []
+    for part in arguments.parts:
+        for what, measured, wanted, kept in jobs[part]():
+            table.add_row(what, measured, wanted, "yes" if kept else "NO")
+            rows.append({"what": what, "measured": measured, "wanted": wanted, "kept": kept})
+    Console().print(table)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(
+        json.dumps({"torch": torch.__version__, "seeds": arguments.seeds, "rows": rows}, indent=2) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

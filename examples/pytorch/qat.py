@@ -1,0 +1,59 @@
+"""Quantization-aware training: a small network with 4 bits, trained with its float self as teacher.
+
+python examples/pytorch/qat.py [folder]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import amct.pytorch as amct
+
+data = load_digits()
+images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
+labels = torch.tensor(data.target)
+train, test = slice(0, 1400), slice(1400, None)
+
+
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train on every image once; a model with a teacher learns from it too."""
+    model.train()
+    for batch in torch.randperm(1400).split(50):
+        optimizer.zero_grad()
+        output = model(images[batch])
+        loss = nn.functional.cross_entropy(output, labels[batch])
+        if isinstance(model, amct.QatModel):
+            loss = loss + model.distillation_loss(images[batch], output)
+        loss.backward()
+        optimizer.step()
+
+
+def accuracy(model: nn.Module) -> float:
+    """Share of test images recognised."""
+    with torch.no_grad():
+        return (model.eval()(images[test]).argmax(1) == labels[test]).float().mean().item()
+
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+    nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+    nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 10),
+)  # fmt: skip
+for _ in range(3):
+    epoch(model, torch.optim.Adam(model.parameters(), lr=0.005))
+print(f"float: {accuracy(model):.1%}")
+
+config = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"0": (8, 8)})
+qat = amct.prepare_qat(model, [images[:200]], config, teacher=model)
+print(f"4 bits before training: {accuracy(qat):.1%}")
+optimizer = torch.optim.SGD(qat.parameters(), lr=0.01, momentum=0.9)
+for _ in range(2):
+    epoch(qat, optimizer)
+print(f"4 bits after training: {accuracy(qat):.1%}")
+qat.save(Path(sys.argv[1] if len(sys.argv) > 1 else "out") / "digits")

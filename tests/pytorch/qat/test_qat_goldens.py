@@ -1,0 +1,112 @@
+"""Configs, records and outputs of AMCT for PyTorch 9.0.0, trained on the same batches."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from qat_helpers import GOLDEN, Flow, evaluate
+from torch import nn
+from torch.nn import functional
+
+from amct.record import read_record
+
+
+class Retrain(nn.Module):
+    """The network of the cases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.b1 = nn.BatchNorm2d(16)
+        self.c2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.b2 = nn.BatchNorm2d(32)
+        self.c3 = nn.Conv2d(32, 32, 3, padding=1, stride=2)
+        self.dw = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.pool = nn.AvgPool2d(4)
+        self.fc1 = nn.Linear(128, 48)
+        self.fc = nn.Linear(48, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.b1(self.c1(x)))
+        x = torch.relu(self.b2(self.c2(x)))
+        x = torch.relu(self.dw(torch.relu(self.c3(x))))
+        return self.fc(torch.relu(self.fc1(self.pool(x).flatten(1))))
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN / "retrain.npz") as archive:
+        return {name: torch.from_numpy(archive[name]) for name in archive.files}
+
+
+def trained(folder, case, golden, *, as_amct):
+    model = Retrain()
+    model.load_state_dict({key[8:]: value for key, value in golden.items() if key.startswith("weights/")})
+    cfg = GOLDEN / case / "quant.cfg"
+    flow = Flow(folder, cfg.read_text() if cfg.exists() else None, model, golden["inputs/b0"])
+    if as_amct:  # AMCT sees no ReLU behind pooling and flattening, ours does: give it AMCT's setting
+        config = json.loads(flow.config.read_text())
+        config["fc1"]["retrain_data_config"]["fixed_min"] = False
+        flow.config.write_text(json.dumps(config))
+    created = flow.create().train()
+    optimizer = torch.optim.SGD(created.parameters(), lr=0.01)
+    losses = []
+    for batch in range(3):
+        target = torch.from_numpy(np.random.RandomState(50 + batch).randint(0, 10, 8))
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(created(golden[f"inputs/b{batch}"]), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return flow, created, losses
+
+
+# A learned scale moves by a sum of rounding errors of either sign, which amplifies the last bits of everything else.
+CASES = [
+    ("qat_default", [2.33249, 2.30075, 2.26269], 1e-3),
+    ("qat_int4_w", [2.33079, 2.29885, 2.26408], 1e-2),
+]
+
+
+@pytest.mark.parametrize(("case", "losses", "tolerance"), CASES)
+def test_training_gives_amcts_losses_factors_and_outputs(tmp_path, case, losses, tolerance, golden):
+    flow, created, found = trained(tmp_path, case, golden, as_amct=True)
+    np.testing.assert_allclose(found, losses, rtol=0, atol=5e-4)
+    output = evaluate(created, golden["inputs/b0"])
+    expected = golden[f"outputs/{case}"]
+    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
+    flow.save(created)
+    record, reference = read_record(flow.record), read_record(GOLDEN / case / "record.txt")
+    assert list(record) == list(reference)
+    for name, entry in reference.items():
+        own = record[name]
+        assert (own.act_type, own.wts_type, own.offset_d) == (entry.act_type, entry.wts_type, entry.offset_d)
+        assert own.offset_w == entry.offset_w
+        np.testing.assert_allclose(own.scale_d, entry.scale_d, rtol=1e-3)
+        np.testing.assert_allclose(own.scale_w, entry.scale_w, rtol=tolerance)
+        assert own.dst_type == (entry.act_type if entry.act_type == entry.wts_type else None)
+
+
+@pytest.mark.parametrize("case", ["qat_default", "qat_int4_w"])
+def test_the_config_is_amcts(tmp_path, case, golden):
+    flow, _, _ = trained(tmp_path, case, golden, as_amct=False)
+    assert flow.config.read_text() == (GOLDEN / case / "config.json").read_text()
+
+
+def test_the_lower_clip_stays_zero_behind_relu_pooling_and_flattening(tmp_path, golden):
+    _, created, _ = trained(tmp_path, "qat_default", golden, as_amct=False)
+    assert created.fc1.input_quantizer.fixed_min
+    assert not created.c1.input_quantizer.fixed_min
+
+
+def test_int4_activations_which_amct_refuses_are_trained_and_saved(tmp_path, golden):
+    flow, created, losses = trained(tmp_path, "qat_int4_arq", golden, as_amct=False)
+    assert losses[-1] < losses[0]
+    flow.save(created)
+    record = read_record(flow.record)
+    assert (record["c2"].dst_type, record["c2"].act_type, record["c2"].wts_type) == ("INT4", "INT4", "INT4")
+    # an odd number of channels, or several groups, cannot be packed: 8-bit weights
+    assert (record["c1"].dst_type, record["c1"].act_type, record["c1"].wts_type) == (None, "INT4", "INT8")
