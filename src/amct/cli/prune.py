@@ -65,7 +65,7 @@ def _result(
     if data is not None:
         from amct.data.arrays import read_array
 
-        batches = list(torch.from_numpy(read_array(data)).split(len(example)))
+        batches = list(torch.split(torch.from_numpy(read_array(data)), len(example)))
     return amct.pytorch.prune(model, example, batches=batches, **settings)
 
 
