@@ -487,7 +487,15 @@ def fifo(path: Path) -> None:
 def without_access_time(path: Path) -> tuple[int, ...]:
     """What a write or a rename would change; reading a file sets the access time too."""
     about = path.lstat()
-    return about.st_mode, about.st_ino, about.st_nlink, about.st_uid, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    return (
+        about.st_mode,
+        about.st_ino,
+        about.st_nlink,
+        about.st_uid,
+        about.st_size,
+        about.st_mtime_ns,
+        about.st_ctime_ns,
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ BUILT_IN = {
     "RecordError": RuntimeError,
     "RecordValueError": ValueError,
     "RecordParseError": ValueError,
+    "TrainingError": RuntimeError,
     "CheckpointError": KeyError,
     "ExportError": RuntimeError,
 }

@@ -14,8 +14,15 @@ import pytest
 from report_examples import HOSTILE, activation, layer, small_report
 
 from amct.errors import FileError
-from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
-from amct.report.page import bounded, page, worst_layers, write_page
+from amct.report.content import (
+    InputContent,
+    LayerContent,
+    LayerNote,
+    ReportContent,
+    TrainedClips,
+    TrainingContent,
+)
+from amct.report.page import bounded, loss_curve, page, worst_layers, write_page
 
 
 class Reader(HTMLParser):
@@ -187,3 +194,25 @@ def test_the_file_is_written_whole(tmp_path):
 def test_a_folder_in_the_way_is_an_error(tmp_path):
     with pytest.raises(FileError, match="it is a folder"):
         write_page(tmp_path, small_report())
+
+
+def test_training_shows_the_loss_curve_and_where_clips_moved():
+    clips = (
+        TrainedClips(layer=HOSTILE, before=(-1.0, 2.0), after=(-0.5, 1.5)),
+        TrainedClips(layer="fc", before=None, after=(0.0, 3.25)),
+    )
+    training = TrainingContent(losses=(2.0, math.nan, 1.0, 0.5), clips=clips)
+    text = page(replace(small_report(), training=training))
+    assert "<polyline" in text
+    assert "-0.5 … 1.5" in text
+    assert "0 … 3.25" in text
+    assert HOSTILE not in text
+    assert "polyline" not in page(replace(small_report(), training=TrainingContent(losses=(1.0,))))
+    assert 'id="training"' not in page(small_report())
+
+
+def test_a_long_loss_curve_is_drawn_through_means():
+    points = loss_curve(tuple(float(step) for step in range(10_000))).split()
+    assert len(points) <= 320
+    assert points[0].startswith("0.0,")
+    assert points[-1].startswith("640.0,")
