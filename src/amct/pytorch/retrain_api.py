@@ -247,7 +247,7 @@ def save_trained(
     example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
     record = replace(trained_record(preparation, trained), prune=tuple(prune))
     tensors = observe_tensors(preparation, [trained.seen or example])
-    compared = reference(preparation, record, example)
+    compared = reference(preparation, record, [example])
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))
         if tensors is not None:
