@@ -52,6 +52,8 @@ def test_in_one_call(arguments, tmp_path):
     assert "accuracy" in page
     assert f"{retraining.scores_after['accuracy']:.4g}" in page
     assert "net_atc_model.prototxt" in page
+    assert '<section id="training">' in page
+    assert "Loss, 12 values" in page
     assert not (tmp_path / "amct_log").exists()
 
 

@@ -307,3 +307,74 @@ def test_a_killed_training_goes_on_from_its_last_snapshot(copy):
             for name, values in parameters(whole).items():
                 np.testing.assert_array_equal(parameters(killed.net)[name], values, err_msg=name)
     killed.step(1)
+
+
+# ------------------------------------------------------------------ other layers and formats
+
+MANY = """
+layer { name: "conv1" type: "Convolution" bottom: "data" top: "conv1"
+  convolution_param { num_output: 4 kernel_size: 3 pad: 1 weight_filler { type: "xavier" } } }
+layer { name: "relu1" type: "ReLU" bottom: "conv1" top: "conv1" }
+layer { name: "dw" type: "DepthwiseConv" bottom: "conv1" top: "dw"
+  convolution_param { kernel_size: 3 pad: 1 bias_term: false weight_filler { type: "xavier" } } }
+layer { name: "bn" type: "BatchNorm" bottom: "dw" top: "dw" batch_norm_param { moving_average_fraction: 0.5 } }
+layer { name: "down" type: "Pooling" bottom: "dw" top: "down" pooling_param { pool: AVE kernel_size: 2 stride: 2 } }
+layer { name: "up" type: "Deconvolution" bottom: "down" top: "up" convolution_param { num_output: 4 group: 2
+  kernel_size: 2 stride: 2 weight_filler { type: "xavier" } } }
+layer { name: "scale" type: "Scale" bottom: "up" top: "up" scale_param { bias_term: true filler { value: -0.5 } } }
+layer { name: "join" type: "Concat" bottom: "dw" bottom: "up" top: "join" }
+layer { name: "squash" type: "Sigmoid" bottom: "join" top: "squash" }
+layer { name: "flat" type: "Flatten" bottom: "squash" top: "flat" }
+layer { name: "fc" type: "InnerProduct" bottom: "flat" top: "fc"
+  inner_product_param { num_output: 10 transpose: true weight_filler { type: "xavier" } } }
+"""
+
+
+def test_every_type_with_weights(tmp_path, trained, monkeypatch):
+    """Also: a snapshot in HDF5, a negative factor that turns integers, 12 bits."""
+    monkeypatch.chdir(tmp_path)
+    run = Retraining(tmp_path, trained.data, MANY)
+    run.train_float(4)
+    run.create(
+        'override_layer_configs { layer_name: "up" retrain_data_quant_config { ulq_quantize { num_bits: 12 } } }'
+    )
+    path = run.solver(run.modified[0], 6, 0.01)
+    with Path(path).open("a") as file:
+        file.write("snapshot_format: HDF5")
+    solver = caffe.SGDSolver(path)
+    solver.net.copy_from(run.modified[1])
+    solver.solve()
+    amct.save_quant_retrain_model(run.modified[0], f"{run.snapshot(6)}.h5", "Both", str(run.prefix))
+    record = read_caffe_record(f"{run.prefix}_quant_param_record.txt")
+    assert list(record.layers) == ["conv1", "dw", "down", "up", "join", "squash", "flat", "fc"]
+    assert record["up"].record_d[0].bits == 12
+    assert record["join"].record_d[1].scale == record["squash"].record_d[0].scale  # only "up" is read by Concat alone
+    fake, deploy = run.result("fake_quant"), run.result("deploy")
+    test = caffe.Net(run.modified[0], f"{run.snapshot(6)}.h5", caffe.TEST)
+    for net in (fake, deploy, test):
+        net.forward()
+    np.testing.assert_array_equal(fake.blobs["fc"].data, deploy.blobs["fc"].data)
+    scores = test.blobs["fc"].data
+    assert np.abs(scores - fake.blobs["fc"].data).max() < 0.02 * np.abs(scores).max()
+    weight = test.params["up"][0].data  # (inputs, outputs / group, ...): the rows of an output are not neighbours
+    rows = weight.reshape(2, 2, 2, 2, 2).transpose(0, 2, 1, 3, 4).reshape(4, -1)
+    steps = np.round(rows / (np.abs(rows).max(1, keepdims=True) / 127)) * np.sign(test.params["scale"][0].data)[:, None]
+    found = deploy.params["up"][0].data.reshape(2, 2, 2, 2, 2).transpose(0, 2, 1, 3, 4).reshape(4, -1)
+    np.testing.assert_array_equal(found, steps)
+
+
+def test_the_guides_config(tmp_path, monkeypatch):
+    """The JSON of the guide's sample is what is written for a net with these layers."""
+    monkeypatch.chdir(tmp_path)
+    net = """layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 4 dim: 8 dim: 8 } } }
+    layer { name: "conv1" type: "Convolution" bottom: "data" top: "a"
+      convolution_param { num_output: 4 kernel_size: 3 } }
+    layer { name: "conv2_1/expand" type: "Convolution" bottom: "a" top: "b"
+      convolution_param { num_output: 4 kernel_size: 3 } }
+    layer { name: "conv2_1/dwise" type: "DepthwiseConv" bottom: "b" top: "c" convolution_param { kernel_size: 3 } }"""
+    Path("net.prototxt").write_text(net)
+    caffe.Net("net.prototxt", caffe.TEST).save("net.caffemodel")
+    amct.create_quant_retrain_config("config.json", "net.prototxt", "net.caffemodel")
+    sample = (Path(__file__).parents[1] / "golden" / "config" / "caffe_retrain_create.json").read_text()
+    last = sample.rindex(",")
+    assert json.loads(Path("config.json").read_text()) == json.loads(sample[:last] + sample[last + 1 :])

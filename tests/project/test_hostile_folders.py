@@ -45,6 +45,7 @@ layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc"
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
 """
 SOLVER = 'net: "train.prototxt" base_lr: 0.1 lr_policy: "fixed" max_iter: 2 snapshot_prefix: "trained"\n'
+RETRAIN_SOLVER = SOLVER.replace("trained", "retrain") + "test_iter: 1 test_interval: 2 test_initialization: false\n"
 FACTORY = """\
 import torch
 from torch import nn
@@ -59,6 +60,7 @@ CUSTOM_PROTO += "message MineParameter { optional int32 number = 1; }\n"
 NETS = "my_nets_of_hostile_test"
 DATA = ["--data", "data.npy", "--batch-size", "2"]
 CAFFE_PAIR = ("net.prototxt", "net.caffemodel")
+TRAINED_PAIR = ("train.prototxt", "trained_iter_2.caffemodel")
 CAFFE_RESULT = ("caffe_fake_quant_model.prototxt", "caffe_fake_quant_weights.caffemodel")
 
 
@@ -100,6 +102,18 @@ def run_caffe(model, weights):
     net.forward()
 
 
+def retrain_caffe():
+    """Leave a trained model for save_quant_retrain_model: its prototxt, snapshot, record and config."""
+    amct_caffe.create_quant_retrain_config("retrain.json", *TRAINED_PAIR)
+    modified = ("retrain.prototxt", "retrain.caffemodel")
+    amct_caffe.create_quant_retrain_model(*TRAINED_PAIR, "retrain.json", *modified, "retrain_record.txt")
+    solver = Path("retrain_solver.prototxt")
+    text = solver.read_text()
+    solver.write_text(text.replace("train.prototxt", "retrain.prototxt"))
+    amct_caffe.caffe.SGDSolver("retrain_solver.prototxt").solve()
+    solver.write_text(text)
+
+
 def caffe_graph():
     return amct_caffe.init("caffe.json", *CAFFE_PAIR, "flow_record.txt")
 
@@ -110,6 +124,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         "net.prototxt": prototxt,
         "train.prototxt": trained,
         "solver.prototxt": SOLVER,
+        "retrain_solver.prototxt": RETRAIN_SOLVER,
         f"{nets}.py": factory,
         "custom.proto": CUSTOM_PROTO,
         "quant.cfg": "batch_num: 1\n",
@@ -130,6 +145,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         assert main(["quantize", f"{nets}:build", *DATA, "-o", "torch"]) == 0
         assert main(["caffe", "train", "--solver", "solver.prototxt"]) == 0
         amct_caffe.create_quant_config("caffe.json", *CAFFE_PAIR)
+        retrain_caffe()
         amct_pytorch.create_quant_config("torch.json", torch_model(), batch())
         amct_pytorch.create_quant_config("dmq.json", torch_model(), batch(), config_defination="dmq.cfg")
         amct_pytorch.quantize_model("torch.json", "m.onnx", "r.txt", torch_model(), batch())(batch())
@@ -239,6 +255,18 @@ WRITING_COMMANDS = {
     "caffe merge-proto": ["caffe", "merge-proto", "--custom", "custom.proto", "-o", "new.proto"],
     "caffe to-onnx": ["caffe", "to-onnx", "--model", "net.prototxt", "--weights", "net.caffemodel", "-o", "new.onnx"],
     "caffe run": ["caffe", "run", "--force", "script.py"],
+    "caffe retrain": [
+        "caffe",
+        "retrain",
+        "--solver",
+        "retrain_solver.prototxt",
+        "--model",
+        TRAINED_PAIR[0],
+        "--weights",
+        TRAINED_PAIR[1],
+        "-o",
+        "retrained",
+    ],
 }
 
 
@@ -303,6 +331,14 @@ WRITING_FUNCTIONS = {
     "amct_caffe.init to save_model": weights_and_activations,
     "amct_caffe.convert_model": lambda: amct_caffe.convert_model(
         *CAFFE_PAIR, "caffe_quant_param_record.txt", "converted"
+    ),
+    "amct.caffe.prepare_qat": lambda: amct.caffe.prepare_qat(*TRAINED_PAIR, "retrain_solver.prototxt", folder="."),
+    "amct_caffe.create_quant_retrain_config": lambda: amct_caffe.create_quant_retrain_config("new.json", *TRAINED_PAIR),
+    "amct_caffe.create_quant_retrain_model": lambda: amct_caffe.create_quant_retrain_model(
+        *TRAINED_PAIR, "retrain.json", "new.prototxt", "new.caffemodel", "new.txt"
+    ),
+    "amct_caffe.save_quant_retrain_model": lambda: amct_caffe.save_quant_retrain_model(
+        "retrain.prototxt", "retrain_iter_2.caffemodel", "Both", "retrained", "retrain_record.txt", "retrain.json"
     ),
     "amct_caffe.uninplace_model": lambda: amct_caffe.uninplace_model("net.prototxt", "new.prototxt"),
     "amct_caffe.caffe.Net.save": lambda: amct_caffe.caffe.Net("net.prototxt", 1).save("new.caffemodel"),
@@ -457,6 +493,7 @@ SAVES = {
     "amct.caffe.QuantizedModel.save": ("caffe", "_quant_param_record.txt"),
     "amct_pytorch.save_model": ("flow", None),  # its record was written by the calibration
     "amct_caffe.init to save_model": ("flow", "_quant_param_record.txt"),
+    "amct_caffe.save_quant_retrain_model": ("retrained", "_quant_param_record.txt"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import amct
-from amct.cli import caffe, compare, config, quantize, record, report
+from amct.cli import caffe, compare, config, prune, quantize, record, report
 
 app = typer.Typer(
     name="amct",
@@ -37,6 +37,7 @@ def root(
 app.add_typer(caffe.app)
 app.command()(quantize.quantize)
 app.command()(quantize.inspect)
+app.command()(prune.prune)
 app.command()(compare.compare)
 app.command()(report.report)
 app.add_typer(config.app)

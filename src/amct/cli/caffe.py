@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from amct import log
+from amct.atomic import check_writable
 from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 from amct.cli.printing import show
 from amct.errors import AmctError, ArgumentError, FileError, TrainingError
@@ -106,6 +107,7 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
     from amct.caffe.engine.solvers import Action, choose_device, signal_actions
     from amct.caffe.qat.door import prepare_qat
 
+    check_writable(output.parent)
     choose_device(gpu=gpu, device=device)
     work = output.parent / f"{output.name}_retrain"
     with few_lines():

@@ -99,7 +99,15 @@ def test_save_report_and_restore(net, tmp_path):
         return float(output.std())
 
     page = result.report(tmp_path / "report.html", batches, spread, files=files).read_text()
-    for text in ("Pruning report", "spread", "parameters", "onnxruntime", "net_deploy_model.onnx", "c3", "<td>its channels"):
+    for text in (
+        "Pruning report",
+        "spread",
+        "parameters",
+        "onnxruntime",
+        "net_deploy_model.onnx",
+        "c3",
+        "<td>its channels",
+    ):
         assert text in page
     assert "c2   32 → 24 channels" in result.summary()
     assert min(result.latency()) > 0

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from qat_helpers import evaluate, images, labels, net, train
+from test_qat_model import Kinds
 from torch import nn
 from torch.nn import functional
 
@@ -89,6 +90,29 @@ def test_wrong_arguments_are_explained(arguments, error, message):
 def test_a_data_loader_with_labels_is_read():
     loader = torch.utils.data.DataLoader([(images(0)[0], 1), (images(1)[0], 2)], batch_size=2)
     assert amct.prepare_qat(net(), loader).c1.input_quantizer.has_clips()
+
+
+def test_every_kind_of_layer_starts_from_calibration_and_is_saved(tmp_path):
+    torch.manual_seed(0)
+    model = amct.prepare_qat(Kinds(), [torch.randn(4, 3, 8)])
+    assert all(layer.activation.has_clips() for layer in quantized_layers(model).values())
+    assert model.lstm.state_quantizer.has_clips()
+    assert model.gru.state_quantizer.has_clips()
+    model.save(tmp_path / "net", formats=["fake_quant", "record"])
+
+
+class OnlyLstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def test_a_model_that_is_one_recurrent_layer_is_saved(tmp_path):
+    amct.prepare_qat(OnlyLstm(), [torch.randn(5, 2, 3)]).save(tmp_path / "net", formats=["record", "qdq"])
+    assert "scale_h" in (tmp_path / "net_record.txt").read_text()
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

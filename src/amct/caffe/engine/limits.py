@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob, Shape
     from amct.caffe.engine.build.graph import Graph
-    from amct.caffe.engine.plan import Step
+    from amct.caffe.engine.plan import Plan, Step
 
 #: Environment variable that raises the limit of one blob, in bytes.
 LIMIT_VARIABLE = "AMCT_CAFFE_MAX_BLOB_BYTES"
@@ -47,38 +47,50 @@ def size_check() -> Callable[[Shape, str], None]:
 
 
 class NetMemory:
-    """Counts the parameters and blobs that a net holds at the same time; each step of a forward pass must fit.
+    """Counts the parameters and blobs that a net holds at the same time during a forward pass; each step must fit.
 
     The limit is half of the machine's memory: gradients and copies inside of layers need as much again.
     """
 
-    def __init__(self) -> None:
-        self._tensors = LiveTensors(number_from_environment(NET_LIMIT_VARIABLE, machine_bytes() // 2))
+    def __init__(self, plan: Plan) -> None:
+        self._steps = iter(plan.steps)
+        self._last: Step | None = None
+        self._tensors: LiveTensors | None = None
 
-    def begin(self, step: Step) -> None:
-        """Add the parameters and the tops of a step; the shapes are known.
+    @property
+    def is_counting(self) -> bool:
+        """Whether a step of this pass was counted: then all later ones must be, too."""
+        return self._tensors is not None
+
+    def count_until(self, step: Step) -> None:
+        """Count the steps up to and including one; their shapes are known.
 
         Raises:
             ModelError: There are too many blobs.
         """
-        layer = step.node.layer
-        for node in (step.node,) if step.chain is None else step.chain.nodes:
-            # Shared parameters have one memory, which is counted once.
-            self._tensors.make({id(blob.values): _bytes(blob) for blob in node.layer.blobs})
-        is_view = step.chain is None and layer.shares_memory and bool(step.bottoms)
-        self._tensors.make(
-            {id(blob): _bytes(blob) for blob in step.tops}, view_of=id(step.bottoms[0]) if is_view else None
-        )
-        if self._tensors.is_too_much:
-            raise layer.error(
-                f"with this layer the net holds {gibibytes(self._tensors.bytes)} of parameters and blobs at the same "
-                f"time; the limit is {gibibytes(self._tensors.limit)}. Use a smaller batch; or, if this size is "
-                f"intended, set {NET_LIMIT_VARIABLE} to a larger number of bytes"
-            )
+        if self._tensors is None:
+            self._tensors = LiveTensors(number_from_environment(NET_LIMIT_VARIABLE, machine_bytes() // 2))
+        while self._last is not step:
+            if self._last is not None:
+                self._tensors.free(map(id, self._last.release))
+            self._last = next(self._steps)
+            _add_step(self._tensors, self._last)
 
-    def end(self, step: Step) -> None:
-        """Remove the blobs that are freed after a step."""
-        self._tensors.free(map(id, step.release))
+
+def _add_step(tensors: LiveTensors, step: Step) -> None:
+    """Add the parameters and the tops of a step."""
+    layer = step.node.layer
+    for node in (step.node,) if step.chain is None else step.chain.nodes:
+        # Shared parameters have one memory, which is counted once.
+        tensors.make({id(blob.values): _bytes(blob) for blob in node.layer.blobs})
+    is_view = step.chain is None and layer.shares_memory and bool(step.bottoms)
+    tensors.make({id(blob): _bytes(blob) for blob in step.tops}, view_of=id(step.bottoms[0]) if is_view else None)
+    if tensors.is_too_much:
+        raise layer.error(
+            f"with this layer the net holds {gibibytes(tensors.bytes)} of parameters and blobs at the same time; the "
+            f"limit is {gibibytes(tensors.limit)}. Use a smaller batch; or, if this size is intended, set "
+            f"{NET_LIMIT_VARIABLE} to a larger number of bytes"
+        )
 
 
 def check_net_memory(graph: Graph, kept: Collection[int] | None) -> None:
@@ -91,10 +103,9 @@ def check_net_memory(graph: Graph, kept: Collection[int] | None) -> None:
     Raises:
         ModelError: The net needs too much memory; the message names the layer at which the limit is reached.
     """
-    memory = NetMemory()
-    for step in build_plan(graph, 0, len(graph.nodes) - 1, literal=True, kept=kept).steps:
-        memory.begin(step)
-        memory.end(step)
+    plan = build_plan(graph, 0, len(graph.nodes) - 1, literal=True, kept=kept)
+    if plan.steps:
+        NetMemory(plan).count_until(plan.steps[-1])
 
 
 def _bytes(blob: Blob) -> int:

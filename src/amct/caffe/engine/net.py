@@ -151,7 +151,7 @@ class Net:
         plan = self._plan(start, last, kept, literal=bool(watched))
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
-        loss, memory = 0.0, NetMemory()
+        loss, memory = 0.0, NetMemory(plan)
         with torch.no_grad():
             for step in plan.steps:
                 for callback in self._callbacks["before_forward"]:
@@ -268,11 +268,13 @@ class Net:
     def _run_step(self, step: Step, memory: NetMemory) -> None:
         node, layer = step.node, step.node.layer
         shapes = [blob.shape for blob in step.bottoms]
-        if shapes != step.shapes:
+        is_new = shapes != step.shapes
+        if is_new:
             for each in [node] if step.chain is None else step.chain.nodes:
                 self._reshape_node(each)
-            step.shapes = shapes
-        memory.begin(step)
+        if is_new or memory.is_counting:
+            memory.count_until(step)
+        step.shapes = shapes
         try:
             self._compute(step)
         except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
@@ -283,7 +285,6 @@ class Net:
             blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
         for blob in step.release:
             blob.values.release()
-        memory.end(step)
 
     def _compute(self, step: Step) -> None:
         node, layer = step.node, step.node.layer

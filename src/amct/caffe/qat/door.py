@@ -161,6 +161,7 @@ class CaffeRetraining:
         self._source = source
         self._custom_proto, self._allow_python = custom_proto, allow_python
         self._first_clips: dict[str, tuple[float, float]] = {}
+        self._inputs = 0
         self._trained: TrainedResults | None = None
 
     @property
@@ -191,6 +192,7 @@ class CaffeRetraining:
             solver.restore(resume)
         if action_source is not None:
             solver.action_source = action_source
+        self._inputs = sum(layer.type == "RetrainDataQuant" for layer in solver.net.layers)
         with bar("Training", total=self.solver.max_iter - solver.iter) as advance:
 
             def note() -> None:
@@ -210,13 +212,14 @@ class CaffeRetraining:
         return self
 
     def _note_clips(self, net: Net) -> None:
-        """Keep the clips with which training started."""
-        if self._first_clips:
+        """Keep the clips with which training started, once they are found."""
+        if len(self._first_clips) == self._inputs:
             return
         for layer in net.layers:
-            if layer.type == "RetrainDataQuant":
-                high, low, _ = (blob.tensor.detach().reshape(-1).tolist() for blob in layer.blobs)
-                self._first_clips[layer.name] = (low[0], high[0])
+            if layer.type == "RetrainDataQuant" and layer.name not in self._first_clips:
+                high, low = layer.blobs[2].tensor.tolist()
+                if high != low:
+                    self._first_clips[layer.name] = (low, high)
 
     def _scores(self, model: AnyPath, weights: AnyPath) -> dict[str, float]:
         net = Net.from_file(model, phase=TEST, allow_python=self._allow_python, with_gradients=False)

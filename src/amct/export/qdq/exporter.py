@@ -23,6 +23,7 @@ from amct.export.options import Placement, Target, choice
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
+from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
 from amct.model import Skip
@@ -87,6 +88,7 @@ def qdq_model(
     if placement is not Placement.EXACT:
         if tensors is not None and can_be_fast:
             nodes.fast = True
+            means_to_pooling(graph)
             kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
             skipped += _leave_float(graph, kept_float)
             layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
@@ -151,6 +153,7 @@ def observed_tensors(
         if layer.layer in other_bits:
             factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
+    means_to_pooling(graph)
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
     placed = FastPlanner(

@@ -33,6 +33,11 @@ class ChannelSets:
         self._count = 1  # label 0 is KEPT
         self._reasons: dict[int, str] = {KEPT: "its positions are fixed"}
 
+    @property
+    def count(self) -> int:
+        """The number of labels."""
+        return self._count
+
     def new(self, size: int) -> Labels:
         """Labels of new channels, each a set of its own."""
         first, self._count = self._count, self._count + size

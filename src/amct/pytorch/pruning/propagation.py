@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,8 @@ from amct.pytorch.pruning.rules.registry import RULES, Flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from numpy.typing import NDArray
 
     from amct.pytorch.capture.program_reader import Operation, Program, Value
     from amct.pytorch.capture.trace import Traced
@@ -152,8 +155,15 @@ class Removal:
 
     def removed(self, labels: Labels) -> Labels:
         """The positions of an axis that are removed."""
-        roots = self.channel_map.sets.roots(labels)
-        return np.flatnonzero(np.isin(roots, np.fromiter(self.roots, np.int64, len(self.roots))))
+        found: Labels = np.flatnonzero(self._is_removed[self.channel_map.sets.roots(labels)])
+        return found
+
+    @cached_property
+    def _is_removed(self) -> NDArray[np.bool_]:
+        """Whether each label is the root of a removed set."""
+        found = np.zeros(self.channel_map.sets.count, np.bool_)
+        found[list(self.roots)] = True
+        return found
 
     def left(self, labels: Labels | None, size: int) -> int:
         """How many positions of an axis are left."""

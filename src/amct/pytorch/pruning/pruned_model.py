@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from amct.printable import escaped, printable, shortened
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain
-from amct.pytorch.pruning.sparse import sparse_layers
+from amct.pytorch.pruning.sparse import mask_records, sparse_layers
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
 from amct.report.pruning import PruningNumbers, count_text, pruning_content
@@ -114,12 +114,17 @@ class PrunedModel:
             self._example,
             self.io,
             FloatFiles(
-                record=self.record,
+                record=self._latest_record(),
                 formats=("deploy",),
                 others={where.file(STATE_FILE): stream.getvalue()},
                 opset=opset,
             ),
         )
+
+    def _latest_record(self) -> Record:
+        """The record with the masks that the layers have now: training may have chosen others."""
+        chains = [chain for chain in self.record.prune if chain.selective is None]
+        return replace(self.record, prune=(*chains, *mask_records(self.model)))
 
     @property
     def _example(self) -> tuple[Any, ...]:

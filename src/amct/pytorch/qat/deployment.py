@@ -30,7 +30,6 @@ from amct.pytorch.onnx.float_onnx import FloatOnnx
 from amct.pytorch.preparation import TorchPreparation
 from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
 from amct.pytorch.qat.quantizers import ActivationQuantizer
-from amct.pytorch.watch.layer_hooks import observe_inputs
 from amct.record import Record
 from amct.retrain.plans import deployment_plan
 
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
     from amct.pytorch.qat.quantizers import WeightQuantizer
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import LayerRecord
+
+
+_BATCHES = "batches"
 
 
 def check_trained(model: nn.Module) -> None:
@@ -193,19 +195,15 @@ def observe_tensors(preparation: TorchPreparation, batches: Iterable[Arguments])
     if watch is None:
         return None
     model = preparation.quantized_copy()
-    first = next(iter(preparation.weights))
-    session = CalibrationSession(
-        [Stream(layer=first, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=MinMaxObserver)],
-        tensors=watch.observers(),
-    )
-    handles = observe_inputs(session, first, model.get_submodule(first))[:1]
+    # Layer inputs have their trained factors: the session only counts batches, of one number each.
+    counted = Stream(layer=_BATCHES, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=MinMaxObserver)
+    session = CalibrationSession([counted], tensors=watch.observers())
     attached = watch.attach(model, session)
     with torch.no_grad():
         for args, kwargs in batches:
             with session.batch(), attached.forward((args, kwargs)):
+                session.observe(_BATCHES, torch.zeros(1))
                 model(*args, **kwargs)
     attached.detach()
-    for handle in handles:
-        handle.remove()
     session.finish()
     return observed_factors(session.result.tensors)

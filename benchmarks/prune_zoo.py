@@ -1,0 +1,90 @@
+"""Prunes networks of torchvision and timm by 30 %, saves them, and prints one line of a table for each.
+
+    python benchmarks/prune_zoo.py                  all networks
+    python benchmarks/prune_zoo.py resnet18 …       these
+
+Needs torchvision and timm (extra "zoo"). Weights are random: what counts is that the pruned network runs, that its file
+gives its outputs, and which layers were left. The table goes to ``benchmarks/results/prune_zoo.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import torch  # noqa: E402
+from zoo_networks.vision import torchvision  # noqa: E402
+
+import amct.pytorch  # noqa: E402
+from amct.errors import AmctError  # noqa: E402
+
+RESULTS = HERE / "results" / "prune_zoo.md"
+TORCHVISION = (
+    "alexnet", "vgg11_bn", "resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "densenet121", "googlenet",
+    "inception_v3", "squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "shufflenet_v2_x1_0",
+    "mnasnet0_5", "efficientnet_b0", "efficientnet_v2_s", "regnet_y_400mf", "regnet_x_400mf", "convnext_tiny",
+    "vit_b_16", "swin_t", "maxvit_t",
+)  # fmt: skip
+TIMM = (
+    "resnetv2_50",
+    "mixer_s32_224",
+    "ghostnet_100",
+    "repvgg_a0",
+    "mobilevit_xxs",
+    "poolformer_s12",
+    "deit_tiny_patch16_224",
+)
+LARGE_PICTURES = ("inception_v3", "vit_b_16", "swin_t", "maxvit_t", "deit_tiny_patch16_224", "mixer_s32_224")
+
+
+def network(name: str) -> torch.nn.Module:
+    """A network with random weights."""
+    torch.manual_seed(0)
+    if name in TIMM:
+        import timm
+
+        return timm.create_model(name, pretrained=False).eval()
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return getattr(torchvision().models, name)(weights=None, **options).eval()
+
+
+def row(name: str) -> str:
+    """Prune and save one network; its line of the table."""
+    size = 299 if name == "inception_v3" else 224 if name in LARGE_PICTURES else 64
+    start = time.perf_counter()
+    try:
+        pruned = amct.pytorch.prune(network(name), torch.randn(1, 3, size, size), ratio=0.3)
+        with tempfile.TemporaryDirectory() as folder:
+            pruned.save(Path(folder) / "net")
+    except AmctError as error:
+        return f"| {name} | {type(error).__name__}: {str(error).splitlines()[0][:120]} | | | |"
+    cut = sum(before != after for before, after in pruned.channels.values())
+    share = [pruned.after.parameters / pruned.before.parameters, pruned.after.macs / pruned.before.macs]
+    reasons = sorted({skip.reason.partition(" (")[0].partition(" in ")[0] for skip in pruned.skipped})
+    layers = f"{cut} of {len(pruned.channels)}"
+    seconds = time.perf_counter() - start
+    return f"| {name} | {layers} | {share[0]:.0%} | {share[1]:.0%} | {'; '.join(reasons[:3])} | {seconds:.0f} |"
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    lines = [
+        "| network | layers pruned | parameters left | MACs left | left as they are | s |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in sys.argv[1:] or (*TORCHVISION, *TIMM):
+        lines.append(row(name))
+        print(lines[-1], flush=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

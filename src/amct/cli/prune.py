@@ -1,0 +1,79 @@
+"""``amct prune`` removes channels of a PyTorch model, or gives it 2:4 sparsity."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003  typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from amct.cli.model_layers import load_reference, parse_shape
+from amct.cli.printing import JsonOption, show, show_json
+from amct.errors import ArgumentError
+from amct.verbosity import few_lines
+
+if TYPE_CHECKING:
+    from amct.pytorch import PrunedModel
+
+
+def prune(  # noqa: PLR0913  the options of a command
+    model: Annotated[str, typer.Argument(help='A Python reference "package.module:factory".')],
+    *,
+    input_shape: Annotated[str, typer.Option("--input-shape", help="Of an example input, such as 1,3,224,224.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go: folder/prefix.")],
+    ratio: Annotated[float | None, typer.Option(help="The fraction of channels to remove; 0.3 unless given.")] = None,
+    flops: Annotated[float | None, typer.Option(help="Instead: the fraction of operations that may be left.")] = None,
+    align: Annotated[int, typer.Option(help="Each layer keeps a multiple of so many channels.")] = 8,
+    reach: Annotated[str, typer.Option(help='"full", or "amct": as far as AMCT prunes.')] = "full",
+    config: Annotated[Path | None, typer.Option(help="Instead: a simple config (.cfg) with prune_config.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="An .npy file of inputs: weights and batch norms are fitted to them.")
+    ] = None,
+    sparse: Annotated[bool, typer.Option("--sparse", help="2:4 sparsity instead of removing channels.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Also write OUTPUT_report.html.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Prune a PyTorch model, and write it as ONNX with its record and its state.
+
+    Example: amct prune mynets:resnet --input-shape 1,3,224,224 --ratio 0.3 -o out/resnet
+    """
+    with few_lines():
+        settings = {"ratio": ratio, "flops": flops, "align": align, "reach": reach, "config": config}
+        result = _result(model, input_shape, data, settings, sparse=sparse)
+        files = result.save(output)
+        if report:
+            files = [*files, result.report(output.with_name(f"{output.name}_report.html"), files=files)]
+    if as_json:
+        show_json(_as_json(result, files))
+    else:
+        show("\n".join([result.summary(), *(f"wrote  {file}" for file in files)]))
+
+
+def _result(
+    reference: str, input_shape: str, data: Path | None, settings: dict[str, Any], *, sparse: bool
+) -> PrunedModel:
+    import torch
+
+    import amct.pytorch
+
+    model, example = load_reference(reference), torch.zeros(parse_shape(input_shape))
+    if sparse:
+        if settings["ratio"] is not None or settings["flops"] is not None or data is not None:
+            raise ArgumentError("--sparse keeps two of every four weights: leave --ratio, --flops and --data out")
+        return amct.pytorch.sparsify(model, example, config=settings["config"])
+    batches = None
+    if data is not None:
+        from amct.data.arrays import read_array
+
+        batches = list(torch.split(torch.from_numpy(read_array(data)), len(example)))
+    return amct.pytorch.prune(model, example, batches=batches, **settings)
+
+
+def _as_json(result: PrunedModel, files: list[Path]) -> dict[str, Any]:
+    return {
+        "channels": {name: list(pair) for name, pair in result.channels.items()},
+        "left as they are": {skip.layer: skip.reason for skip in result.skipped},
+        "parameters": [result.before.parameters, result.after.parameters],
+        "macs": [result.before.macs, result.after.macs],
+        "files": [str(file) for file in files],
+    }

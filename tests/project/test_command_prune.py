@@ -1,0 +1,60 @@
+"""``amct prune``."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from amct.cli import main
+
+NET = """
+from torch import nn
+def net():
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 1))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "prunednet.py").write_text(NET)
+    np.save(tmp_path / "data.npy", np.random.default_rng(0).standard_normal((4, 3, 8, 8), dtype=np.float32))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_prune_writes_files_and_says_what_was_removed(folder, capsys):
+    given = [
+        "prunednet:net",
+        "--input-shape",
+        "1,3,8,8",
+        "--ratio",
+        "0.5",
+        "--data",
+        "data.npy",
+        "--report",
+        "-o",
+        "out/n",
+    ]
+    assert main(["prune", *given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["channels"] == {"0": [16, 8], "2": [4, 4]}
+    assert found["left as they are"] == {"2": "its channels are an output of the model"}
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"n_deploy_model.onnx", "n_quant.json", "n_record.txt", "n_report.html", "n_state.pth"}
+
+
+@pytest.mark.usefixtures("folder")
+def test_sparse(capsys):
+    assert main(["prune", "prunednet:net", "--input-shape", "1,3,8,8", "--sparse", "-o", "out/n"]) == 0
+    assert "2 layers sparse (2:4)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_options_that_exclude_each_other(capsys):
+    given = ["prune", "prunednet:net", "--input-shape", "1,3,8,8", "--ratio", "0.5", "-o", "out/n"]
+    assert main([*given, "--sparse"]) != 0
+    assert "leave --ratio" in capsys.readouterr().err
+    assert main([*given, "--flops", "0.5"]) != 0
+    assert "give one of them" in capsys.readouterr().err
