@@ -79,6 +79,7 @@ def page(content: ReportContent) -> str:
         rule=RULE,
         graph=graph,
         largest_network=LARGEST_NETWORK,
+        curve=loss_curve(content.training.losses) if content.training is not None else "",
         style=Markup(resource("page.css")),  # our own file
         script=Markup(script),  # our own file
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
