@@ -77,7 +77,7 @@ RENAMING_SECONDS = 0.004
 """Files of a group get their names within about this time."""
 GROUPS = {"pytorch_functions": 3, "caffe_functions": 3, "caffe_retraining": 4}
 """How many groups of files a flow writes one after the other, if several."""
-SHARED_RECORD = ("pytorch_functions", "caffe_functions", "caffe_retraining")
+SHARED_RECORD = ("pytorch_functions", "pytorch_retraining", "caffe_functions", "caffe_retraining")
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
 LONGEST_JOB_SECONDS = 120.0
 SHOWN_EVERY = 100
@@ -169,6 +169,18 @@ def pytorch_functions(model: Model, out: Path) -> None:
     amct_pytorch.save_model(modified, record, str(out / PREFIX))
 
 
+def pytorch_retraining(model: Model, out: Path) -> None:
+    """The functions of ``amct_pytorch`` for retraining, with a checkpoint in between."""
+    data = model.torch_data()
+    config, record, state = (str(out / name) for name in ("config.json", "record.txt", "state.pth"))
+    amct_pytorch.create_quant_retrain_config(config, model.torch_module(), data)
+    trained = amct_pytorch.create_quant_retrain_model(config, model.torch_module(), record, data)
+    trained.train()(data)
+    torch.save(trained.state_dict(), state)
+    trained = amct_pytorch.restore_quant_retrain_model(config, model.torch_module(), record, data, state)
+    amct_pytorch.save_quant_retrain_model(config, trained, record, str(out / PREFIX), data)
+
+
 def onnx_call(model: Model, out: Path) -> None:
     """Our own API, ONNX."""
     amct.onnx_model.quantize(str(model.onnx), [model.data]).save(out / PREFIX)
@@ -232,6 +244,7 @@ FLOWS: dict[str, Callable[[Model, Path], None]] = {
     for each in (
         pytorch_call,
         pytorch_functions,
+        pytorch_retraining,
         onnx_call,
         caffe_call,
         caffe_functions,

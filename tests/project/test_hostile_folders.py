@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -46,6 +47,13 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "
 """
 SOLVER = 'net: "train.prototxt" base_lr: 0.1 lr_policy: "fixed" max_iter: 2 snapshot_prefix: "trained"\n'
 RETRAIN_SOLVER = SOLVER.replace("trained", "retrain") + "test_iter: 1 test_interval: 2 test_initialization: false\n"
+PRUNE_CFG = """\
+prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.5 ascend_optimized: true } } }
+"""
+QAT_CFG = """\
+retrain_data_quant_config { ulq_quantize { } }
+retrain_weight_quant_config { arq_retrain { channel_wise: true } }
+"""
 FACTORY = """\
 import torch
 from torch import nn
@@ -118,6 +126,26 @@ def caffe_graph():
     return amct_caffe.init("caffe.json", *CAFFE_PAIR, "flow_record.txt")
 
 
+def prunable_model():
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 5))
+
+
+def train_torch():
+    """Leave configs, records and states of trained models for restoring and saving them."""
+    amct_pytorch.create_quant_retrain_config("qat.json", torch_model(), batch())
+    models = {
+        "qat": amct_pytorch.create_quant_retrain_model("qat.json", torch_model(), "qat.txt", batch()),
+        "pruned": amct_pytorch.create_prune_retrain_model(prunable_model(), batch(), "prune.cfg", "pruned.txt"),
+        "both": amct_pytorch.create_compressed_retrain_model(prunable_model(), batch(), "compress.cfg", "both.txt"),
+    }
+    for name, model in models.items():
+        model.train()(batch())
+        torch.save(model.state_dict(), f"{name}.pth")
+    amct.pytorch.prune(prunable_model(), batch(), 0.5).save("pruned")
+
+
 def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, factory=FACTORY, nets=NETS) -> None:
     """Write float models of all kinds, their quantized files, configs and records, and data."""
     for name, text in {
@@ -127,6 +155,8 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         "retrain_solver.prototxt": RETRAIN_SOLVER,
         f"{nets}.py": factory,
         "custom.proto": CUSTOM_PROTO,
+        "prune.cfg": PRUNE_CFG,
+        "compress.cfg": PRUNE_CFG + QAT_CFG,
         "quant.cfg": "batch_num: 1\n",
         "dmq.cfg": "batch_num: 1\ncommon_config { dmq_balancer { migration_strength: 0.5 } }\n",
         "script.py": "import caffe\ncaffe.Net('net.prototxt', 'net.caffemodel', caffe.TEST).save('new.caffemodel')\n",
@@ -146,6 +176,7 @@ def write_files(folder: Path, prototxt=PROTOTXT, trained=TRAINED, onnx=None, fac
         assert main(["caffe", "train", "--solver", "solver.prototxt"]) == 0
         amct_caffe.create_quant_config("caffe.json", *CAFFE_PAIR)
         retrain_caffe()
+        train_torch()
         amct_pytorch.create_quant_config("torch.json", torch_model(), batch())
         amct_pytorch.create_quant_config("dmq.json", torch_model(), batch(), config_defination="dmq.cfg")
         amct_pytorch.quantize_model("torch.json", "m.onnx", "r.txt", torch_model(), batch())(batch())
@@ -255,6 +286,7 @@ WRITING_COMMANDS = {
     "caffe merge-proto": ["caffe", "merge-proto", "--custom", "custom.proto", "-o", "new.proto"],
     "caffe to-onnx": ["caffe", "to-onnx", "--model", "net.prototxt", "--weights", "net.caffemodel", "-o", "new.onnx"],
     "caffe run": ["caffe", "run", "--force", "script.py"],
+    "prune": ["prune", f"{NETS}:build", "--input-shape", "2,3,8,8", "-o", "pruned", "--sparse", "--report"],
     "caffe retrain": [
         "caffe",
         "retrain",
@@ -291,7 +323,36 @@ def load_snapshot():
     amct_caffe.caffe.SGDSolver("solver.prototxt").restore("trained_iter_2.solverstate")
 
 
+def trained_torch():
+    model = amct.pytorch.prepare_qat(torch_model(), [batch()])
+    model.train()(batch())
+    model.eval()(batch())
+    return model
+
+
+def restored(name):
+    example, state = batch(), f"{name}.pth"
+    if name == "qat":
+        return amct_pytorch.restore_quant_retrain_model("qat.json", torch_model(), "qat.txt", example, state)
+    if name == "pruned":
+        return amct_pytorch.restore_prune_retrain_model(prunable_model(), example, "pruned.txt", "prune.cfg", state)
+    return amct_pytorch.restore_compressed_retrain_model(prunable_model(), example, "compress.cfg", "both.txt", state)
+
+
+def kv_cache(config="new.json", record="new.txt"):
+    amct_pytorch.create_quant_cali_config(config, torch_model(), {"kv_cache_quant_layers": ["3"]})
+    amct_pytorch.create_quant_cali_model(config, record, torch_model())(batch())
+
+
 READING_FUNCTIONS = {
+    "amct_pytorch.restore_compressed_retrain_model": lambda: restored("both"),
+    "amct_pytorch.restore_prune_retrain_model": lambda: restored("pruned"),
+    "amct.pytorch.prepare_qat": trained_torch,
+    "amct.pytorch.prune": lambda: amct.pytorch.prune(prunable_model(), batch(), config="prune.cfg"),
+    "amct.pytorch.sparsify": lambda: amct.pytorch.sparsify(prunable_model(), batch()),
+    "amct.pytorch.restore_pruned": lambda: amct.pytorch.restore_pruned(
+        prunable_model(), "pruned_record.txt", "pruned_state.pth"
+    ),
     "amct.pytorch.quantize": quantized_torch,
     "amct.pytorch.compare": lambda: amct.pytorch.compare(torch_model(), quantized_torch(), [batch()]),
     "amct.onnx_model.quantize": lambda: amct.onnx_model.quantize("net.onnx", values(), "quant.cfg"),
@@ -307,6 +368,35 @@ READING_FUNCTIONS = {
     "atomic.check_writable": lambda: atomic.check_writable("."),
 }
 WRITING_FUNCTIONS = {
+    "amct.pytorch.QatModel.save": lambda: trained_torch().save("torch"),
+    "amct.pytorch.QatModel.report": lambda: trained_torch().report("new.html", [batch()]),
+    "amct.pytorch.PrunedModel.save": lambda: amct.pytorch.prune(prunable_model(), batch(), 0.5).save("pruned"),
+    "amct_pytorch.create_quant_retrain_config": lambda: amct_pytorch.create_quant_retrain_config(
+        "new.json", torch_model(), batch()
+    ),
+    "amct_pytorch.create_quant_retrain_model": lambda: amct_pytorch.create_quant_retrain_model(
+        "qat.json", torch_model(), "new.txt", batch()
+    ),
+    "amct_pytorch.restore_quant_retrain_model": lambda: restored("qat"),
+    "amct_pytorch.save_quant_retrain_model": lambda: amct_pytorch.save_quant_retrain_model(
+        "qat.json", restored("qat"), "qat.txt", "flow", batch()
+    ),
+    "amct_pytorch.create_prune_retrain_model": lambda: amct_pytorch.create_prune_retrain_model(
+        prunable_model(), batch(), "prune.cfg", "new.txt"
+    ),
+    "amct_pytorch.save_prune_retrain_model": lambda: amct_pytorch.save_prune_retrain_model(
+        restored("pruned"), "flow", batch()
+    ),
+    "amct_pytorch.create_compressed_retrain_model": lambda: amct_pytorch.create_compressed_retrain_model(
+        prunable_model(), batch(), "compress.cfg", "new.txt"
+    ),
+    "amct_pytorch.save_compressed_retrain_model": lambda: amct_pytorch.save_compressed_retrain_model(
+        restored("both"), "both.txt", "flow", batch()
+    ),
+    "amct_pytorch.create_quant_cali_config": lambda: amct_pytorch.create_quant_cali_config(
+        "new.json", torch_model(), {"kv_cache_quant_layers": ["3"]}
+    ),
+    "amct_pytorch.create_quant_cali_model": kv_cache,
     "amct.pytorch.QuantizedModel.save": lambda: quantized_torch().save("torch"),
     "amct.pytorch.QuantizedModel.report": lambda: quantized_torch().report("new.html", [batch()]),
     "amct.onnx_model.QuantizedModel.save": lambda: amct.onnx_model.quantize("net.onnx", values()).save("onnx"),
@@ -488,6 +578,11 @@ def test_every_public_function_is_here(module):
 # ------------------------------------------------------------------------------------------------ interrupted saves
 
 SAVES = {
+    "amct.pytorch.QatModel.save": ("torch", "_record.txt"),
+    "amct.pytorch.PrunedModel.save": ("pruned", "_record.txt"),
+    "amct_pytorch.save_quant_retrain_model": ("flow", None),
+    "amct_pytorch.save_prune_retrain_model": ("flow", None),
+    "amct_pytorch.save_compressed_retrain_model": ("flow", None),
     "amct.pytorch.QuantizedModel.save": ("torch", "_record.txt"),
     "amct.onnx_model.QuantizedModel.save": ("onnx", "_record.txt"),
     "amct.caffe.QuantizedModel.save": ("caffe", "_quant_param_record.txt"),
@@ -558,6 +653,19 @@ def test_a_prototxt_that_names_a_record_elsewhere_writes_no_file_of_the_user(pla
     before = state(place / "home")
     with pytest.raises(AmctError, match=r"not a record|does not exist; a prototxt creates no files|\.bashrc:1"):
         run_caffe("a.prototxt", "a.caffemodel")
+    assert state(place / "home") == before
+
+
+@pytest.mark.parametrize("named", [".bashrc", ".profile"])
+def test_a_retrained_prototxt_that_names_a_record_elsewhere_writes_no_file_of_the_user(place, named):
+    model, target = place / "model" / "retrain.prototxt", place / "home" / named
+    text, found = re.subn(r'record_file_path: "[^"]*"', f'record_file_path: "{target}"', model.read_text())
+    assert found
+    model.write_text(text)
+    before = state(place / "home")
+    net = amct_caffe.caffe.Net(str(model), "retrain_iter_2.caffemodel", amct_caffe.caffe.TEST)
+    with pytest.raises(AmctError, match=r"does not exist; a prototxt creates no files|\.bashrc:1"):
+        net.forward()
     assert state(place / "home") == before
 
 
