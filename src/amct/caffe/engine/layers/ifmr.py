@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.atomic import is_file, read_bytes, write_bytes
+from amct.atomic import read_bytes, write_bytes
 from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.named_record import check_named_record
 from amct.caffe.engine.registry import register
 from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
@@ -24,11 +25,11 @@ from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
-from amct.errors import AmctError, CalibrationError, FileError
+from amct.errors import AmctError, CalibrationError
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
-from amct.record import read_caffe_record, update_inputs
+from amct.record import update_inputs
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
@@ -244,21 +245,9 @@ class _RecordFile:
     is_checked: bool = False
 
     def _check(self) -> None:
-        """Check that the record exists, as after ``init``: otherwise a prototxt could write to any path that it names.
-
-        Raises:
-            FileError: There is no record.
-            RecordParseError: The file is not a record.
-        """
-        if self.is_checked:
-            return
-        if not is_file(self.path):
-            raise FileError(
-                f'record_file_path: the record "{self.path}" does not exist; a prototxt creates no files. Start again '
-                "with init and activation_quantize_model"
-            )
-        read_caffe_record(self.path)
-        self.is_checked = True
+        if not self.is_checked:
+            check_named_record(self.path)
+            self.is_checked = True
 
     def note(self, progress: Mapping[str, Progress]) -> None:
         self._check()

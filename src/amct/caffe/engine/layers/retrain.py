@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from amct import log
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.layers.fake_quantized import FakeQuantized
 from amct.caffe.engine.layers.ifmr import IfmrLayerObserver
+from amct.caffe.engine.named_record import check_named_record
 from amct.caffe.engine.registry import register
 from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
@@ -97,8 +97,9 @@ class _RetrainLayer(Layer):
             entry = entries.get(layer.object_layer, CaffeLayerRecord(object_layer=layer.object_layer))
             entries[layer.object_layer] = layer.with_factors(entry)
         record = CaffeRecord(entries)
-        if record == self._written and Path(self.record_file).is_file():
+        if record == self._written:
             return
+        check_named_record(self.record_file)
         log.start("amct_caffe")
         write_record(record, self.record_file, form="text")
         self._written = record
