@@ -10,13 +10,19 @@ if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
     from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
-    from amct.pytorch.prune_api import (
+    from amct.pytorch.pruning.amct_api import (
         create_compressed_retrain_model,
         create_prune_retrain_model,
         restore_compressed_retrain_model,
         restore_prune_retrain_model,
         save_compressed_retrain_model,
         save_prune_retrain_model,
+    )
+    from amct.pytorch.qat.amct_api import (
+        create_quant_retrain_config,
+        create_quant_retrain_model,
+        restore_quant_retrain_model,
+        save_quant_retrain_model,
     )
     from amct.pytorch.qat.single_op.layers import (
         Conv1dQAT,
@@ -28,12 +34,6 @@ if TYPE_CHECKING:
         MatMulQAT,
     )
     from amct.pytorch.qat.single_op.recurrent import GRUQAT, LSTMQAT
-    from amct.pytorch.retrain_api import (
-        create_quant_retrain_config,
-        create_quant_retrain_model,
-        restore_quant_retrain_model,
-        save_quant_retrain_model,
-    )
 
 __all__ = [
     "GRUQAT",
@@ -76,21 +76,21 @@ __getattr__, __dir__ = lazy_names(
         "LinearQAT": "amct.pytorch.qat.single_op.layers",
         "MatMulQAT": "amct.pytorch.qat.single_op.layers",
         "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
-        "create_compressed_retrain_model": "amct.pytorch.prune_api",
-        "create_prune_retrain_model": "amct.pytorch.prune_api",
+        "create_compressed_retrain_model": "amct.pytorch.pruning.amct_api",
+        "create_prune_retrain_model": "amct.pytorch.pruning.amct_api",
         "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
         "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",
         "create_quant_config": "amct.pytorch.amct_api",
-        "create_quant_retrain_config": "amct.pytorch.retrain_api",
-        "create_quant_retrain_model": "amct.pytorch.retrain_api",
+        "create_quant_retrain_config": "amct.pytorch.qat.amct_api",
+        "create_quant_retrain_model": "amct.pytorch.qat.amct_api",
         "quantize_model": "amct.pytorch.amct_api",
         "quantize_preprocess": "amct.pytorch.amct_api",
-        "restore_compressed_retrain_model": "amct.pytorch.prune_api",
-        "restore_prune_retrain_model": "amct.pytorch.prune_api",
-        "restore_quant_retrain_model": "amct.pytorch.retrain_api",
-        "save_compressed_retrain_model": "amct.pytorch.prune_api",
+        "restore_compressed_retrain_model": "amct.pytorch.pruning.amct_api",
+        "restore_prune_retrain_model": "amct.pytorch.pruning.amct_api",
+        "restore_quant_retrain_model": "amct.pytorch.qat.amct_api",
+        "save_compressed_retrain_model": "amct.pytorch.pruning.amct_api",
         "save_model": "amct.pytorch.amct_api",
-        "save_prune_retrain_model": "amct.pytorch.prune_api",
-        "save_quant_retrain_model": "amct.pytorch.retrain_api",
+        "save_prune_retrain_model": "amct.pytorch.pruning.amct_api",
+        "save_quant_retrain_model": "amct.pytorch.qat.amct_api",
     },
 )

@@ -104,12 +104,15 @@ def test_mistakes(arguments, tmp_path):
         amct.caffe.prepare_qat(*arguments, folder="work").report("report.html")
 
 
-def test_a_loss_that_diverges(arguments, tmp_path):
+def test_a_loss_that_diverges(arguments, tmp_path, capsys):
     model, weights, _ = arguments
     wild = tmp_path / "wild.prototxt"
     wild.write_text(f'net: "{model}" {SOLVER}'.replace("base_lr: 0.01", "base_lr: 1e30"))
     with pytest.raises(TrainingError, match=r"NaN or infinite; lower base_lr"):
         amct.caffe.prepare_qat(model, weights, wild, folder="work").train()
+    options = ["--solver", str(wild), "--model", str(model), "--weights", str(weights), "-o", "out/net"]
+    assert main(["caffe", "retrain", *options]) not in (0, 130)
+    assert "lower base_lr" in capsys.readouterr().err
 
 
 def test_command(arguments, tmp_path, capsys):

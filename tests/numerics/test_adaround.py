@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
-from amct.numerics.adaround.scale import initial_scale
+from amct.numerics.adaround.scale import initial_scale, least_error_scale
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first
 from amct.numerics.integer import ConvolutionGeometry
@@ -259,3 +259,16 @@ def test_impossible_weights_are_refused():
         initial_scale(torch.tensor([[1.0, 1e20]]), kind=WeightKind.LINEAR, bits=4)
     with pytest.raises(ArgumentError, match=r"bits: AdaRound expects 2\.\.8, got 9"):
         initial_scale(torch.ones(2, 2), kind=WeightKind.LINEAR, bits=9)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_scale_of_least_error_is_better_than_any_other(bits):
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    best = least_error_scale(weight, kind=WeightKind.LINEAR, bits=bits).scale
+
+    def errors(scale):
+        rounded = (weight / scale[:, None]).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale[:, None]
+        return (rounded - weight).square().sum(dim=1)
+
+    for ratio in (0.5, 0.8, 0.95, 1.05, 1.3):
+        assert (errors(best) <= errors(best * ratio) * 1.02).all()  # the search has steps of a thousandth

@@ -547,7 +547,7 @@ class All(nn.Module):
 
 def exported(module, arguments, **options):
     with quiet_exporters():
-        return torch.onnx.export(module, arguments, verbose=False, **options).model_proto
+        return torch.onnx.export(module, arguments, dynamo=True, verbose=False, **options).model_proto
 
 
 def test_the_exported_file_computes_what_the_module_computes():

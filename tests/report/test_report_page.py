@@ -14,9 +14,16 @@ import pytest
 from report_examples import HOSTILE, activation, layer, small_report
 
 from amct.errors import FileError
-from amct.report.content import InputContent, LayerContent, LayerNote, ReportContent
+from amct.report.content import (
+    InputContent,
+    LayerContent,
+    LayerNote,
+    ReportContent,
+    TrainedClips,
+    TrainingContent,
+)
 from amct.report.network import Box, Network
-from amct.report.page import bounded, page, worst_layers, write_page
+from amct.report.page import bounded, loss_curve, page, worst_layers, write_page
 
 
 class Reader(HTMLParser):
@@ -204,3 +211,25 @@ def test_a_network_that_is_too_large_to_be_drawn_says_so():
     text = page(replace(small_report(), network=Network(boxes=boxes)))
     assert "It has 4001 operations, too many to be drawn" in text
     assert "<svg viewBox" not in text.partition("<figure>")[0]
+
+
+def test_training_shows_the_loss_curve_and_where_clips_moved():
+    clips = (
+        TrainedClips(layer=HOSTILE, before=(-1.0, 2.0), after=(-0.5, 1.5)),
+        TrainedClips(layer="fc", before=None, after=(0.0, 3.25)),
+    )
+    training = TrainingContent(losses=(2.0, math.nan, 1.0, 0.5), clips=clips)
+    text = page(replace(small_report(), training=training))
+    assert "<polyline" in text
+    assert "-0.5 … 1.5" in text
+    assert "0 … 3.25" in text
+    assert HOSTILE not in text
+    assert "polyline" not in page(replace(small_report(), training=TrainingContent(losses=(1.0,))))
+    assert 'id="training"' not in page(small_report())
+
+
+def test_a_long_loss_curve_is_drawn_through_means():
+    points = loss_curve(tuple(float(step) for step in range(10_000))).split()
+    assert len(points) <= 320
+    assert points[0].startswith("0.0,")
+    assert points[-1].startswith("640.0,")

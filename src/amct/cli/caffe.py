@@ -119,6 +119,8 @@ def retrain(  # noqa: PLR0913 - a command's options are its arguments
             try:
                 prepared.train(snapshot, action_source=requests)
             except TrainingError as error:
+                if not prepared.stopped_early:
+                    raise
                 show(f"error: {error}")
                 return INTERRUPTED
         files = prepared.save(output)

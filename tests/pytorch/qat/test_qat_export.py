@@ -199,3 +199,18 @@ def test_a_model_inside_data_parallel_and_compiled_wrappers_is_saved(tmp_path):
     model = flow.create()
     train(model, [0])
     assert flow.save(nn.DataParallel(model)).exists()
+
+
+def test_weights_far_outside_of_their_range_mean_their_outermost_integer(tmp_path):
+    """Their gradient passes through, so training may move them anywhere without effect."""
+    model = amct.prepare_qat(net(), images())
+    with torch.no_grad():
+        model.c2.weight[:, 0] *= 50
+    expected = evaluate(model, images(1))
+    quantized = model.quantized()
+    weights = quantized.prepared.weights["c2"]
+    step = weights.factors["weight"].scale[:, None, None, None]
+    assert ((weights.parts[0].tensor - weights.rounded["weight"]).abs() <= 0.501 * step).all()
+    quantized.save(tmp_path / "net", formats=["qdq"])
+    found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
+    assert np.linalg.norm(found - expected.numpy()) < 0.1 * expected.norm()

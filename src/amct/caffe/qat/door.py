@@ -141,6 +141,7 @@ class CaffeRetraining:
         folder: The folder of its files.
         solver: The SolverParameter.
         losses: The loss of each iteration of ``train``.
+        stopped_early: Whether ``train`` ended on a stop request.
         scores_before: The mean outputs of the float model in the TEST phase, by name, once trained.
         scores_after: Those of the fake-quant model, once saved.
     """
@@ -156,6 +157,7 @@ class CaffeRetraining:
     ) -> None:
         self.folder, self.solver = folder, solver
         self.losses: list[float] = []
+        self.stopped_early = False
         self.scores_before: dict[str, float] = {}
         self.scores_after: dict[str, float] = {}
         self._source = source
@@ -202,6 +204,7 @@ class CaffeRetraining:
 
             solver.add_callback(lambda: None, note)
             solver.solve()
+        self.stopped_early = solver.stopped_early
         if solver.stopped_early:
             raise TrainingError(
                 f"training was stopped at iteration {solver.iter} of {self.solver.max_iter}; go on with "

@@ -159,16 +159,19 @@ def _trained_weights(
 
 
 def _on_grid(part: WeightPart, integers: Tensor, factors: WeightFactors, bits: int, folded: nn.Module) -> Tensor:
-    """The dequantized weight; a float weight that would be rounded to another integer is replaced by it.
+    """The dequantized weight; a float weight that is not rounded to it is replaced by it.
 
     Folding multiplies weight and scale by the same number, but each product is rounded: a weight in the middle between
-    two integers may fall on the other side.
+    two integers may fall on the other side. And a weight far outside of its range means its outermost integer: training
+    may have moved it there without effect, but a file that rounds to fewer bits would start from it.
     """
     wanted = from_channels_first(integers, part.tensor.shape, part.kind, part.groups)
-    per_row = factors.scale.repeat_interleave(integers.shape[0] // factors.scale.numel())
-    exact = from_channels_first(integers * per_row[:, None], part.tensor.shape, part.kind, part.groups)
+    step = factors.scale.repeat_interleave(integers.shape[0] // factors.scale.numel())[:, None]
+    exact = from_channels_first(integers * step, part.tensor.shape, part.kind, part.groups)
+    limit = from_channels_first(step.expand_as(integers).contiguous(), part.tensor.shape, part.kind, part.groups) / 2
     found = quantize_weight(part.tensor, factors, part.kind, bits, part.groups)
-    put_weights(folded, {part.name: torch.where(found == wanted, part.tensor, exact)})
+    is_near = (found == wanted) & ((part.tensor - exact).abs() <= limit * (1 + 1e-6))
+    put_weights(folded, {part.name: torch.where(is_near, part.tensor, exact)})
     return exact
 
 
@@ -202,7 +205,7 @@ def observe_tensors(preparation: TorchPreparation, batches: Iterable[Arguments])
     with torch.no_grad():
         for args, kwargs in batches:
             with session.batch(), attached.forward((args, kwargs)):
-                session.observe(_BATCHES, torch.zeros(1))
+                session.observe(_BATCHES, torch.ones(1))
                 model(*args, **kwargs)
     attached.detach()
     session.finish()

@@ -35,10 +35,10 @@ from amct.pytorch.pruning.compression import apply_plan, restore_plan
 from amct.pytorch.pruning.saving import save_float
 from amct.pytorch.pruning.sparse import mask_records
 from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
+from amct.pytorch.qat.amct_api import save_trained
 from amct.pytorch.qat.building import build
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.qat.model import QatModel
-from amct.pytorch.retrain_api import save_trained
 from amct.record import Record, read_record, write_record
 
 if TYPE_CHECKING:
