@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,7 @@ def onnx_model():
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
+@cache  # one object, whose trace is kept: tracing takes most of the time
 def torch_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).eval()
@@ -126,6 +128,7 @@ def caffe_graph():
     return amct_caffe.init("caffe.json", *CAFFE_PAIR, "flow_record.txt")
 
 
+@cache
 def prunable_model():
     torch.manual_seed(0)
     convolutions = nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
@@ -286,7 +289,7 @@ WRITING_COMMANDS = {
     "caffe merge-proto": ["caffe", "merge-proto", "--custom", "custom.proto", "-o", "new.proto"],
     "caffe to-onnx": ["caffe", "to-onnx", "--model", "net.prototxt", "--weights", "net.caffemodel", "-o", "new.onnx"],
     "caffe run": ["caffe", "run", "--force", "script.py"],
-    "prune": ["prune", f"{NETS}:build", "--input-shape", "2,3,8,8", "-o", "pruned", "--sparse", "--report"],
+    "prune": ["prune", f"{NETS}:build", "--input-shape", "2,3,8,8", "-o", "pruned", "--sparse"],
     "caffe retrain": [
         "caffe",
         "retrain",
