@@ -10,10 +10,12 @@ gives its outputs, and which layers were left. The table goes to ``benchmarks/re
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
 HERE = Path(__file__).parent
@@ -24,6 +26,9 @@ from zoo_networks.vision import torchvision  # noqa: E402
 
 import amct.pytorch  # noqa: E402
 from amct.errors import AmctError  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RESULTS = HERE / "results" / "prune_zoo.md"
 TORCHVISION = (
@@ -55,12 +60,17 @@ def network(name: str) -> torch.nn.Module:
     return getattr(torchvision().models, name)(weights=None, **options).eval()
 
 
+def pictures(name: str, count: int) -> torch.Tensor:
+    """Random pictures of a size that the network takes."""
+    size = 299 if name == "inception_v3" else 224 if name in LARGE_PICTURES else 64
+    return torch.randn(count, 3, size, size)
+
+
 def row(name: str) -> str:
     """Prune and save one network; its line of the table."""
-    size = 299 if name == "inception_v3" else 224 if name in LARGE_PICTURES else 64
     start = time.perf_counter()
     try:
-        pruned = amct.pytorch.prune(network(name), torch.randn(1, 3, size, size), ratio=0.3)
+        pruned = amct.pytorch.prune(network(name), pictures(name, 1), ratio=0.3)
         with tempfile.TemporaryDirectory() as folder:
             pruned.save(Path(folder) / "net")
     except AmctError as error:
@@ -73,18 +83,15 @@ def row(name: str) -> str:
     return f"| {name} | {layers} | {share[0]:.0%} | {share[1]:.0%} | {'; '.join(reasons[:3])} | {seconds:.0f} |"
 
 
-def main() -> None:
-    """Print the table, and write it."""
-    lines = [
-        "| network | layers pruned | parameters left | MACs left | left as they are | s |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def write_table(head: str, row: Callable[[str], str], results: Path) -> None:
+    """Print a table of the networks named on the command line, or of all, and write it."""
+    lines = [head, re.sub(r"[^|]+", " --- ", head)]
     for name in sys.argv[1:] or (*TORCHVISION, *TIMM):
         lines.append(row(name))
         print(lines[-1], flush=True)
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join(lines) + "\n")
+        results.parent.mkdir(exist_ok=True)
+        results.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    write_table("| network | layers pruned | parameters left | MACs left | left as they are | s |", row, RESULTS)
