@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx_nets import graph_model, node, normal, run
+from PIL import Image
 
 from amct.cli import main
 
@@ -146,6 +147,7 @@ def test_arrays_that_do_not_fit_the_inputs(folder, capsys):
         assert message in capsys.readouterr().err
     assert main([*TEXT, "--mean", "3"]) == 2
     assert "arrays of inputs are used as they are" in capsys.readouterr().err
+    Image.new("RGB", (4, 4)).save(folder / "picture.png")
     assert main(["quantize", "text.onnx", "--data", ".", "-o", "out/text"]) == 2
     assert "a model with the inputs words, mask needs an .npz" in capsys.readouterr().err
     assert not (folder / "out").exists()

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo.eval_frame
 from pytorch_nets import CASES, Attention, Case, DataDependent, ResNet, Shared, case, lively
 from torch import nn
 from torch.nn import functional
@@ -16,6 +17,7 @@ from torch_release import SINCE_2_8
 
 from amct.errors import ArgumentTypeError, ExportError, ModelError
 from amct.pytorch.capture.operators import AMCT_OPERATORS
+from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.capture.trace import trace
 
 IMAGE = (2, 3, 6, 6)
@@ -440,3 +442,24 @@ def test_an_axis_that_the_model_fixes():
     why = 'axis 0 of "x" is 2' if SINCE_2_8 else "Constraints violated .*"
     with pytest.raises(ExportError, match=rf'does not let "x" \[0\] vary: {why}\. Leave the axis out'):
         trace(model, torch.randn(2, 6), dynamic_axes={"x": {0: "batch"}})
+
+
+def test_threads_that_overlap_leave_the_compiler_as_it_was():
+    """torch has one stance for the whole process; the first thread to leave must not decide for the other."""
+    entered, left = threading.Event(), threading.Event()
+
+    def other_thread() -> None:
+        with uncompiled():
+            entered.set()
+            assert left.wait(30)
+
+    before = torch._dynamo.eval_frame._stance.stance
+    thread = threading.Thread(target=other_thread)
+    with uncompiled():
+        thread.start()
+        assert entered.wait(30)
+    during = torch._dynamo.eval_frame._stance.stance
+    left.set()
+    thread.join()
+    assert during == "force_eager"
+    assert torch._dynamo.eval_frame._stance.stance == before == "default"

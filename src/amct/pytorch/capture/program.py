@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import sysconfig
+import threading
 import warnings
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -128,10 +129,39 @@ def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, 
     return {name: pytree.tree_map(of_leaf, value) for name, value in arguments.items()}
 
 
-def uncompiled() -> AbstractContextManager[None]:
+class _EagerStance:
+    """torch's stance is one for the whole process: the first of several threads sets it, the last one restores it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._stance: AbstractContextManager[None] | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_EAGER_STANCE = _EagerStance()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
     """A context in which ``torch.cond`` and compiled functions run as plain Python, so that hooks see each call."""
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+    _EAGER_STANCE.enter()
+    try:
+        yield
+    finally:
+        _EAGER_STANCE.leave()
 
 
 @contextmanager
