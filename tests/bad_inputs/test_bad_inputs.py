@@ -143,7 +143,8 @@ def test_weights_that_do_not_fit_the_net(name, message, weights):
 
 def test_a_net_with_a_space_more(weights, tmp_path):
     quantized = amct.caffe.quantize(FILES / "caffeflow_02.prototxt", weights, np.ones((2, 3, 8, 8), np.float32))
-    quantized.save(tmp_path / "out" / "net")
+    assert quantized.save(tmp_path / "out" / "net")
+    assert "conv" in quantized.layers
 
 
 def test_a_record_with_a_renamed_key(weights, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,3 +21,6 @@ def test_an_example_runs(name, tmp_path):
     found = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
     assert list((tmp_path / "out").iterdir())
+    accuracies = [float(number) for number in re.findall(r": ([\d.]+) ?%$", found.stdout, re.MULTILINE)]
+    assert accuracies[-1] > accuracies[0] - 3
+    assert accuracies[0] > 90

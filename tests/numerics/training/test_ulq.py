@@ -202,11 +202,16 @@ def test_an_empty_tensor_is_possible():
 
 
 def test_the_clips_may_be_corrected_between_forward_and_backward():
+    x = torch.tensor([-2.0, -0.3, 0.0, 0.7, 2.0])
     low, high = clips_of(-1.0, 1.0)
-    y = ulq(torch.randn(5), low, high, 8)
+    ulq(x, low, high, 8).sum().backward()
+    expected = high.grad.clone()
+    low, high = clips_of(-1.0, 1.0)
+    y = ulq(x, low, high, 8)
     with torch.no_grad():
         high.fill_(2.0)
     y.sum().backward()
+    assert high.grad == expected
 
 
 def test_fp16_scale_rounds_the_scale():
