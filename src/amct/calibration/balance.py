@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import hashlib
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
+from amct.calibration.ranks import ALONE, Meeting, Ranks
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.dmq import activation_maximum
 
@@ -15,31 +17,72 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from amct.calibration.ranks import Arrays
+
 
 class BalanceSession:
     """Accumulates the maximum of every input channel of some layers over all batches.
 
     Args:
         layers: The names of the layers.
-        on_batch: Called after each batch with the maxima of the layers that have been executed so far.
+        on_batch: Called after each batch with the maxima of the layers that have been executed so far; if several
+            processes calibrate together, called once, with the maxima of all of them, first in the process of rank 0.
+        ranks: The processes that calibrate together.
+        batch_num: After how many batches of all processes they meet; None: when ``finish`` is called.
     """
 
-    def __init__(self, layers: Iterable[str], on_batch: Callable[[Mapping[str, Tensor]], None]) -> None:
-        self._layers = frozenset(layers)
+    def __init__(
+        self,
+        layers: Iterable[str],
+        on_batch: Callable[[Mapping[str, Tensor]], None],
+        *,
+        ranks: Ranks = ALONE,
+        batch_num: int | None = None,
+    ) -> None:
+        self._layers = tuple(layers)
         self._on_batch = on_batch
         self._maxima: dict[str, Tensor] = {}
         self._depth = 0
+        self._ranks = ranks
+        self._share = None if batch_num is None else ranks.share(batch_num)
+        self._seen = 0
+        name = hashlib.sha256(repr(("balance", sorted(self._layers))).encode()).hexdigest()[:16]
+        self._meeting = None if ranks.is_alone else Meeting(ranks, name)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Enclose one forward pass; calls may be nested, and the outermost one ends the batch."""
         self._depth += 1
         try:
-            yield
+            with nullcontext() if self._meeting is None else self._meeting.together():
+                yield
         finally:
             self._depth -= 1
-        if self._depth == 0 and self._maxima:
-            self._on_batch(dict(self._maxima))
+        if self._depth > 0:
+            return
+        self._seen += 1
+        if self._meeting is None:
+            if self._maxima:
+                self._on_batch(dict(self._maxima))
+            return
+        self._meeting.beat(f"{self._seen} batches run for balancing")
+        if self._seen == self._share:
+            self.finish()
+
+    def finish(self) -> None:
+        """Meet the other processes, if there are any: all get the maxima of all batches."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return
+        with meeting.together():
+            meeting.enter()
+            meeting.collect(self._state, self._merge)
+            if not self._ranks.is_first:
+                self._merge(meeting.receive())
+            if self._maxima:
+                self._on_batch(dict(self._maxima))
+            if self._ranks.is_first:
+                meeting.publish(self._state())
 
     def observe(self, layer: str, x: Tensor, channel_axis: int) -> None:
         """Add the input of a layer.
@@ -56,5 +99,19 @@ class BalanceSession:
                 )
         except AmctError as error:
             raise CalibrationError(f'layer "{layer}": {error}') from error
+        self._add(layer, found)
+
+    def _add(self, layer: str, found: Tensor) -> None:
         before = self._maxima.get(layer)
         self._maxima[layer] = found if before is None else torch.maximum(before, found)
+
+    def _state(self) -> Arrays:
+        return {
+            str(number): self._maxima[layer].numpy()
+            for number, layer in enumerate(self._layers)
+            if layer in self._maxima
+        }
+
+    def _merge(self, state: Arrays) -> None:
+        for number, array in state.items():
+            self._add(self._layers[int(number)], torch.from_numpy(array))

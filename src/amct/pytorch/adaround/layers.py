@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amct import progress
+from amct.calibration import ALONE
 from amct.config.settings import AdaRoundSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
@@ -32,6 +33,7 @@ from amct.pytorch.watch.layer_hooks import Balance, given_input
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
@@ -44,7 +46,7 @@ _SEED = 0
 
 
 def learn_rounding(
-    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
+    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool, ranks: Ranks = ALONE
 ) -> dict[str, LayerWeights]:
     """Learn the rounding of every layer that the plan gives to AdaRound.
 
