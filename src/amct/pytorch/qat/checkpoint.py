@@ -23,8 +23,8 @@ _SHOWN = 4
 def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None) -> None:
     """Load the ``state_dict`` in a checkpoint into a model; nothing changes unless every entry fits.
 
-    A checkpoint of a model inside DistributedDataParallel, with ``module.`` before every name, fits too, and so does one
-    that AMCT itself has written. Where the lower clip of the checkpoint is not 0, it is trained here as well.
+    A checkpoint of a model inside DistributedDataParallel, with ``module.`` before every name, fits too, and so does
+    one that AMCT itself has written. Where the lower clip of the checkpoint is not 0, it is trained here as well.
 
     Args:
         model: The model with its quantizers.
