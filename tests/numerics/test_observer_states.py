@@ -14,9 +14,9 @@ from hypothesis.extra import numpy as hnp
 from observer_storage import STORAGES, storage
 
 from amct.errors import CalibrationError
+from amct.numerics.counts.exact_sum import ExactSum
 from amct.numerics.counts.histogram import SAMPLING_TARGET
 from amct.numerics.counts.samples import Samples
-from amct.numerics.exact_sum import ExactSum
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.layer_inputs import LayerInputObserver

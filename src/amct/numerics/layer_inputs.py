@@ -18,8 +18,8 @@ from torch import Tensor
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
+from amct.numerics.counts.exact_sum import ExactSum
 from amct.numerics.dmq import balance_factors
-from amct.numerics.exact_sum import ExactSum
 from amct.numerics.observer import ActivationFactors, State, checked_array, finite_range
 from amct.numerics.rounding_noise import RoundingNoise
 
