@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from amct.calibration.ranks import ALONE, Meeting, Ranks
+from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.dmq import activation_maximum
 
@@ -46,8 +45,15 @@ class BalanceSession:
         self._ranks = ranks
         self._share = None if batch_num is None else ranks.share(batch_num)
         self._seen = 0
-        name = hashlib.sha256(repr(("balance", sorted(self._layers))).encode()).hexdigest()[:16]
-        self._meeting = None if ranks.is_alone else Meeting(ranks, name)
+        self._joined: Meeting | None = None
+        self._has_ended = ranks.is_alone
+
+    @property
+    def _meeting(self) -> Meeting | None:
+        """The meeting with the other processes, which begins with the first batch; None without one."""
+        if self._joined is None and not self._has_ended:
+            self._joined = Meeting(self._ranks, fingerprint(["balance", *self._layers]))
+        return None if self._has_ended else self._joined
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -61,19 +67,19 @@ class BalanceSession:
         if self._depth > 0:
             return
         self._seen += 1
-        if self._meeting is None:
-            if self._maxima:
-                self._on_batch(dict(self._maxima))
-            return
-        self._meeting.beat(f"{self._seen} batches run for balancing")
-        if self._seen == self._share:
-            self.finish()
+        if self._meeting is not None:
+            self._meeting.beat(f"{self._seen} batches run for balancing")
+            if self._seen == self._share:
+                self.finish()
+        elif self._ranks.is_alone and self._maxima:
+            self._on_batch(dict(self._maxima))
 
     def finish(self) -> None:
         """Meet the other processes, if there are any: all get the maxima of all batches."""
-        meeting, self._meeting = self._meeting, None
+        meeting = self._meeting
         if meeting is None:
             return
+        self._has_ended = True
         with meeting.together():
             meeting.enter()
             meeting.collect(self._state, self._merge)

@@ -11,6 +11,7 @@ backend of the process group is.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 from torch import distributed
 
 from amct.errors import AmctError, ArgumentError, CalibrationError
+from amct.verbosity import LOCAL_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, "NDArray[Any]"]
 
-LOCAL = "AMCT_LOCAL_CALIBRATION"
+LOCAL = LOCAL_VARIABLE
 """Environment variable: "1" makes every process calibrate by itself, with all its batches."""
 TIMEOUT = "AMCT_RANK_TIMEOUT"
 """Environment variable: after so many seconds without a sign of life a rank counts as lost."""
@@ -88,6 +90,17 @@ class Ranks:
                 f"variable {LOCAL}=1 to calibrate in every process by itself"
             )
 
+    def meet(self, what: str) -> None:
+        """Wait for the other processes, so that they find what the first one has written.
+
+        Raises:
+            CalibrationError: One of them failed or does not come.
+        """
+        if not self.is_alone:
+            meeting = Meeting(self, fingerprint([what]))
+            with meeting.together():
+                meeting.enter()
+
 
 ALONE = Ranks()
 
@@ -104,6 +117,11 @@ def all_ranks() -> Ranks:
     if local == "1" or not distributed.is_available() or not distributed.is_initialized():
         return ALONE
     return Ranks(distributed.get_rank(), distributed.get_world_size())
+
+
+def fingerprint(names: Iterable[str]) -> str:
+    """A short name for what is calibrated: processes that say the same meet."""
+    return hashlib.sha256(repr(list(names)).encode()).hexdigest()[:16]
 
 
 class OtherRankError(CalibrationError):

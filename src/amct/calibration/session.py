@@ -13,7 +13,6 @@ batches; when it has them, it meets those of the other processes, and all end wi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ import numpy as np
 
 from amct import progress
 from amct.calibration.factor_arrays import factors_as_arrays, factors_from_arrays
-from amct.calibration.ranks import ALONE, Meeting, Ranks
+from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
 from amct.calibration.streams import (
     HIDDEN,
     INPUT,
@@ -121,7 +120,8 @@ class CalibrationSession:
         if not ranks.is_alone:
             for name, observer in self._tensors.items():
                 need_mergeable(observer, f'tensor "{name}"')
-        self._meeting = None if ranks.is_alone else Meeting(ranks, self._fingerprint(wanted))
+        self._what = fingerprint([*map(_described, wanted), *self._tensor_names])
+        self._joined: Meeting | None = None
 
     @property
     def done(self) -> bool:
@@ -165,7 +165,7 @@ class CalibrationSession:
             self._batches += 1
         self._depth += 1
         try:
-            with self._together():
+            with nullcontext() if self.done else self._together():
                 yield
         finally:
             self._depth -= 1
@@ -331,9 +331,12 @@ class CalibrationSession:
     def _streams(self) -> list[Watched]:
         return [watched for own in self._layers.values() for watched in own.values()]
 
-    def _fingerprint(self, streams: Iterable[Stream]) -> str:
-        said = [(stream.layer, stream.name, stream.settings, stream.batch_num) for stream in streams]
-        return hashlib.sha256(repr([said, sorted(self._tensors)]).encode()).hexdigest()[:16]
+    @property
+    def _meeting(self) -> Meeting | None:
+        """The meeting with the other processes; None if there are none. It begins with the first batch."""
+        if self._joined is None and not self._ranks.is_alone:
+            self._joined = Meeting(self._ranks, self._what)
+        return self._joined
 
     def state(self) -> Arrays:
         """What was observed so far, as arrays that files hold without pickle."""
@@ -380,6 +383,10 @@ def _without_data(observer: TensorObserver) -> TensorObserver:
     """A new observer of the same settings."""
     fresh: TensorObserver = replace(observer)  # type: ignore[type-var]  # observers of tensors are dataclasses
     return fresh
+
+
+def _described(stream: Stream) -> str:
+    return repr((stream.layer, stream.name, stream.settings, stream.batch_num))
 
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
