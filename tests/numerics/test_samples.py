@@ -97,6 +97,9 @@ def test_a_refused_merge_changes_nothing():
 
 def test_values_are_counted_once_the_total_of_all_processes_is_known_to_be_large():
     told, plain = IfmrObserver(), IfmrObserver()
+    empty = IfmrObserver()
+    empty.expect(EXACT_LIMIT + 1)
+    assert not empty.exact
     told.observe(batch(0))
     plain.observe(batch(0))
     told.expect(EXACT_LIMIT)

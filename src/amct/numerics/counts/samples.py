@@ -67,15 +67,24 @@ class Samples:
         self._number = number
 
     def expect(self, values: int) -> None:
-        """Tell the total number of values of all processes: if it exceeds the limit, the stored ones are counted."""
-        if values > self._exact_limit and self._pieces:
+        """Tell the total number of values of all processes: if it exceeds the limit, all are counted."""
+        if values <= self._exact_limit or self._counts is not None:
+            return
+        if self._pieces:
             self._switch_to_counts()
+        elif self.range.channel_axis is None:
+            self._counts = ValueCounts.empty()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the batch that is added next."""
+        return self.range.batches if self._number is None else self._number
 
     def add(self, x: Tensor) -> None:
         """Add one batch; a batch that raises changes nothing."""
         if self._add_to_histogram(x):
             return
-        number = self.range.batches if self._number is None else self._number
+        number = self.next_number
         rows = self.range.add(x)
         if rows.numel() == 0:
             return

@@ -22,6 +22,7 @@ from amct.caffe.engine.registry import register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
+from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
 from amct.errors import AmctError, CalibrationError
@@ -133,6 +134,7 @@ class IFMR(Layer):
                 min_percentile=settings.min_percentile,
                 search_range=settings.search_range,
                 search_step=settings.search_step,
+                batch_num=self.options.batch_num,
             )
         except AmctError as error:
             raise self.error(str(error)) from error
@@ -144,9 +146,12 @@ class IfmrLayerObserver(IfmrObserver):
 
     symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE
     counts_all: bool = False
+    batch_num: int = OPEN_ENDED
 
     def observe(self, x: torch.Tensor) -> None:
-        """Observe one batch."""
+        """Observe one batch; the size of the first of all batches gives the expected number of values."""
+        if self._samples.next_number == 0 and self.batch_num < OPEN_ENDED:
+            self.expect(x.numel() * self.batch_num)
         with self._errors_as_in_amct():
             super().observe(x)
 
