@@ -16,7 +16,7 @@ import io
 import json
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ TIMEOUT = "AMCT_RANK_TIMEOUT"
 
 _DEFAULT_TIMEOUT = 40.0
 _BEAT = 1.0  # seconds between two signs of life
+_LINGER = 3.0  # seconds in which the other ranks can read why the first one has failed
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _TAG = 7_141
 _CALIBRATING, _READY, _GO, _DONE, _FAILED = "calibrating", "ready", "go", "done", "failed"
@@ -140,14 +141,14 @@ class Meeting:
         self._ranks = ranks
         self._timeout = _timeout()
         self._store = distributed.distributed_c10d._get_default_store()
-        number = self._store.add(f"amct/{what}/{ranks.rank}", 1)
-        self._name = f"amct/{what}/{number}"
         self._others = list(range(1, ranks.size)) if ranks.is_first else [0]
         self._signs: dict[int, tuple[str, float]] = {}
         self._beats = 0
         self._last_beat = 0.0
         self._has_failed = False
         self._stage, self._text, self._counts = _CALIBRATING, "no batch yet", [0]
+        number = self._reach(lambda: self._store.add(f"amct/{what}/{ranks.rank}", 1))
+        self._name = f"amct/{what}/{number}"
         self._tell()
 
     def beat(self, text: str) -> None:
@@ -276,15 +277,20 @@ class Meeting:
         status = {"stage": self._stage, "beat": self._beats, "text": self._text, "counts": self._counts}
         self._reach(lambda: self._store.set(f"{self._name}/{self._ranks.rank}", json.dumps(status)))
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, lost: Sequence[int] = ()) -> None:
+        """Tell the other ranks why this one ends; the first one waits a moment, since it may keep the store."""
         if self._has_failed:
             return
         self._has_failed = True
         self._stage, self._text = _FAILED, text
-        try:
+        with suppress(OtherRankError):  # the error of this rank is the one to show
             self._tell()
-        except OtherRankError:  # the error of this rank is the one to show
-            return
+            deadline = time.monotonic() + min(_LINGER, self._timeout)
+            waiting = [rank for rank in self._others if rank not in lost] if self._ranks.is_first else []
+            while waiting and time.monotonic() < deadline:
+                found = {rank: self._read(rank) for rank in waiting}
+                waiting = [rank for rank, status in found.items() if status is not None and status["stage"] != _FAILED]
+                time.sleep(_LONGEST_PAUSE)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._name}/{rank}"
@@ -298,7 +304,10 @@ class Meeting:
             return use()
         except RuntimeError as error:
             self._has_failed = True
-            raise OtherRankError(f"{self._me}: the store of the process group cannot be reached: {error}") from error
+            raise OtherRankError(
+                f"{self._me}: the store of the process group cannot be reached; rank 0, which keeps it unless torchrun "
+                f"does, has most likely died ({error})"
+            ) from error
 
     def _look(self) -> dict[int, dict[str, Any]]:
         """Read the status of the other ranks.
@@ -343,14 +352,14 @@ class Meeting:
     def _me(self) -> str:
         return f"rank {self._ranks.rank} of {self._ranks.size}"
 
-    def _lost(self, ranks: Iterable[int], how: str) -> OtherRankError:
-        names = ", ".join(map(str, ranks))
+    def _lost(self, lost: Sequence[int], how: str) -> OtherRankError:
+        names = ", ".join(map(str, lost))
         text = (
             f"rank {names} of {self._ranks.size} is lost to the calibration ({how}). Every process must run its share "
             f"of the batches: with torch.distributed, batch_num counts the batches of all of them. To calibrate in one "
             f"process by itself, set {LOCAL}=1; if a batch may take longer than {self._timeout:g} s, set {TIMEOUT}"
         )
-        self._fail(text)
+        self._fail(text, lost)
         return OtherRankError(text)
 
     def _end_with(self, text: str) -> None:

@@ -162,7 +162,7 @@ class AdaRoundResult:
 
 
 @torch.no_grad()
-def adaround(
+def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
     layer: AdaRoundLayer,
     data: CachedData,
     settings: AdaRoundSettings | None = None,
@@ -307,7 +307,8 @@ def _learn_by_gram(
     statistics = _statistics(layer, data, rounding, settings.batch_size)
     if share is None:
         return _learn_rows(statistics, rounding, settings, progress)
-    rows = share.rows(*rounding.floor.shape, layer.groups)
+    outputs, inputs = rounding.floor.shape
+    rows = share.rows(outputs, inputs, layer.groups)
     if rows.start == rows.stop:
         return share.join(rounding.floor[rows])
     return share.join(_learn_rows(statistics.part(rows), rounding.part(rows), settings, progress))
