@@ -7,6 +7,7 @@ reported with the first tensor that is; the fast QDQ file is repaired, if its fu
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
+from amct.export.check.batch import LARGEST_BATCH
 from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, parameter_bytes, similarity_of
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
@@ -28,9 +30,9 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import WORSE, by_name, expected_loss
+from amct.export.check.reference import FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import LoadedModel, speed_of
+from amct.export.check.running import BUDGET, LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
 from amct.model.quant_json import FileCheck
 
@@ -112,18 +114,31 @@ class OnnxCheck:
         return self._original.run(self._inputs)
 
     @cached_property
+    def _simulation(self) -> LoadedModel:
+        return LoadedModel(self._subject.simulate().model)
+
+    @cached_property
     def _batches(self) -> list[ComparedBatch]:
-        """The batches with their outputs by name; the further ones only where those of the models are known."""
+        """The batches with their outputs by name, of further ones up to ``LARGEST_BATCH`` bytes and a share of the job.
+
+        Where the front door has no outputs of its own, those of the float ONNX model and of its fake-quant form count.
+        """
+        names = self._float_outputs
         found: list[ComparedBatch] = []
+        size, end = 0, time.process_time() + 2 * SHARE * self._subject.reference.seconds
         for batch in self._subject.reference.batches:
-            expected = by_name(batch.expected, self._float_outputs)
-            simulated = by_name(batch.simulated, self._float_outputs)
-            if expected is not None and simulated is not None:
-                found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
-            elif not found:
-                simulated = simulated or LoadedModel(self._subject.simulate().model).run(self._inputs)
-                expected = expected or dict(self._original_outputs)
-                return [ComparedBatch(inputs=self._inputs, expected=expected, simulated=simulated)]
+            late = len(found) >= FEWEST_BATCHES and time.process_time() > end
+            if found and (late or size >= LARGEST_BATCH):
+                break
+            expected, simulated = by_name(batch.expected, names), by_name(batch.simulated, names)
+            if expected is None:
+                outputs = self._original_outputs if not found else self._original.run(batch.inputs)
+                expected = {name: outputs[name] for name in names}
+            if simulated is None:
+                outputs = self._simulation.run(batch.inputs)
+                simulated = {name: outputs[name] for name in names}
+            found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
+            size += sum(array.nbytes for own in (expected, simulated) for array in own.values())
         return found
 
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
@@ -188,7 +203,8 @@ class OnnxCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-        speed = speed_of(loaded, self._original, self._inputs)
+        budget = min(BUDGET, SHARE * self._subject.reference.seconds)
+        speed = speed_of(loaded, self._original, self._inputs, budget)
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)

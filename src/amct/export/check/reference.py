@@ -37,6 +37,13 @@ Outputs = Sequence[tuple[str, "NDArray[Any]"]]
 """The outputs of a model with their names."""
 SEVEN_BIT_NOISE = 4.0
 """How much larger the rounding noise of weights is with 7 bits than with 8."""
+SHARE = 0.05
+"""Of the time of a job: what each model may take for further batches, and what timing may take.
+
+Float model, simulation and file on further batches, and the timing, are then a sixth of job and check together.
+"""
+FEWEST_BATCHES = 3
+"""So many batches are run however short the job was: one sample may hide a loss."""
 WORSE = 1.0
 """Decibels by which a file may be worse than the simulation without a warning."""
 
@@ -52,6 +59,7 @@ class Reference:
             the front door has names; None: the float ONNX model gives them.
         simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
         further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
+        seconds: The CPU time of the job so far: of a short one the check takes fewer batches and fewer timed runs.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -59,6 +67,7 @@ class Reference:
     expected: Outputs | None = None
     simulated: Outputs | None = None
     further: tuple[Reference, ...] = ()
+    seconds: float = math.inf
 
     @property
     def batches(self) -> tuple[Reference, ...]:
