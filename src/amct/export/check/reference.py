@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Outputs = Sequence[tuple[str, "NDArray[Any]"]]
 """The outputs of a model with their names."""
+UNNAMED = "output"
+"""The name of every output of a model that has no names for them."""
 SEVEN_BIT_NOISE = 4.0
 """How much larger the rounding noise of weights is with 7 bits than with 8."""
 SHARE = 0.05
@@ -76,13 +78,16 @@ class Reference:
 
 
 def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
-    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match."""
+    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match.
+
+    A file may have other outputs than its model: it ends in front of a layer that ONNX lacks.
+    """
     if outputs is None:
         return None
     found = dict(outputs)
     if set(names) <= set(found):
         return {name: found[name] for name in names}
-    if len(outputs) != len(names):
+    if len(outputs) != len(names) or any(name != UNNAMED for name, _ in outputs):
         return None
     return {name: value for name, (_, value) in zip(names, outputs, strict=True)}
 
