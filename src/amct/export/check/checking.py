@@ -16,12 +16,8 @@ import onnx
 from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
-<<<<<<< HEAD
 from amct.export.check.batch import LARGEST_BATCH
-from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, parameter_bytes, similarity_of
-=======
 from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
->>>>>>> main
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
 from amct.export.check.outcome import (
@@ -43,7 +39,7 @@ from amct.export.onnx.messages import parameter_bytes
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -57,6 +53,8 @@ logger = logging.getLogger(__name__)
 OWN_FORMATS = ("qdq", "deploy", "fake_quant")
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
+FEW_BYTES = 32_000_000
+"""Parameters of a model that may be loaded twice."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
@@ -124,32 +122,39 @@ class OnnxCheck:
         return self._original.run(self._inputs)
 
     @cached_property
-    def _simulation(self) -> LoadedModel:
-        return LoadedModel(self._subject.simulate().model)
-
-    @cached_property
     def _batches(self) -> list[ComparedBatch]:
         """The batches with their outputs by name, of further ones up to ``LARGEST_BATCH`` bytes and a share of the job.
 
         Where the front door has no outputs of its own, those of the float ONNX model and of its fake-quant form count.
         """
-        names = self._float_outputs
-        found: list[ComparedBatch] = []
-        size, end = 0, time.process_time() + 2 * SHARE * self._subject.reference.seconds
-        for batch in self._subject.reference.batches:
-            late = len(found) >= FEWEST_BATCHES and time.process_time() > end
-            if found and (late or size >= LARGEST_BATCH):
-                break
-            expected, simulated = by_name(batch.expected, names), by_name(batch.simulated, names)
-            if expected is None:
-                outputs = self._original_outputs if not found else self._original.run(batch.inputs)
-                expected = {name: outputs[name] for name in names}
-            if simulated is None:
-                outputs = self._simulation.run(batch.inputs)
-                simulated = {name: outputs[name] for name in names}
-            found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
-            size += sum(array.nbytes for own in (expected, simulated) for array in own.values())
-        return found
+        names, batches = self._float_outputs, self._subject.reference.batches
+        expected = [by_name(batch.expected, names) for batch in batches]
+        simulated = [by_name(batch.simulated, names) for batch in batches]
+        if any(outputs is None for outputs in expected):
+            expected = list(self._outputs(self._original, [batch.inputs for batch in batches]))
+            if parameter_bytes(self._subject.original) > FEW_BYTES:
+                del self._original  # it is loaded again to be timed: two models would need too much memory
+        if any(outputs is None for outputs in simulated):
+            model = LoadedModel(self._subject.simulate().model)
+            simulated = list(self._outputs(model, [batch.inputs for batch in batches[: len(expected)]]))
+        return [
+            ComparedBatch(inputs=batch.inputs, expected=exact or {}, simulated=rounded or {})
+            for batch, exact, rounded in zip(batches, expected, simulated, strict=False)
+        ]
+
+    def _outputs(
+        self, model: LoadedModel, batches: Sequence[Mapping[str, NDArray[Any]]]
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """The outputs of one of the models that a file is compared with."""
+        size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
+        for number, inputs in enumerate(batches):
+            late = number >= FEWEST_BATCHES and time.process_time() > end
+            if number and (late or size >= LARGEST_BATCH // 2):
+                return
+            outputs = model.run(inputs)
+            found = {name: outputs[name] for name in self._float_outputs}
+            size += sum(array.nbytes for array in found.values())
+            yield found
 
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
         """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
@@ -170,9 +175,9 @@ class OnnxCheck:
         if parameter_bytes(self._subject.original) >= LARGE:
             return self._in_child(file), None
         try:
+            further = self._batches_for(file)[1:]
             loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
             outputs = loaded.run(self._inputs)
-            further = self._batches_for(file)[1:]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
@@ -215,13 +220,9 @@ class OnnxCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-<<<<<<< HEAD
         budget = min(BUDGET, SHARE * self._subject.reference.seconds)
         speed = speed_of(loaded, self._original, self._inputs, budget)
-=======
-        speed = speed_of(loaded, self._original, self._inputs)
         del self._original  # as large as all parameters, and no other file is timed
->>>>>>> main
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)
