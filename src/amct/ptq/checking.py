@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from amct.record import AnyRecord
 
 
-def reference(prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any], seconds: float) -> Reference:
+def reference(
+    prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any], seconds: float = math.inf
+) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
     Args:
