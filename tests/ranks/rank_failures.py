@@ -160,9 +160,7 @@ def run(scenario, folder, victim=None, moment=0.0):
         "codes": codes,
         "outputs": [(folder / f"output{rank}").read_text() for rank in range(SIZE)],
         "record": record.read_text() if record.exists() else None,
-        "left": sorted(
-            path.name for path in folder.iterdir() if not path.name.startswith(("output", "began", "ended"))
-        ),
+        "left": sorted(path.name for path in folder.iterdir() if not path.name.startswith(ours)),
         "victim": victim,
     }
 

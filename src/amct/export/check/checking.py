@@ -7,14 +7,17 @@ reported with the first tensor that is; the fast QDQ file is repaired, if its fu
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import onnx
 from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
-from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, parameter_bytes, similarity_of
+from amct.export.check.batch import LARGEST_BATCH
+from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
 from amct.export.check.outcome import (
@@ -28,27 +31,30 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import WORSE, by_name, expected_loss
+from amct.export.check.reference import FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import LoadedModel, speed_of
+from amct.export.check.running import BUDGET, LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
+from amct.export.onnx.messages import parameter_bytes
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from amct.export.binding import TensorFactors
     from amct.export.check.reference import Reference
-    from amct.export.exported import ExportedModel
+    from amct.export.exported import ExportedModel, ExportReport
 
 logger = logging.getLogger(__name__)
 
 OWN_FORMATS = ("qdq", "deploy", "fake_quant")
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
+FEW_BYTES = 32_000_000
+"""Parameters of a model that may be loaded twice."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
@@ -80,15 +86,19 @@ class WrittenFile:
         format: The name of its format.
         path: The file as written, still under its temporary name.
         target: The path that it will have.
-        exported: Its content.
+        report: What its exporter did.
         beside: The files of its large tensors, under their temporary names, by the names that they will have.
     """
 
     format: str
     path: Path
     target: Path
-    exported: ExportedModel
+    report: ExportReport
     beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def model(self) -> ModelProto:
+        """The content of the file, without that of the files beside it."""
+        return onnx.load_model(self.path, load_external_data=False)
 
 
 class OnnxCheck:
@@ -113,18 +123,38 @@ class OnnxCheck:
 
     @cached_property
     def _batches(self) -> list[ComparedBatch]:
-        """The batches with their outputs by name; the further ones only where those of the models are known."""
-        found: list[ComparedBatch] = []
-        for batch in self._subject.reference.batches:
-            expected = by_name(batch.expected, self._float_outputs)
-            simulated = by_name(batch.simulated, self._float_outputs)
-            if expected is not None and simulated is not None:
-                found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
-            elif not found:
-                simulated = simulated or LoadedModel(self._subject.simulate().model).run(self._inputs)
-                expected = expected or dict(self._original_outputs)
-                return [ComparedBatch(inputs=self._inputs, expected=expected, simulated=simulated)]
-        return found
+        """The batches with their outputs by name, of further ones up to ``LARGEST_BATCH`` bytes and a share of the job.
+
+        Where the front door has no outputs of its own, those of the float ONNX model and of its fake-quant form count.
+        """
+        names, batches = self._float_outputs, self._subject.reference.batches
+        expected = [by_name(batch.expected, names) for batch in batches]
+        simulated = [by_name(batch.simulated, names) for batch in batches]
+        if any(outputs is None for outputs in expected):
+            expected = list(self._outputs(self._original, [batch.inputs for batch in batches]))
+            if parameter_bytes(self._subject.original) > FEW_BYTES:
+                del self._original  # it is loaded again to be timed: two models would need too much memory
+        if any(outputs is None for outputs in simulated):
+            model = LoadedModel(self._subject.simulate().model)
+            simulated = list(self._outputs(model, [batch.inputs for batch in batches[: len(expected)]]))
+        return [
+            ComparedBatch(inputs=batch.inputs, expected=exact or {}, simulated=rounded or {})
+            for batch, exact, rounded in zip(batches, expected, simulated, strict=False)
+        ]
+
+    def _outputs(
+        self, model: LoadedModel, batches: Sequence[Mapping[str, NDArray[Any]]]
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """The outputs of one of the models that a file is compared with."""
+        size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
+        for number, inputs in enumerate(batches):
+            late = number >= FEWEST_BATCHES and time.process_time() > end
+            if number and (late or size >= LARGEST_BATCH // 2):
+                return
+            outputs = model.run(inputs)
+            found = {name: outputs[name] for name in self._float_outputs}
+            size += sum(array.nbytes for array in found.values())
+            yield found
 
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
         """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
@@ -145,9 +175,9 @@ class OnnxCheck:
         if parameter_bytes(self._subject.original) >= LARGE:
             return self._in_child(file), None
         try:
+            further = self._batches_for(file)[1:]
             loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
             outputs = loaded.run(self._inputs)
-            further = self._batches_for(file)[1:]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
@@ -160,7 +190,9 @@ class OnnxCheck:
             again = [loaded.run(batch.inputs) for batch in self._batches]
             measured = replace(self._compared(file, again), left_float=left)
             _say_repaired(file, left, measured)
-        result = self._located(file, self._timed(file, measured, loaded))
+        result = self._timed(file, measured, loaded)
+        del loaded  # two models may not fit beside the one that is searched
+        result = self._located(file, result, None if repaired is None else repaired[0])
         say_checked(file.target, result)
         return result, None if repaired is None else repaired[0]
 
@@ -188,7 +220,9 @@ class OnnxCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-        speed = speed_of(loaded, self._original, self._inputs)
+        budget = min(BUDGET, SHARE * self._subject.reference.seconds)
+        speed = speed_of(loaded, self._original, self._inputs, budget)
+        del self._original  # as large as all parameters, and no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)
@@ -225,25 +259,28 @@ class OnnxCheck:
         say_checked(file.target, result)
         return result
 
-    def _located(self, file: WrittenFile, measured: FileCheck) -> FileCheck:
+    def _located(self, file: WrittenFile, measured: FileCheck, repaired: ExportedModel | None) -> FileCheck:
         if not is_worse(measured):
             return measured
         if lost(measured) <= WORSE:
             warn_worse(file.target, measured)
             return measured
-        model, outputs = file.exported.model, None
+        outputs = None
         if file.format == "deploy":
-            outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.exported.layers}
-            runnable = _runnable(file)
-            model = runnable if isinstance(runnable, ModelProto) else model
-        models = self._subject.original, self._subject.simulate(), model
+            outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.report.layers}
+
+        def written() -> ModelProto:
+            runnable = _runnable(file) if repaired is None else repaired.model
+            return runnable if isinstance(runnable, ModelProto) else file.model()
+
+        models = self._subject.original, self._subject.simulate, written
         tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
         found = replace(measured, differs_at=tensor or measured.output)
         warn_worse(file.target, found)
         return found
 
     def _repaired(self, file: WrittenFile, measured: FileCheck) -> tuple[ExportedModel, tuple[str, ...]] | None:
-        subject, exported = self._subject, file.exported
+        subject, exported = self._subject, file.report
         if file.format != "qdq" or subject.export_qdq is None or measured.sqnr is None:
             return None
         factors = subject.tensors or {}
@@ -263,12 +300,12 @@ def _runnable(file: WrittenFile) -> ModelProto | Path:
     """
     if file.format != "deploy":
         return file.path
-    return standard_model(file.exported.model, packed=_packed(file))
+    return standard_model(file.model(), packed=_packed(file))
 
 
 def _packed(file: WrittenFile) -> list[str]:
     """The nodes of a deploy file whose weights hold two values per byte."""
-    return [report.layer for report in file.exported.layers if report.weight_bits == _PACKED_BITS]
+    return [report.layer for report in file.report.layers if report.weight_bits == _PACKED_BITS]
 
 
 def _say_repaired(file: WrittenFile, left: tuple[str, ...], measured: FileCheck) -> None:
@@ -285,7 +322,7 @@ def _foreign_operator(file: WrittenFile) -> str:
     """Why onnxruntime cannot know an operator of a registered format; "" if it can."""
     if file.format in OWN_FORMATS:
         return ""
-    for node in file.exported.model.graph.node:
+    for node in file.model().graph.node:
         if node.domain not in _KNOWN_DOMAINS or (not node.domain and not defs.has(node.op_type)):
             return f'operator "{node.op_type}" is not one of onnxruntime'
     return ""
