@@ -20,7 +20,7 @@ from amct.numerics.paired_weights import (
     within_limit,
 )
 
-SHAPES = [(4, 3, 3, 3), (6, 8, 1, 1), (5, 7), (3, 1, 5), (8, 64, 3, 3), (2, 1, 1, 1)]
+SHAPES = [(4, 3, 3, 3), (6, 8, 1, 1), (5, 7), (3, 1, 5), (8, 64, 3, 3), (16, 192, 1, 1), (2, 1, 1, 1)]
 KINDS = {
     "normal": lambda random, shape: random.normal(size=shape),
     "heavy-tailed": lambda random, shape: random.laplace(size=shape),

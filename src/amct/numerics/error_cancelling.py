@@ -105,7 +105,7 @@ def _cancel_errors(exact: Tensor, rounded: Tensor, fixed: Tensor | None) -> Tens
     errors.mul_(direction)
     if fixed is not None:
         errors.masked_fill_(fixed & (rounded * direction <= 0), 0)
-    chosen = _largest(errors, surplus.abs().long())
+    chosen = _largest(errors, surplus.abs().long().clamp_(max=errors.shape[1]))
     chosen &= errors > 0
     return rounded - chosen * direction
 
