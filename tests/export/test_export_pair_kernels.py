@@ -1,4 +1,4 @@
-"""Which weights onnxruntime's kernels add in 16 bits: the order that ``numerics/paired_weights.py`` is written for.
+"""Which weights onnxruntime's kernels add in 16 bits: the order that ``paired_weights.py`` is written for.
 
 A NumPy model of ``vpmaddubsw`` with the pairs of the product must give what onnxruntime gave on a CPU without VNNI
 (``pair_kernels.py`` says how that was recorded), and with other pairs it must not.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from pair_kernels import CASES, run
 
-from amct.numerics.paired_weights import adds_pairs, paired
+from amct.numerics.rounding.paired_weights import adds_pairs, paired
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "export" / "pair_kernels.npz"
 IDS = [case.name for case in CASES]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amct.numerics.arq import WeightKind, arq
-from amct.numerics.error_cancelling import round_cancelling_errors
-from amct.numerics.paired_weights import (
+from amct.numerics.rounding.error_cancelling import round_cancelling_errors
+from amct.numerics.rounding.paired_weights import (
     adds_pairs,
     paired,
     paired_scale,

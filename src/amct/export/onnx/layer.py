@@ -17,8 +17,8 @@ from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
 from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight, row_chunks
-from amct.numerics.error_cancelling import round_cancelling_errors
-from amct.numerics.paired_weights import paired_scale
+from amct.numerics.rounding.error_cancelling import round_cancelling_errors
+from amct.numerics.rounding.paired_weights import paired_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,9 +4,9 @@
 target      weights          for
 ==========  ===============  ===========================================================================================
 portable    int8, 8 bits,    every CPU: without VNNI, onnxruntime adds pairs of uint8 · int8 products in 16 bits, so the
-            pairs bounded    float weights are rounded with a bound on such pairs (``numerics/paired_weights.py``); at
-                             worst, two of the largest weights in one pair, that is 7 bits. Depthwise convolutions add
-                             no pairs, ready integers that fit are kept
+            pairs bounded    float weights are rounded with a bound on such pairs (``paired_weights.py``); at worst, two
+                             of the largest weights in one pair, that is 7 bits. Depthwise convolutions add no pairs,
+                             ready integers that fit are kept
 vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs
                              of a linear layer, placement fast rounds the float weights with a scale per output
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
@@ -29,7 +29,7 @@ from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
 from amct.export.options import Target
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
-from amct.numerics.paired_weights import adds_pairs, pairs_fit
+from amct.numerics.rounding.paired_weights import adds_pairs, pairs_fit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

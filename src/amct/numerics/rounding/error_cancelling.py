@@ -22,7 +22,7 @@ from amct.numerics.arq import (
     map_rows,
     quantize_weight,
 )
-from amct.numerics.paired_weights import LARGEST, near_limit, rounded_within_limit, within_limit
+from amct.numerics.rounding.paired_weights import LARGEST, near_limit, rounded_within_limit, within_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
