@@ -1,9 +1,9 @@
 """The folded float model as ONNX, with each quantizable layer bound to the node that computes it.
 
-The rules of ``lowering`` convert the captured program to a graph in which every node still refers to its module and every
-initializer to its parameter. A program with an operation that has no rule is converted by torch.onnx, unoptimized. This
-module then takes the weights from the folded model, removes folded batch norms, and gives nodes the names of their
-layers and inputs and outputs the names that the user chose.
+The rules of ``lowering`` convert the captured program to a graph in which every node still refers to its module and
+every initializer to its parameter. A program with an operation that has no rule is converted by torch.onnx,
+unoptimized. This module then takes the weights from the folded model, removes folded batch norms, and gives nodes the
+names of their layers and inputs and outputs the names that the user chose.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from amct.pytorch.capture.program import failure_of, quiet_exporters
 from amct.pytorch.capture.program_rewrites import plain_name
 from amct.pytorch.functional.layers import layer_name
 from amct.pytorch.model_copy import as_array
-from amct.pytorch.onnx.decomposition import quickly_decomposed
 from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import LARGEST_CONSTANT, lower
 from amct.pytorch.onnx.lowering.registry import NotLoweredError
-from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs, names_in
+from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs, names_in, original_names
 from amct.pytorch.onnx.opset import lower_opset
 from amct.pytorch.onnx.recurrent import translations
 
@@ -108,7 +107,13 @@ def _lowered(program: ExportedProgram, names: IoNames, stored: Mapping[str, torc
     try:
         return lower(program, names, stored, opset)
     except NotLoweredError as error:
+        logger.debug("the program is traced again for its export, because of %s", error)
+    try:
+        return _lowered_without_writes(program, names, stored, opset)
+    except NotLoweredError as error:
         logger.debug("torch.onnx exports the program, because of %s", error)
+    except Exception as error:  # noqa: BLE001  torch.export raises many types
+        logger.debug("torch.onnx exports the program, because it cannot be traced again: %s", _root_cause(error))
     converted = _converted(program, opset)
     _restore_names(converted.model)
     _put_parameters(converted.model, stored)
@@ -118,28 +123,32 @@ def _lowered(program: ExportedProgram, names: IoNames, stored: Mapping[str, torc
     return Lowered(model=_simplified(converted.model), tensors=tensors.names())
 
 
+def _lowered_without_writes(
+    program: ExportedProgram, names: IoNames, stored: Mapping[str, torch.Tensor], opset: int
+) -> Lowered:
+    """Let torch replace operations in place and functions that are no operators, then lower the program."""
+    with quiet_exporters(), torch.no_grad():
+        plain = program.run_decompositions({})
+    lowered = lower(plain, names, stored, opset)
+    origins = original_names(program, plain)
+    tensors = {origins[name]: tensor for name, tensor in lowered.tensors.items() if name in origins}
+    return Lowered(model=lowered.model, tensors=tensors)
+
+
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
     try:
-        return _translated(quickly_decomposed(program), opset)
-    except Exception as error:  # noqa: BLE001  torch.onnx raises many types
-        logger.debug("the program is traced again for its export: %s", _root_cause(error))
-    try:
-        return _translated(program, opset)
+        with quiet_exporters():
+            return torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=opset,
+                optimize=False,  # its optimizer would fold batch norms that the user wants to keep
+                verbose=False,
+                custom_translation_table=dict(translations()),
+            )
     except Exception as error:
         raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
-
-
-def _translated(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
-    with quiet_exporters():
-        return torch.onnx.export(
-            program,
-            (),
-            dynamo=True,
-            opset_version=opset,
-            optimize=False,  # its optimizer would fold batch norms that the user wants to keep
-            verbose=False,
-            custom_translation_table=dict(translations()),
-        )
 
 
 def _root_cause(error: BaseException) -> str:

@@ -75,7 +75,8 @@ def check_chosen_names(names: IoNames, outputs: int, stored: Collection[str]) ->
     """
     if len(names.outputs) > outputs:
         raise ExportError(
-            f"output_names: the model has {outputs} outputs, got {len(names.outputs)} names ({', '.join(names.outputs)})"
+            f"output_names: the model has {outputs} outputs, got {len(names.outputs)} names "
+            f"({', '.join(names.outputs)})"
         )
     clashes = {*names.inputs, *names.outputs}.intersection(stored)
     if clashes:
@@ -134,25 +135,35 @@ def _relabelled(size: object, labels: Mapping[str, str]) -> int | str:
     return re.sub(r"[A-Za-z_]\w*", lambda match: labels.get(match[0], match[0]), _text(size))
 
 
+def original_names(program: ExportedProgram, changed: ExportedProgram) -> dict[str, str]:
+    """For nodes of a changed program the node of the original one with the same values, by name."""
+    originals = {node.name: node for node in program.graph.nodes}
+    items = {
+        (node.args[0].name, node.args[1]): node.name
+        for node in program.graph.find_nodes(op="call_function", target=operator.getitem)
+    }
+    found: dict[str, str] = {}
+    for node in changed.graph.nodes:
+        if node.op not in ("call_function", "placeholder"):
+            continue
+        origin = originals.get(_origin(node))
+        if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
+            origin = originals.get(items.get((origin.name, node.args[1]), ""))
+        if origin is not None and _same_shape(node, origin):
+            found[node.name] = origin.name
+    return found
+
+
 class ProgramTensors:
     """Maps activations of the topology to values of the graph; their names are read after all renaming."""
 
     def __init__(self, program: ExportedProgram, converted: Any) -> None:  # noqa: ANN401  torch.onnx.ONNXProgram
-        originals = {node.name: node for node in program.graph.nodes}
-        items = {
-            (node.args[0].name, node.args[1]): node.name
-            for node in program.graph.find_nodes(op="call_function", target=operator.getitem)
-        }
         by_name = {value.name: value for value in _values(converted.model.graph)}
-        self._values: dict[str, GraphValue] = {}
-        for node in converted.exported_program.graph.nodes:
-            if node.op not in ("call_function", "placeholder") or node.name not in by_name:
-                continue
-            origin = originals.get(_origin(node))
-            if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
-                origin = originals.get(items.get((origin.name, node.args[1]), ""))
-            if origin is not None and _same_shape(node, origin):
-                self._values[origin.name] = by_name[node.name]  # with several nodes, the last one computes the result
+        names = original_names(program, converted.exported_program)
+        # With several nodes of one origin, the last one computes the result.
+        self._values: dict[str, GraphValue] = {
+            origin: by_name[name] for name, origin in names.items() if name in by_name
+        }
 
     def names(self) -> dict[str, str]:
         """The names that the activations have now."""
@@ -173,7 +184,7 @@ def names_in(
         if name in changed:
             continue
         while name in replaced:
-            name = replaced[name]  # noqa: PLW2901  a chain of replacements
+            name = replaced[name]
         if name in existing:
             found[origin] = name
     return found

@@ -80,11 +80,11 @@ class Assembly:
     def _own_outputs(self, outputs: Sequence[tuple[Value, str]]) -> list[Value]:
         """Give every output its own tensor, distinct from inputs, parameters and other outputs."""
         seen = {value.name for value in self._inputs} | set(self._parameters) | {""}
-        own = []
+        own: list[Value] = []
         for value, operation in outputs:
             if value.name in seen:
                 self._writer.enter(f"output_{len(own)}_copy", (), None)
-                value = self._writer.add("Identity", value, dtype=value.dtype, shape=value.shape)  # noqa: PLW2901
+                value = self._writer.add("Identity", value, dtype=value.dtype, shape=value.shape)
             own.append(value)
             seen.add(value.name)
             self._results[value.name] = operation

@@ -54,7 +54,7 @@ class Memory:
     def add_result(self, node: fx.Node) -> None:
         """Note the result of an operation, which may be a view of its inputs."""
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and makes_memory(target):
+        if isinstance(target, torch._ops.OpOverload) and (makes_memory(target) or _converts(node, target)):
             self._add(node)
             return
         group = {node}
@@ -66,7 +66,8 @@ class Memory:
 
     def add_same(self, node: fx.Node, tensor: fx.Node) -> None:
         """Note a result that is the very tensor that was given."""
-        self.add_result(node)
+        self._groups[node] = self._groups[tensor]
+        self._groups[node].add(node)
         self._same[node] = self._same[tensor]
         self._same[tensor].append(node)
 
@@ -103,6 +104,14 @@ def makes_memory(target: OpOverload) -> bool:
         return False
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return schema.name in _OWN_MEMORY or not target.has_kernel_for_dispatch_key(composite)
+
+
+def _converts(node: fx.Node, target: OpOverload) -> bool:
+    """Whether an operation makes a copy in another type."""
+    if target._schema.name not in ("aten::to", "aten::type_as"):
+        return False
+    (given, *_) = node.all_input_nodes
+    return bool(given.meta["val"].dtype != node.meta["val"].dtype)
 
 
 def without_mutation(target: OpOverload) -> OpOverload | None:

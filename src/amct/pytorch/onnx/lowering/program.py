@@ -34,10 +34,6 @@ LARGEST_CONSTANT = 4096
 LARGEST_FOLD = 2**18
 """Computed constants with more values are left to the graph."""
 
-_ASSERTIONS = frozenset(
-    {"aten::_assert_scalar", "aten::_assert_async", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
-     "aten::sym_constrain_range_for_size", "aten::_assert_async.msg"}
-)  # fmt: skip
 _RANDOM_OR_EMPTY = ("empty", "rand", "bernoulli", "multinomial", "normal", "dropout")
 
 
@@ -82,12 +78,13 @@ class _Lowering:
     def run(self) -> None:
         """Lower all operations."""
         self._placeholders()
+        used = _used(self._program.graph)
         for node in self._program.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node in used:
                 self._call(node)
-            elif node.op == "get_attr":
+            elif node.op == "get_attr" and node in used:
                 self._attribute(node)
-            elif node.op not in ("placeholder", "output"):
+            elif node.op not in ("call_function", "get_attr", "placeholder", "output"):
                 raise NotLoweredError(f"a node of the kind {node.op}")
         self._note_outputs()
 
@@ -162,8 +159,6 @@ class _Lowering:
             return
         if not isinstance(target, torch._ops.OpOverload):
             raise NotLoweredError(f"{target} has no rule")
-        if target._schema.name in _ASSERTIONS:
-            return
         for each in value if isinstance(value, (list, tuple)) else [value]:
             _check_type(each)
         if target._schema.is_mutable:
@@ -261,6 +256,17 @@ class _Lowering:
         return argument
 
 
+def _used(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that outputs depend on, and those that write to a tensor."""
+    used: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        writes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.op == "output" or writes or node in used:
+            used.add(node)
+            used.update(node.all_input_nodes)
+    return used
+
+
 def _check_type(value: object) -> None:
     if isinstance(value, Tensor) and value.dtype not in ONNX_TYPES:
         raise NotLoweredError(f"the type {value.dtype}")
@@ -271,7 +277,9 @@ def _check_type(value: object) -> None:
 def _folded(target: OpOverload, node: fx.Node, arguments: Mapping[str, Any]) -> Any:  # noqa: ANN401  values or None
     """The result of an operation on constants, computed by torch; None if it is not constant or too large."""
     results = node.meta["val"]
-    sizes = [each.numel() for each in (results if isinstance(results, (list, tuple)) else [results]) if each is not None]
+    sizes = [
+        each.numel() for each in (results if isinstance(results, (list, tuple)) else [results]) if each is not None
+    ]
     if not all(isinstance(size, int) and size <= LARGEST_FOLD for size in sizes):
         return None
     name = target._schema.name.partition("::")[2]

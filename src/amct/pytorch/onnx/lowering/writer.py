@@ -152,9 +152,7 @@ class Writer:
         proto.input.extend("" if value is None else self.name_of(value) for value in inputs)
         while proto.input and not proto.input[-1]:
             del proto.input[-1]
-        proto.attribute.extend(
-            make_attribute(name, value) for name, value in attributes.items() if value is not None
-        )
+        proto.attribute.extend(make_attribute(name, value) for name, value in attributes.items() if value is not None)
         made = []
         for dtype, shape in outputs:
             self.count += 1
@@ -285,6 +283,4 @@ def broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
 
 def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
     """Whether two shapes are equal, also where their sizes are dynamic."""
-    return len(one) == len(other) and all(
-        expression(a) == expression(b) for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(expression(a) == expression(b) for a, b in zip(one, other, strict=True))

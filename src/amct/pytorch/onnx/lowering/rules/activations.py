@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-
-import torch
+from typing import TYPE_CHECKING
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+
+if TYPE_CHECKING:
+    import torch
+
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
 
 _PLAIN = {"relu": "Relu", "hardswish": "HardSwish", "softsign": "Softsign", "mish": "Mish"}
 _GELU_OPSET = 20

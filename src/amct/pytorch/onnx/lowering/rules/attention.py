@@ -69,7 +69,7 @@ def _causal_mask(to: Writer, query: Value, key: Value) -> Value:
     """True where a position may see another: itself and those before."""
     sizes = [query.size(-2), key.size(-2)]
     if all(map(is_static, sizes)):
-        return to.constant(torch.ones(sizes, dtype=torch.bool).tril())  # type: ignore[arg-type]
+        return to.constant(torch.ones(sizes, dtype=torch.bool).tril())
     everything = expanded_to(to, to.constant(1.0), sizes)
     lower = to.add("Trilu", everything, to.constant(0, torch.int64), upper=0, shape=sizes)
     return to.cast(lower, torch.bool)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import static
-from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 
 def spread(value: int | Sequence[int], rank: int) -> list[int]:
@@ -59,7 +63,8 @@ def transposed_convolution(
     return _convolved(
         to, "ConvTranspose", x, weight, bias,
         dilations=spread(dilation, rank), group=groups, pads=spread(padding, rank) * 2, strides=spread(stride, rank),
-        kernel_shape=static(weight.shape[2:], "the kernel of a convolution"), output_padding=extra if any(extra) else None,
+        kernel_shape=static(weight.shape[2:], "the kernel of a convolution"),
+        output_padding=extra if any(extra) else None,
     )  # fmt: skip
 
 
@@ -82,9 +87,7 @@ def any_convolution(
     return convolution(to, x, weight, bias, stride, padding, dilation, groups)
 
 
-def _convolved(
-    to: Writer, operator: str, x: Value, weight: Value, bias: Value | None, **settings: object
-) -> Value:
+def _convolved(to: Writer, operator: str, x: Value, weight: Value, bias: Value | None, **settings: Any) -> Value:
     if x.dtype is not weight.dtype:
         raise NotLoweredError(f"a convolution of {x.dtype} with {weight.dtype}")
     if x.rank == weight.rank:

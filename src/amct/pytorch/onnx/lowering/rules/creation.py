@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.pytorch.onnx.lowering.registry import rule
 from amct.pytorch.onnx.lowering.rules.elementwise import Operand, as_value
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
-from amct.pytorch.onnx.lowering.sizes import Size, is_static
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+from amct.pytorch.onnx.lowering.sizes import Size, is_static, static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
 
 _LARGEST = 2**18
 _VALUES = {"zeros": 0, "ones": 1, "empty": 0}
@@ -19,9 +24,9 @@ _VALUES = {"zeros": 0, "ones": 1, "empty": 0}
 def _filled(to: Writer, value: Operand) -> Value:
     one = as_value(to, value, to.dtype)
     if one.constant is not None and all(map(is_static, to.shape)):
-        few = torch.Size(to.shape).numel() <= _LARGEST  # type: ignore[arg-type]
-        if few:
-            return to.constant(one.constant.expand(to.shape).clone())  # type: ignore[arg-type]
+        shape = static(to.shape, "a constant")
+        if math.prod(shape) <= _LARGEST:
+            return to.constant(one.constant.expand(shape).clone())
     return expanded_to(to, one, to.shape)
 
 

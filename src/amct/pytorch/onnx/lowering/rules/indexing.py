@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +10,9 @@ from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.shaping import expanded_to
 from amct.pytorch.onnx.lowering.sizes import static
 from amct.pytorch.onnx.lowering.writer import Value, Writer, broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def _as_index(to: Writer, index: Value) -> Value:
@@ -109,7 +112,7 @@ def triangle(to: Writer, x: Value, operator: str, diagonal: int = 0) -> Value:
 @rule("topk")
 def largest(to: Writer, x: Value, k: int, dim: int = -1, largest: bool = True) -> list[Value]:
     """The largest or smallest values of an axis, and their places."""
-    return _ordered(to, x, k, dim, largest, [tuple(each.shape) for each in to.result][0])
+    return _ordered(to, x, k, dim, largest, next(tuple(each.shape) for each in to.result))
 
 
 @rule("sort")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import Size, static
-from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 
 def _filled(to: Writer, value: float, size: Size) -> Value:
@@ -27,13 +31,27 @@ def batch_norm(
     training: bool,
     eps: float,
 ) -> Value:
-    """A batch norm in eval mode."""
-    if training or running_mean is None or running_var is None:
-        raise NotLoweredError("a batch norm with the statistics of the batch")
+    """A batch norm in eval mode, or a normalization of each channel over the batch (weight standardization)."""
+    if running_mean is None or running_var is None:
+        return _normalized_channels(to, x, weight, bias, eps)
+    if training:
+        raise NotLoweredError("a batch norm in training mode")
     channels = running_mean.size(0)
     scale = _filled(to, 1.0, channels) if weight is None else weight
     shift = _filled(to, 0.0, channels) if bias is None else bias
     return to.add("BatchNormalization", x, scale, shift, running_mean, running_var, epsilon=eps)
+
+
+def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value | None, eps: float) -> Value:
+    axes = [axis for axis in range(x.rank) if axis != 1]
+    centred = to.binary("Sub", x, to.reduce("ReduceMean", x, axes))
+    variance = to.reduce("ReduceMean", to.mul(centred, centred), axes)
+    found = to.binary("Div", centred, to.unary("Sqrt", to.binary("Add", variance, to.constant(eps))))
+    if weight is not None:
+        found = to.mul(found, to.unsqueeze(weight, list(range(1, x.rank - 1))))
+    if bias is not None:
+        found = to.binary("Add", found, to.unsqueeze(bias, list(range(1, x.rank - 1))))
+    return found
 
 
 @rule("_native_batch_norm_legit_no_training")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import static
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
 
 _MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 

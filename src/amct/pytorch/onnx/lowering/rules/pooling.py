@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,7 +10,11 @@ from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.rules.convolution import spread
 from amct.pytorch.onnx.lowering.rules.products import transposed
 from amct.pytorch.onnx.lowering.sizes import Size, static
-from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 _RANKS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg") for rank in (1, 2, 3)}
 
@@ -57,7 +61,12 @@ def max_pool(
             raise NotLoweredError("a pooling whose last window is mostly outside")
     given = _with_batch(to, x, rank)
     shape = [*given.shape[:2], *to.shape[-rank:]]
-    settings = {"dilations": dilations, "kernel_shape": kernel, "pads": [*before, *after], "strides": strides}
+    settings: dict[str, Any] = {
+        "dilations": dilations,
+        "kernel_shape": kernel,
+        "pads": [*before, *after],
+        "strides": strides,
+    }
     return _finished(to, to.add("MaxPool", given, shape=shape, **settings))
 
 
@@ -105,7 +114,7 @@ def average_pool(
         padded = [*given.shape[:2], *(size + 2 * pad for size, pad in zip(given.shape[2:], before, strict=True))]
         given = to.add("Pad", given, amounts, shape=padded)
         before, after, counted = [0] * rank, [b - a for a, b in zip(before, after, strict=True)], False
-    settings = {"kernel_shape": kernel, "pads": [*before, *after], "strides": strides}
+    settings: dict[str, Any] = {"kernel_shape": kernel, "pads": [*before, *after], "strides": strides}
     found = to.add("AveragePool", given, shape=shape, count_include_pad=int(counted), **settings)
     return _finished(to, found)
 

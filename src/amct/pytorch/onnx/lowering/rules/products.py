@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+
+if TYPE_CHECKING:
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
 
 
 @rule("linear")

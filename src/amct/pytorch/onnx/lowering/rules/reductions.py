@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import static
-from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+
+if TYPE_CHECKING:
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
 
 _OPERATORS = {
     "mean": "ReduceMean", "sum": "ReduceSum", "prod": "ReduceProd", "amax": "ReduceMax", "amin": "ReduceMin",

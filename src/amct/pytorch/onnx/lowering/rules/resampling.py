@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import Size, is_static
-from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 
-def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **settings: object) -> Value:
+def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **settings: Any) -> Value:
     """Resize to the sizes of the result; by given factors if these are not just what the sizes say."""
     rank = x.rank - 2
     given = [None] * rank if factors is None else list(factors)

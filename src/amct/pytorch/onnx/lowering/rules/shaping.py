@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
 from amct.pytorch.onnx.lowering.sizes import Size, static
 from amct.pytorch.onnx.lowering.writer import Value, Writer, same_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @rule("contiguous", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "positive", "resolve_conj",
@@ -19,10 +22,10 @@ def same(to: Writer, x: Value) -> Value:
     return x
 
 
-@rule("dropout", "feature_dropout", "alpha_dropout", "native_dropout")
-def dropout(to: Writer, x: Value, train: bool | None) -> Value:
+@rule("dropout", "feature_dropout", "alpha_dropout")
+def dropout(to: Writer, x: Value, p: float, train: bool) -> Value:
     """The tensor itself, in eval mode."""
-    del to
+    del to, p
     if train:
         raise NotLoweredError("dropout in training mode")
     return x
@@ -129,8 +132,8 @@ def filled(to: Writer, x: Value, value: Value | float = 0.0) -> Value:
 @rule("repeat", "tile")
 def repeated(to: Writer, x: Value, repeats: Sequence[Size] = (), dims: Sequence[Size] = ()) -> Value:
     """The tensor again and again along its axes."""
-    times = list(repeats or dims)
-    times = [1] * (x.rank - len(times)) + times
+    times: list[Size] = list(repeats or dims)
+    times[:0] = [1] * (x.rank - len(times))
     given = to.unsqueeze(x, list(range(len(times) - x.rank)))
     if all(isinstance(count, int) and count == 1 for count in times):
         return given
@@ -148,6 +151,17 @@ def repeated_positions(to: Writer, x: Value, repeats: int | Value, dim: int | No
     wide = to.unsqueeze(x, [axis + 1])
     shape = [*x.shape[: axis + 1], repeats, *x.shape[axis + 1 :]]
     return to.reshape(expanded_to(to, wide, shape), to.shape)
+
+
+@rule("unfold")
+def windows(to: Writer, x: Value, dimension: int, size: int, step: int) -> Value:
+    """The windows of an axis, with their positions as the last axis."""
+    axis = x.axis(dimension)
+    (count,) = static([to.shape[axis]], "unfold")
+    places = torch.arange(size)[None] + step * torch.arange(count)[:, None]
+    shape = [*x.shape[:axis], count, size, *x.shape[axis + 1 :]]
+    found = to.add("Gather", x, to.constant(places), axis=axis, shape=shape)
+    return to.transpose(found, [other for other in range(found.rank) if other != axis + 1] + [axis + 1])
 
 
 @rule("pixel_shuffle")
