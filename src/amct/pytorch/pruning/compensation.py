@@ -7,6 +7,7 @@ mean remains, which the refreshed batch norm behind the layer removes, or its bi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,8 +85,8 @@ def ranked_by_data(
             if (places := _places(cell, inputs)) is not None
         ]
         if readers:
-            order = elimination_order(readers)
-            cell = Cell(makers=cell.makers, roots=tuple(cell.roots[number] for number in order), sizes=cell.sizes)
+            order, growth = elimination_order(readers)
+            cell = replace(cell, roots=tuple(cell.roots[number] for number in order), losses=tuple(growth))
         found.append(cell)
     return tuple(found)
 
