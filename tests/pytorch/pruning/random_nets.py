@@ -190,6 +190,7 @@ class RandomNet(nn.Module):
 
 
 KINDS = (
-    "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped", "many_groups",
+    "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped",
+    "many_groups",
     "same_size", "same_size", "shuffled", "halves", "padded", "added", "added", "joined",
 )  # fmt: skip

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from amct.numerics.pruning.elimination import Reader, elimination_order, with_ridge
 from amct.pytorch.pruning.chain_records import REPEAT, axis_attribute
-from amct.pytorch.pruning.selection import Cell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amct.pytorch.pruning.input_moments import InputMoments
     from amct.pytorch.pruning.propagation import ChannelMap
+    from amct.pytorch.pruning.selection import Cell
     from amct.record import PruneRecord
 
 

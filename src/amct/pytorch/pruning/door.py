@@ -63,10 +63,11 @@ def prune(  # noqa: PLR0913  a front door with its settings
     Args:
         model: Any nn.Module; it is not changed.
         example: A tensor, or a tuple or dict of arguments, with which the model can be run.
-        ratio: The fraction of channels that each layer loses, 0.3 unless something else is given.
+        ratio: The fraction of channels that the layers lose, 0.3 unless something else is given.
         flops: In place of a ratio: the fraction of the multiply-accumulate operations that is left, at most.
-        align: Each layer keeps a multiple of so many channels, the nearest to the ratio; kernels are fast with
-            multiples of 8 or 16, and slow with others.
+        align: Each layer keeps a multiple of so many channels; kernels are fast with multiples of 8 or 16, and slow with
+            others. The next multiple above or below is taken so that the whole model has about the operations that
+            the ratio gives. 1: every layer loses just the ratio.
         reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
         batches: Data on which the layers behind removed channels are fitted to make up for them, and the statistics of
             batch norms are measured anew: a tensor, an iterable or a DataLoader.

@@ -50,7 +50,7 @@ class Cell:
     losses: tuple[float, ...]
 
     def options(self, ratio: float, align: int) -> list[int]:
-        """The numbers of sets that may be removed, ascending: those next to the ratio that leave a multiple of channels.
+        """The numbers of sets that may be removed, ascending: next to the ratio, leaving a multiple of channels.
 
         A number that leaves a multiple of 16 is also next to the ratio if no more than ``align`` channels are between.
         """
@@ -129,9 +129,7 @@ def _scaled(norms: NDArray[np.float64]) -> NDArray[np.float64]:
     return scaled
 
 
-def _losses(
-    roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]
-) -> tuple[float, ...]:
+def _losses(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[float, ...]:
     """The share of the power of its filters that each set has, added up over the makers."""
     order = np.argsort(roots)
     members = np.array(roots)[order]
@@ -142,9 +140,7 @@ def _losses(
     return tuple(total.tolist())
 
 
-def _among(
-    members: NDArray[np.int64], roots: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _among(members: NDArray[np.int64], roots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Where each root is among sorted members, and whether it is."""
     places = np.searchsorted(members, roots)
     return places, (places < len(members)) & (members[np.minimum(places, len(members) - 1)] == roots)
