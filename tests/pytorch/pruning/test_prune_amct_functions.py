@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -60,6 +61,16 @@ def test_restored_model_continues_as_the_trained_one(flow, config):
     torch.testing.assert_close(restored.eval()(flow.batches[0]), trained(flow.batches[0]), rtol=0, atol=0)
     again, continued = (train_three_steps(model.train(), flow.batches) for model in (restored, trained))
     torch.testing.assert_close(again(flow.batches[1]), continued(flow.batches[1]), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_amct_itself_is_restored(flow):
+    flow.create((GOLDEN / "sparse_42" / "quant.cfg").read_text())
+    with np.load(GOLDEN / "sparse_42" / "amct_state.npz") as archive:
+        torch.save({name: torch.from_numpy(archive[name]) for name in archive.files}, flow.state)
+    restored = flow.restore(record_file=str(GOLDEN / "sparse_42" / "record.txt")).eval()
+    with np.load(GOLDEN / "prune.npz") as outputs:
+        expected = torch.from_numpy(outputs["sparse_42/after"])
+    torch.testing.assert_close(restored(flow.batches[0]), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_users_model_stays(flow):

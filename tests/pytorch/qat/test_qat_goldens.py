@@ -64,30 +64,72 @@ def trained(folder, case, golden, *, as_amct):
     return flow, created, losses
 
 
-# A learned scale moves by a sum of rounding errors of either sign, which amplifies the last bits of everything else.
-CASES = [
-    ("qat_default", [2.33249, 2.30075, 2.26269], 1e-3),
-    ("qat_int4_w", [2.33079, 2.29885, 2.26408], 1e-2),
-]
+# The same bits on the machine of the goldens but for float sums of another order; a sum that turns one rounded value of
+# an activation over changes the loss in its fifth digit (qat_default, second step).
+CASES = [("qat_default", [2.33249, 2.30075, 2.26269]), ("qat_int4_w", [2.33079, 2.29885, 2.26408])]
 
 
-@pytest.mark.parametrize(("case", "losses", "tolerance"), CASES)
-def test_training_gives_amcts_losses_factors_and_outputs(tmp_path, case, losses, tolerance, golden):
+@pytest.mark.parametrize(("case", "losses"), CASES)
+def test_training_gives_amcts_losses_factors_and_outputs(tmp_path, case, losses, golden):
     flow, created, found = trained(tmp_path, case, golden, as_amct=True)
-    np.testing.assert_allclose(found, losses, rtol=0, atol=5e-4)
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-4)
     output = evaluate(created, golden["inputs/b0"])
     expected = golden[f"outputs/{case}"]
-    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
-    flow.save(created)
+    assert (output - expected).abs().max() < 0.01 * expected.abs().max()
+    assert_records_agree(flow, created, case, tolerance=1e-4)
+
+
+def assert_records_agree(flow, model, case, tolerance):
+    flow.save(model)
     record, reference = read_record(flow.record), read_record(GOLDEN / case / "record.txt")
     assert list(record) == list(reference)
     for name, entry in reference.items():
         own = record[name]
         assert (own.act_type, own.wts_type, own.offset_d) == (entry.act_type, entry.wts_type, entry.offset_d)
         assert own.offset_w == entry.offset_w
-        np.testing.assert_allclose(own.scale_d, entry.scale_d, rtol=1e-3)
+        np.testing.assert_allclose(own.scale_d, entry.scale_d, rtol=tolerance)
         np.testing.assert_allclose(own.scale_w, entry.scale_w, rtol=tolerance)
         assert own.dst_type == (entry.act_type if entry.act_type == entry.wts_type else None)
+
+
+@pytest.fixture(scope="module")
+def amct_state():
+    """The checkpoint that AMCT wrote after training."""
+    with np.load(GOLDEN / "qat_int4_w" / "amct_state.npz") as archive:
+        return {name: torch.from_numpy(archive[name]) for name in archive.files}
+
+
+def restorable(folder, state, golden):
+    model = Retrain()
+    flow = Flow(folder, (GOLDEN / "qat_int4_w" / "quant.cfg").read_text(), model, golden["inputs/b0"])
+    torch.save(state, flow.state)
+    return flow
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_amcts_own_checkpoint_is_restored_and_saved(tmp_path, prefix, golden, amct_state):
+    flow = restorable(tmp_path, {prefix + name: value for name, value in amct_state.items()}, golden)
+    restored = flow.restore()
+    expected = golden["outputs/qat_int4_w"]
+    assert (evaluate(restored, golden["inputs/b0"]) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert_records_agree(flow, restored, "qat_int4_w", tolerance=1e-6)
+    # AMCT trains the lower clip behind pooling: so it goes on
+    assert isinstance(restored.fc1.input_quantizer.clip_min, nn.Parameter)
+    assert restored.fc1.input_quantizer.clip_min < 0
+
+
+def test_amcts_checkpoint_in_the_middle_of_the_first_batches_begins_them_anew(tmp_path, golden, amct_state):
+    flow = restorable(tmp_path, {**amct_state, "c2.quant_module.cur_batch": torch.tensor(0.0)}, golden)
+    restored = flow.restore()
+    assert not restored.c2.input_quantizer.has_clips()
+    assert restored.c3.input_quantizer.has_clips()
+
+
+def test_amcts_checkpoint_of_another_model_is_refused(tmp_path, golden, amct_state):
+    state = {name.replace("fc1.", "other."): value for name, value in amct_state.items()}
+    flow = restorable(tmp_path, state, golden)
+    with pytest.raises(RuntimeError, match=r'a checkpoint of AMCT\) does not fit .*lacks "fc1\.weight".*no "other\.'):
+        flow.restore()
 
 
 @pytest.mark.parametrize("case", ["qat_default", "qat_int4_w"])

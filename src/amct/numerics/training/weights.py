@@ -126,7 +126,8 @@ class _LearnedStep(torch.autograd.Function):
             return gradients[0], None, None, None
         step = _per_row(scale.to(_wide(rows)), rows.shape[0])
         low, high = _limits(lowest, ctx.bits, step)
-        scaled = rows.to(step.dtype) * step.reciprocal()
+        # Divided, as AMCT does: times 1/s, the very weight that gave the scale its value can fall outside of the range.
+        scaled = rows.to(step.dtype) / step
         rounded = scaled.round()
         inside = (scaled >= low) & (scaled <= high)
         slope = torch.where(inside, rounded - scaled, rounded.clamp_(min=low).clamp_(max=high))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from amct.errors import CheckpointError, MissingFileError, TrainingError, did_you_mean
+from amct.pytorch.qat.amct_state import from_amct_state, is_amct_state
+from amct.pytorch.qat.quantizers import ActivationQuantizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +23,8 @@ _SHOWN = 4
 def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None) -> None:
     """Load the ``state_dict`` in a checkpoint into a model; nothing changes unless every entry fits.
 
-    A checkpoint of a model inside DistributedDataParallel, with ``module.`` before every name, fits too.
+    A checkpoint of a model inside DistributedDataParallel, with ``module.`` before every name, fits too, and so does
+    one that AMCT itself has written. Where the lower clip of the checkpoint is not 0, it is trained here as well.
 
     Args:
         model: The model with its quantizers.
@@ -36,13 +39,20 @@ def load_state(model: nn.Module, file: str | os.PathLike[str], name: str | None)
     state = _read(file, name)
     if state and all(key.startswith(_PREFIX) for key in state):
         state = {key.removeprefix(_PREFIX): value for key, value in state.items()}
+    by_amct = is_amct_state(state)
+    if by_amct:
+        state = from_amct_state(model, state)
     own = model.state_dict()
     problems = _problems(own, state)
     if problems:
+        whose = " (a checkpoint of AMCT)" if by_amct else ""
         raise TrainingError(
-            f"{os.fspath(file)} does not fit {type(model).__name__}: {'; '.join(problems)}. Restore with the config "
-            "and the model that the checkpoint was trained with"
+            f"{os.fspath(file)}{whose} does not fit {type(model).__name__}: {'; '.join(problems)}. Restore with the "
+            "config and the model that the checkpoint was trained with"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, ActivationQuantizer) and bool(state.get(f"{name}.clip_min", 0)):
+            module.free_min()
     model.load_state_dict(state)
 
 

@@ -140,6 +140,14 @@ class ActivationQuantizer(nn.Module):
         self.batches.fill_(self.batch_num)
         self._ready, self._observer = True, None
 
+    def free_min(self) -> None:
+        """Let a fixed lower clip be trained, from the value it has; before the optimizer is made."""
+        if self.fixed_min:
+            start = self._buffers.pop("clip_min")
+            assert start is not None
+            self.fixed_min = False
+            self.register_parameter("clip_min", nn.Parameter(start.detach().clone()))
+
     # -- first batches -------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -270,9 +278,14 @@ class WeightQuantizer(nn.Module):
         """The weight as rows, one per output channel."""
         return channels_first(weight.detach(), self.kind, self.groups)
 
+    @property
+    def norm(self) -> nn.Module | None:
+        """The batch norm that will be folded into the layer."""
+        return self._norm[0] if self._norm else None
+
     def lowest(self) -> Tensor | None:
         """The lowest integer by output channel; None where it is the same for all."""
-        gamma = self._norm[0].weight if self._norm else None
+        gamma = None if self.norm is None else self.norm.weight
         if not isinstance(gamma, Tensor):
             return None
         return integer_range(self.bits)[0] + (gamma.detach() < 0)
