@@ -65,7 +65,7 @@ def prune(  # noqa: PLR0913  a front door with its settings
         example: A tensor, or a tuple or dict of arguments, with which the model can be run.
         ratio: The fraction of channels that the layers lose, 0.3 unless something else is given.
         flops: In place of a ratio: the fraction of the multiply-accumulate operations that is left, at most.
-        align: Each layer keeps a multiple of so many channels; kernels are fast with multiples of 8 or 16, and slow with
+        align: Each layer keeps a multiple of so many channels: kernels are fast with multiples of 8 or 16, slow with
             others. The next multiple above or below is taken so that the whole model has about the operations that
             the ratio gives. 1: every layer loses just the ratio.
         reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
