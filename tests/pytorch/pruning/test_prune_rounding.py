@@ -130,7 +130,8 @@ def cell(channels, each=1):
         (20, 1, 0.25, 1, {15}),
         (8, 1, 0.3, 16, {8}),  # nothing is possible
         (104, 8, 0.3, 8, {72}),  # 13 groups of 8
-        (104, 13, 0.3, 8, {104}),  # eight groups of 13
+        (104, 13, 0.3, 8, {104, 52}),  # 13 groups that lose the same channels of 8: to a multiple of 4
+        (58, 29, 0.3, 8, {29}),
         (5, 1, 0.99, 1, {1}),
     ],
 )

@@ -93,7 +93,8 @@ class RemovalCosts:
         for number, roots in enumerate(groups):
             self._group_of[list(roots)] = number
         self._map = channel_map
-        rows, sizes, starts, made = [], [], [], []
+        rows: list[NDArray[np.float64]] = []
+        sizes, starts, made = [], [], []
         for operation in channel_map.program.operations:
             factors = _factors(operation)
             if factors is None:
@@ -121,12 +122,12 @@ class RemovalCosts:
         axes = self._map.parameters.get(value.parameter or "") or self._map.values.get(value.name)
         return list(zip(axes or (None,) * len(shape), shape, strict=True))
 
-    def _counts(self, axis: Axis, groups: int) -> NDArray[np.int64]:
+    def _counts(self, axis: Axis, groups: int) -> NDArray[np.float64]:
         """How many positions of an axis belong to a set of each group."""
         if axis is None:
-            return np.zeros(groups, np.int64)
+            return np.zeros(groups)
         found = self._group_of[self._map.sets.roots(axis)]
-        return np.bincount(found[found >= 0], minlength=groups)
+        return np.bincount(found[found >= 0], minlength=groups).astype(np.float64)
 
     def macs(self, shares: NDArray[np.float64]) -> float:
         """The MACs if each group loses a share of its positions, 0 to 1."""

@@ -53,23 +53,31 @@ class Cell:
         """The numbers of sets that may be removed, ascending: next to the ratio, leaving a multiple of channels.
 
         A number that leaves a multiple of 16 is also next to the ratio if no more than ``align`` channels are between.
+        Where channels are coupled so that no number of them leaves a multiple, it is one of half as many channels.
         """
         wanted = len(self.roots) * ratio
         if align == 1:
             return [min(round(wanted), len(self.roots) - 1)]
-        possible = [count for count in range(len(self.roots)) if self._aligned(count, align)]
+        possible = self._leaving(align)
+        if not any(possible) and min(size for size, _ in self.sizes) > align:
+            return self.options(ratio, align // 2 if align % 2 == 0 else 1)
         below, above = ([count for count in possible if (count > wanted) is side] for side in (False, True))
         found = {*below[-1:], *above[:1]}
         exact = [count for count in found if abs(count - wanted) < _SAME_COUNT]
         channels = max(each for _, each in self.sizes)
         if PREFERRED % align == 0:
-            near = (count for count in possible if abs(count - wanted) * channels <= align)
-            found.update(count for count in near if self._aligned(count, PREFERRED))
+            near = (count for count in self._leaving(PREFERRED) if abs(count - wanted) * channels <= align)
+            found.update(near)
         return exact or sorted(found) or [0]
 
-    def _aligned(self, count: int, align: int) -> bool:
-        left = [size - count * each for size, each in self.sizes]
-        return all(rest > 0 and rest % align == 0 for rest in left)
+    def _leaving(self, align: int) -> list[int]:
+        """The numbers of sets without which every maker has a multiple of channels."""
+
+        def fits(count: int) -> bool:
+            left = [size - count * each for size, each in self.sizes]
+            return all(rest > 0 and rest % align == 0 for rest in left)
+
+        return [count for count in range(len(self.roots)) if fits(count)]
 
 
 def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[Cell, ...]:
