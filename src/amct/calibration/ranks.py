@@ -120,6 +120,16 @@ def all_ranks() -> Ranks:
     return Ranks(distributed.get_rank(), distributed.get_world_size())
 
 
+@contextmanager
+def joined_by_torchrun() -> Iterator[Ranks]:
+    """Initialize ``torch.distributed`` from the environment variables of torchrun, for the duration of the context."""
+    distributed.init_process_group("gloo")
+    try:
+        yield Ranks(distributed.get_rank(), distributed.get_world_size())
+    finally:
+        distributed.destroy_process_group()
+
+
 def fingerprint(names: Iterable[str]) -> str:
     """A short name for what is calibrated: processes that say the same meet."""
     return hashlib.sha256(repr(list(names)).encode()).hexdigest()[:16]

@@ -32,12 +32,10 @@ def processes() -> Iterator[bool]:
     if is_alone():
         yield True
         return
-    from torch import distributed
+    from amct.calibration.ranks import joined_by_torchrun
 
-    distributed.init_process_group("gloo")
-    is_first = distributed.get_rank() == 0
     with ExitStack() as stack:
-        stack.callback(distributed.destroy_process_group)
+        is_first = stack.enter_context(joined_by_torchrun()).is_first
         if not is_first:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123  a device, not a file
             stack.enter_context(redirect_stdout(nowhere))
