@@ -38,7 +38,15 @@ TORCHVISION = (
     "vit_b_16", "swin_t", "maxvit_t",
 )  # fmt: skip
 TIMM = (
+    "convnext_atto",
+    "dla46_c",
+    "fbnetc_100",
+    "lcnet_050",
+    "resnet10t",
     "resnetv2_50",
+    "semnasnet_075",
+    "spnasnet_100",
+    "tinynet_e",
     "mixer_s32_224",
     "ghostnet_100",
     "repvgg_a0",
