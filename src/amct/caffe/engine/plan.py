@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.bound_step import BoundStep
     from amct.caffe.engine.build.graph import Graph, Node
 
 
@@ -36,6 +37,9 @@ class Step:
     """Blobs that in Caffe share memory with the one this in-place layer changes (such as Reshape's bottom)."""
     shapes: list[tuple[int, ...]] | None = None
     """The bottoms' shapes at the last reshape of the layer."""
+    bound: BoundStep | None = None
+    """The step as it was last run, if it can be run again in the same way."""
+    has_loss: bool = False
 
 
 @dataclass(eq=False, frozen=True)
@@ -72,6 +76,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
                 bottoms=[graph.blobs[index] for index in node.bottoms],
                 tops=[graph.blobs[index] for index in last.tops],
                 chain=chain,
+                has_loss=any(node.layer.loss_weights),
             )
         )
     _allow_overwriting(graph, steps, kept)
