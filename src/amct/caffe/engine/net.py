@@ -10,7 +10,6 @@ import torch
 
 from amct.caffe.engine import weights
 from amct.caffe.engine.backward import record_forward, run_backward
-from amct.caffe.engine.bound_step import BoundStep, parameters_of
 from amct.caffe.engine.build.filter_rules import filter_net
 from amct.caffe.engine.build.graph import GraphBuilder
 from amct.caffe.engine.build.insert_splits import insert_splits
@@ -19,7 +18,7 @@ from amct.caffe.engine.device import current_device
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
 from amct.caffe.engine.messages import read_message
-from amct.caffe.engine.plan import Plan, Step, build_plan
+from amct.caffe.engine.plan import BoundStep, Plan, Step, build_plan, parameters_of
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:

@@ -159,17 +159,17 @@ def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: i
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
     largest, outermost, innermost = np.int32(extremes[0]), np.uint32(extremes[1]), np.uint32(extremes[2])
     for begin in range(0, bits.size, _STRETCH):
-        end = min(begin + _STRETCH, bits.size)
+        part, signed_part = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
         high, outer, inner = np.int32(-_SIGN), np.uint32(0), np.uint32(2 * _SIGN - 1)
-        for place in range(begin, end):
-            high = max(high, signed[place])
-            outer = max(outer, bits[place])
-            inner = min(inner, bits[place])
+        for place in range(part.size):
+            high = max(high, signed_part[place])
+            outer = max(outer, part[place])
+            inner = min(inner, part[place])
         largest, outermost, innermost = max(largest, high), max(outermost, outer), min(innermost, inner)
         if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
-            for place in range(begin, end):
-                found[number] = bits[place]
-                number += np.int64((signed[place] >= upper) | (bits[place] >= lower))
+            for place in range(part.size):
+                found[number] = part[place]
+                number += np.int64((signed_part[place] >= upper) | (part[place] >= lower))
     extremes[0], extremes[1], extremes[2] = largest, outermost, innermost
     return number
 
