@@ -48,7 +48,7 @@ def prepare_qat(
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QatConfig``.
         teacher: A float model, for ``distillation_loss``; usually ``model`` itself.
         target: The machine to train for: "exact8" and "vnni" keep the bits of the config, "portable" trains 8-bit
-            weights with 7 bits, which is what the QDQ file for every CPU has.
+            weights with 7 bits, which the QDQ file for every CPU has as they are.
         inputs: Turns a batch into the model's inputs, for batches in other forms.
         io: Names and dynamic axes of the exported models.
 
