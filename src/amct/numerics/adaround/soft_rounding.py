@@ -74,29 +74,43 @@ class SoftRounding:
         self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
         # A weight beyond the grid is clipped for every h, so its gradient is zero.
         self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
+        self._base = self.floor.clamp(self.lowest, self.highest) * self.scale
 
     def h(self) -> Tensor:
         """Return the distance of each weight from its floor, 0..1."""
-        return torch.sigmoid(self.alpha).mul_(_STRETCH).add_(_SHIFT).clamp_(0, 1)
+        return _stretched(torch.sigmoid(self.alpha)).clamp_(0, 1)
 
-    def soft(self) -> Tensor:
-        """Return the soft-rounded weights, in real values, used during the learning."""
-        return (self.floor + self.h()).clamp_(self.lowest, self.highest).mul_(self.scale)
+    def soft(self, sigmoid: Tensor | None = None) -> Tensor:
+        """Return the soft-rounded weights, in real values, used during the learning.
+
+        ``sigmoid`` is that of ``alpha``, if the caller has it already.
+        """
+        h = _stretched(torch.sigmoid(self.alpha) if sigmoid is None else sigmoid).clamp_(0, 1)
+        return torch.addcmul(self._base, h, self._step)
 
     def hard(self) -> Tensor:
         """Return the final integers: the ceiling where ``h >= 0.5``, else the floor."""
         return (self.floor + (self.h() >= 0.5)).clamp(self.lowest, self.highest)
 
-    def gradient(self, weight_gradient: Tensor, beta: float | None, reg_param: float) -> Tensor:
-        """Return d(loss + regularizer)/d(alpha) from d(loss)/d(weight); same as autograd, in fewer passes."""
-        sigmoid = torch.sigmoid(self.alpha)
-        stretched = sigmoid.mul(_STRETCH).add_(_SHIFT)
-        h = stretched.clamp(0, 1)
+    def gradient(
+        self, weight_gradient: Tensor, beta: float | None, reg_param: float, sigmoid: Tensor | None = None
+    ) -> Tensor:
+        """Return d(loss + regularizer)/d(alpha) from d(loss)/d(weight); same as autograd, in fewer passes.
+
+        ``sigmoid`` is that of ``alpha``, if the caller has it already.
+        """
+        sigmoid = torch.sigmoid(self.alpha) if sigmoid is None else sigmoid
+        stretched = _stretched(sigmoid)
         result = weight_gradient * self._step
         if beta is not None:
-            centred = h.mul(2).sub_(1)
+            centred = stretched.mul(2).sub_(1)  # beyond 0..1 the gradient is dropped below
             # |centred|^(beta - 1) by log and exp, which torch vectorizes, unlike pow.
             power = centred.abs().log_().mul_(beta - 1).exp_()
-            result.addcmul_(centred.sign_(), power, value=-2 * beta * reg_param)
-        result *= h == stretched
-        return result.mul_(sigmoid).mul_(sigmoid.neg_().add_(1)).mul_(_STRETCH)
+            result.sub_(power.copysign_(centred), alpha=2 * beta * reg_param)
+        inner = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
+        return torch.ops.aten.sigmoid_backward(inner, sigmoid).mul_(_STRETCH)
+
+
+def _stretched(sigmoid: Tensor) -> Tensor:
+    """1.2 · sigmoid - 0.1, a new tensor."""
+    return sigmoid.mul(_STRETCH).add_(_SHIFT)
