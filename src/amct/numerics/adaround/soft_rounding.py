@@ -19,6 +19,8 @@ from amct.numerics.affine import integer_range
 
 _STRETCH = 1.2
 _SHIFT = -0.1
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,30 @@ class SoftRounding:
             # |centred|^(beta - 1) by log and exp, which torch vectorizes, unlike pow.
             power = centred.abs().log_().mul_(beta - 1).exp_()
             result.sub_(power.copysign_(centred), alpha=2 * beta * reg_param)
-        inner = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
-        return torch.ops.aten.sigmoid_backward(inner, sigmoid).mul_(_STRETCH)
+        inner: Tensor = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
+        slope: Tensor = torch.ops.aten.sigmoid_backward(inner, sigmoid)
+        return slope.mul_(_STRETCH)
+
+
+class Adam:
+    """Adam with torch's defaults for one tensor: the same steps as ``torch.optim.Adam``, without its bookkeeping.
+
+    For small weights that bookkeeping costs as much as the rest of an iteration.
+    """
+
+    def __init__(self, parameter: Tensor, learning_rate: float) -> None:
+        self._parameter, self._rate = parameter, learning_rate
+        self._mean, self._square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        self._steps = 0
+
+    def step(self, gradient: Tensor) -> None:
+        """Change the parameter in place."""
+        self._steps += 1
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        first, second = (1 - beta**self._steps for beta in _BETAS)
+        divisor = self._square.sqrt().div_(math.sqrt(second)).add_(_EPSILON)
+        self._parameter.addcdiv_(self._mean, divisor, value=-self._rate / first)
 
 
 def _stretched(sigmoid: Tensor) -> Tensor:
