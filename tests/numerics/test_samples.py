@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from amct.errors import ArgumentError
-from amct.numerics.counts import samples
 from amct.numerics.counts.histogram import SHORT_TAIL
 from amct.numerics.counts.samples import EXACT_LIMIT, SMALL_EXACT_LIMIT, Samples
 from amct.numerics.ifmr import IfmrObserver
@@ -128,67 +127,3 @@ def test_fewer_values_are_kept_where_not_all_are_counted():
         expecting.expect(values)
         assert expecting.exact is kept
     assert SMALL_EXACT_LIMIT < EXACT_LIMIT
-
-
-KINDS = {
-    "few values": lambda seed: batch(seed, 500),
-    "few distinct values": lambda seed: (batch(seed, 3000) * 8).round(),
-    "counted": lambda seed: batch(seed, 3000) * 10 ** torch.randn((), generator=torch.Generator().manual_seed(seed)),
-}
-
-
-def assert_same_arrays(first, second):
-    assert first.keys() == second.keys()
-    for name, array in first.items():
-        np.testing.assert_array_equal(np.sort(array), np.sort(second[name]), err_msg=name)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("before", [1, 3])
-def test_a_stored_observer_goes_on_as_if_it_had_not_been_stored(monkeypatch, kind, before):
-    monkeypatch.setattr(samples, "EXACT_LIMIT", 2500)
-    whole, first, second = (IfmrObserver(bits=8, asymmetric=False) for _ in range(3))
-    batches = [KINDS[kind](seed) for seed in range(5)]
-    for each in batches:
-        whole.observe(each)
-    for each in batches[:before]:
-        first.observe(each)
-    stored = first.arrays()
-    second.restore({name: array.copy() for name, array in stored.items()})
-    assert_same_arrays(second.arrays(), stored)
-    for each in batches[before:]:
-        second.observe(each)
-    found, expected = second.result(), whole.result()
-    assert (found.scale, found.offset, found.clip_max) == (expected.scale, expected.offset, expected.clip_max)
-    assert_same_arrays(second.arrays(), whole.arrays())
-
-
-def test_what_is_stored_is_bounded():
-    observer = IfmrObserver()
-    observer.observe(batch(0, EXACT_LIMIT + 1))
-    assert sum(array.nbytes for array in observer.arrays().values()) < 1 << 20
-
-
-DAMAGED = [
-    lambda arrays: arrays.pop("bins"),
-    lambda arrays: arrays.update(bins=arrays["bins"] + (1 << 40)),
-    lambda arrays: arrays.update(bins=arrays["bins"] - (1 << 40)),
-    lambda arrays: arrays.update(counts=arrays["counts"][1:]),
-    lambda arrays: arrays.update(counts=-arrays["counts"]),
-    lambda arrays: arrays.update(summary=np.full(4, np.nan)),
-    lambda arrays: arrays.update(summary=np.zeros(3)),
-    lambda arrays: arrays.update(range=np.array([1.0, 2.0, 3.0, -3.0, 0.0])),
-    lambda arrays: arrays.update(outer=arrays["outer"].astype(np.float64)),
-    lambda arrays: arrays.update(other=arrays["outer"]),
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_observations_are_refused(monkeypatch, damage):
-    monkeypatch.setattr(samples, "EXACT_LIMIT", 2500)
-    observer = IfmrObserver()
-    observer.observe(batch(0, 9000))
-    arrays = observer.arrays()
-    damage(arrays)
-    with pytest.raises(ArgumentError, match="damaged"):
-        IfmrObserver().restore(arrays)

@@ -208,10 +208,9 @@ def test_damaged_observations_in_a_checkpoint_are_refused(tmp_path):
     model = flow.create()
     train(model, [0])
     state = model.state_dict()
-    name = "c1.input_quantizer.observed_range"
-    for damaged in (torch.zeros(2), torch.full((5,), float("nan")), torch.zeros(5, dtype=torch.int64)):
-        torch.save({**state, name: damaged}, flow.state)
-        with pytest.raises(RuntimeError, match=r'layer "c1": the stored observations are damaged.*load another'):
+    for damaged in (torch.zeros(2), torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 5])):
+        torch.save({**state, "c1.input_quantizer.observed_seen": damaged}, flow.state)
+        with pytest.raises(RuntimeError, match=r'layer "c1": the state of an observer does not fit.*load another'):
             flow.restore()
 
 

@@ -25,13 +25,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from amct.errors import ArgumentError
 from amct.numerics.counts.loops import (
     BLOCKS,
     FLOAT_MANTISSA,
@@ -56,11 +54,6 @@ from amct.numerics.counts.loops import (
     tail_begin,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
 MANTISSA_BITS = TABLE_MANTISSA
 """Mantissa bits of a bin index per tensor."""
 CHANNEL_MANTISSA_BITS = 6
@@ -78,7 +71,6 @@ _TABLE_THRESHOLD = TABLE_SIZE // 32  # from so many values on, one pass over a t
 _SPARE_BLOCKS = 8
 _TAIL_SLACK = 8  # the stored outer values are reduced to the tails when they exceed this many times the tail
 _LARGEST_PIECE = 1 << 31  # a table's counts have 32 bits
-_LARGEST_TOTAL = 1 << 53  # float64 holds every whole number below it
 _LARGEST_NARROW_TOTAL = 1 << 31  # half of the uint32 range: sampled counts may exceed the number of values slightly
 _THREADED_SIZE = 1 << 20  # values per thread for which starting it pays off
 _UNREACHABLE = limits_of(-np.inf, np.inf)  # no finite value reaches these limits
@@ -349,43 +341,6 @@ class FloatHistogram:
     def __getstate__(self) -> dict[str, object]:
         """Return the state to pickle, e.g. for another process, without unused room."""
         return {**self.__dict__, "_counts": self._counts[: int(self._used[0])].copy()}
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the content of one channel as plain arrays, to be stored; ``of_arrays`` makes it a histogram again."""
-        assert self.channels == 1
-        blocks = np.flatnonzero(self._first_bin[0] >= 0)
-        tables = self._tables()[self._first_bin[0, blocks] >> self.mantissa_bits]
-        row, place = np.nonzero(tables)
-        return {
-            "bins": (blocks[row] << self.mantissa_bits) | place,
-            "counts": tables[row, place].astype(np.int64),
-            "outer": self._outer.copy(),
-            "summary": np.array([self._total, self._largest_weight, *self._edges], np.float64),
-        }
-
-    @classmethod
-    def of_arrays(cls, arrays: Mapping[str, NDArray[Any]], *, tail: int, counts_all: bool = True) -> FloatHistogram:
-        """Return the histogram that ``arrays`` describes.
-
-        Raises:
-            ArgumentError: it describes none.
-        """
-        made = cls(1, tail=tail, counts_all=counts_all)
-        bins, counts, summary = arrays["bins"], arrays["counts"], arrays["summary"]
-        total, weight, lower, upper = summary if summary.shape == (4,) else (0, 0, 0, 0)
-        is_legal = bins.shape == counts.shape and (counts > 0).all() and (bins >= 0).all() and lower <= 0 <= upper
-        if not is_legal or (bins >= BLOCKS << made.mantissa_bits).any() or not 0 < total < _LARGEST_TOTAL or weight < 1:
-            raise ArgumentError("the stored histogram is damaged")
-        made._widen_for(int(total))
-        made._total, made._largest_weight = int(total), int(weight)
-        for block in np.unique(bins >> made.mantissa_bits):
-            chosen = bins >> made.mantissa_bits == block
-            table = np.zeros(1 << made.mantissa_bits, np.int64)
-            table[bins[chosen] & (table.size - 1)] = counts[chosen]
-            made._add_block(0, block, table)
-        made._outer = arrays["outer"].copy()
-        made._set_edges(float(lower), float(upper))
-        return made
 
     def _tables(self) -> Tallies:
         """Return the counts as ``[block, bin]``."""

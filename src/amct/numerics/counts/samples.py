@@ -11,29 +11,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amct.errors import ArgumentError
 from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
 from amct.numerics.observer import Observer, as_rows, check_mergeable
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
 """The limit unless ``counts_all``: this many values take as much memory as their counts would."""
 
 Floats = NDArray[np.float32]
-_HISTOGRAM = {"bins", "counts", "outer", "summary"}
 
 
 class Samples:
@@ -100,44 +94,6 @@ class Samples:
             self._join(other._counts)
         else:
             self._histogram().merge(other._counts)
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return what was observed of a tensor as plain arrays, to be stored; ``restore`` reads them."""
-        assert self.range.channel_axis is None
-        limits = [float(self.range.minimum), float(self.range.maximum)] if self.range.count else [0.0, 0.0]
-        found = {"range": np.array([self.range.batches, self.range.count, *limits, self.merged], np.float64)}
-        if self._counts is None:
-            return {**found, "values": np.concatenate([np.empty(0, np.float32), *(row[0] for row in self._pieces)])}
-        if isinstance(self._counts, ValueCounts):
-            return {**found, "distinct": self._counts.values.copy(), "repeats": self._counts.counts.copy()}
-        return {**found, **self._counts.arrays()}
-
-    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from what ``arrays`` returned; batches lose their bounds, which only HFMG needs.
-
-        Raises:
-            ArgumentError: it is damaged.
-        """
-        kinds = {"values": np.float32, "distinct": np.float32, "outer": np.float32, "range": np.float64,
-                 "summary": np.float64, "repeats": np.int64, "bins": np.int64, "counts": np.int64}  # fmt: skip
-        unknown = [name for name, array in arrays.items() if array.ndim != 1 or array.dtype != kinds.get(name)]
-        parts = set(arrays) - {"range"}
-        if unknown or "range" not in arrays or parts not in ({"values"}, {"distinct", "repeats"}, _HISTOGRAM):
-            raise ArgumentError(f"the stored observations are damaged: they are {', '.join(sorted(arrays)) or 'empty'}")
-        known = arrays["range"]
-        batches, count, minimum, maximum, merged = known if known.shape == (5,) else np.full(5, np.nan)
-        if not (np.isfinite(known).all() and batches >= 0 <= count and minimum <= maximum):
-            raise ArgumentError("the stored observations are damaged: their range is not legal")
-        if count:
-            self.range.add_known(int(count), float(minimum), float(maximum))
-        self.range.batches, self.merged = int(batches), bool(merged)
-        if "values" in arrays:
-            self._pieces = [arrays["values"].reshape(1, -1).copy()] if count else []
-        elif "distinct" in arrays:
-            bits = np.ascontiguousarray(arrays["distinct"]).view(np.uint32)
-            self._counts = ValueCounts(bits, arrays["repeats"].copy())
-        else:
-            self._counts = FloatHistogram.of_arrays(arrays, tail=self._tail, counts_all=self._counts_all)
 
     def batches_of(self, channel: int) -> list[Floats]:
         """Return the values of a channel batch by batch; requires ``exact``."""
@@ -239,18 +195,6 @@ class SamplingObserver(RangeObserver):
         check_mergeable(self, other)
         assert isinstance(other, SamplingObserver)
         self._samples.merge(other._samples)
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return what was observed as plain arrays of bounded size, to be stored; per tensor only."""
-        return self._samples.arrays()
-
-    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue an observer that ``arrays`` described; this one has the same settings and has observed nothing.
-
-        Raises:
-            ArgumentError: it is damaged.
-        """
-        self._samples.restore(arrays)
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the range of every channel that the search finds."""

@@ -252,7 +252,7 @@ class ActivationQuantizer(nn.Module):
         """Between the first batches also what they held, so that training can go on in the middle of them."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._observer is not None and not self._ready:
-            for name, array in self._observer.arrays().items():
+            for name, array in self._observer.state().items():
                 destination[f"{prefix}{OBSERVED}{name}"] = torch.from_numpy(array)
 
 
