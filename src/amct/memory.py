@@ -1,7 +1,8 @@
-"""How much memory a model from elsewhere may need: tensors are counted before anything is allocated."""
+"""Memory: how much a model from elsewhere may need, counted before it is allocated; and what was freed, given back."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Callable, Hashable, Iterable, Mapping
 
 _UNKNOWN_MACHINE_BYTES = 8 * 2**30
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -37,6 +38,26 @@ def process_bytes() -> int:
     if sys.platform != "linux":
         return 0
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _trim() -> Callable[[int], int] | None:
+    """Glibc's ``malloc_trim``; None with another C library."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+    return found
+
+
+def give_back_freed() -> None:
+    """Give freed memory back to the system: glibc keeps blocks below 32 MB for later, which nobody may need.
+
+    Called where as much as all parameters of a model was freed. It takes some milliseconds.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
 
 
 def number_from_environment(variable: str, default: int, what: str = "bytes") -> int:

@@ -7,7 +7,7 @@ Files that can be compared with the float model store in their metadata which te
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,10 +40,9 @@ class LayerReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportedModel:
-    """An exported ONNX model with a report."""
+class ExportReport:
+    """What an exporter did: all that is kept of an exported file once it is written."""
 
-    model: ModelProto
     layers: tuple[LayerReport, ...] = ()
     skipped: tuple[Skip, ...] = ()
     tensors: tuple[str, ...] = ()
@@ -52,6 +51,18 @@ class ExportedModel:
     """Layers whose output channels are divided by the balance factors of the next layer (QDQ, placement ``fast``)."""
     notes: tuple[str, ...] = ()
     """Remarks for the user: a type that the opset lacks, a rounding that was replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel(ExportReport):
+    """An exported ONNX model with a report."""
+
+    model: ModelProto
+
+    @property
+    def report(self) -> ExportReport:
+        """The report alone."""
+        return ExportReport(**{each.name: getattr(self, each.name) for each in fields(ExportReport)})
 
 
 def write_metadata(

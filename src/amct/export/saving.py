@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from amct import atomic
 from amct.export.binding import LayerFactors, bindings_by_name
 from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
-from amct.export.exported import ExportedModel
+from amct.export.exported import ExportedModel, ExportReport
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import RECORD, check_formats, export_formats, file_name
 from amct.export.options import ExportOptions
@@ -24,7 +25,7 @@ from amct.record import encode_record
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
@@ -181,47 +182,56 @@ def save_files(
         if content.tensors is not None:
             others[tensor_factors_path(path)] = tensor_factors_text(content.tensors).encode()
 
-    def document(group: FileGroup) -> QuantJson:
+    def document() -> QuantJson:
         assert exports is not None
         assert model is not None
-        checks = exports.check(group)
-        found = quant_document(model.graph.name, exports.files, notes, request.where, checks)
+        found = quant_document(model.graph.name, exports.reports, notes, request.where, exports.checks)
         return replace(found, related=request.related())
 
-    files = {} if exports is None else exports.files
     written = save_models(
         request.where,
-        {file_name(name): each if isinstance(each, bytes) else each.model for name, each in files.items()},
+        () if exports is None else exports.files(),
+        after_each=None if exports is None else exports.check,
         others=others,
-        document=document if files else None,
+        document=document if exports is not None and request.formats else None,
     )
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Exports:
-    """The exported files of one save, by format, and the input of their exporters."""
+    """The exports of one save: each file is made, written and checked before the next one is made.
+
+    Attributes:
+        request: The formats and the save path.
+        model: The float ONNX model.
+        content: The factors, and what the files are compared with.
+        bindings: The node of each layer.
+        factors: The factors of each layer.
+        reports: What each exporter did, by format, as far as its file is written; None for one that is no model.
+        checks: The results of the checks by format.
+    """
 
     request: SaveRequest
     model: ModelProto
     content: SavedContent
     bindings: Sequence[LayerBinding]
     factors: Mapping[str, LayerFactors]
-    files: dict[str, Exported]
+    reports: dict[str, ExportReport | None] = field(default_factory=dict)
+    checks: dict[str, FileCheck] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: SaveRequest, model: ModelProto, content: SavedContent) -> _Exports:
         factors = {name: layer_factors(entry) for name, entry in content.record.items()}
         bindings = bindings_by_name(model, content.record, content.calls)
-        files = export_formats(request.formats, model, bindings, factors, content.tensors, request.options)
-        return cls(request=request, model=model, content=content, bindings=bindings, factors=factors, files=files)
+        return cls(request=request, model=model, content=content, bindings=bindings, factors=factors)
 
-    def check(self, group: FileGroup) -> dict[str, FileCheck]:
-        """Run the files of a group; one that is repaired replaces the first in the group and in ``files``."""
+    @cached_property
+    def _check(self) -> OnnxCheck | None:
         reference = self.content.reference
         if reference is None:
-            return {}
+            return None
         subject = Subject(
             reference=reference,
             original=self.model,
@@ -229,50 +239,69 @@ class _Exports:
             export_qdq=self._qdq_without if self.content.tensors else None,
             tensors=self.content.tensors,
         )
-        return check_files(OnnxCheck(subject), group, self.request.where, self.files)
+        return OnnxCheck(subject)
+
+    def files(self) -> Iterator[tuple[str, ModelProto | bytes]]:
+        """Each format exported when it is asked for; nothing of it is kept but its report."""
+        for name in self.request.formats:
+            yield file_name(name), self._content(name)
+
+    def _content(self, name: str) -> ModelProto | bytes:
+        exported = self._exported(name, self.request.options)
+        self.reports[name] = report_of(exported)
+        return exported if isinstance(exported, bytes) else exported.model
+
+    def check(self, group: FileGroup, name: str) -> None:
+        """Run the file that was written last."""
+        done = list(self.reports)[-1]
+        assert name == file_name(done)
+        report = self.reports[done]
+        if self._check is not None and report is not None:
+            self.checks[done], self.reports[done] = check_file(self._check, group, self.request.where, done, report)
 
     def _simulation(self) -> ExportedModel:
         return fake_quant_model(self.model, self.bindings, self.factors)
 
     def _qdq_without(self, left_float: Collection[str]) -> ExportedModel:
         options = replace(self.request.options, float_tensors=self.request.options.float_tensors.union(left_float))
-        exported = export_formats(["qdq"], self.model, self.bindings, self.factors, self.content.tensors, options)[
-            "qdq"
-        ]
+        exported = self._exported("qdq", options)
         assert isinstance(exported, ExportedModel)
         return exported
 
+    def _exported(self, name: str, options: ExportOptions) -> Exported:
+        return export_formats([name], self.model, self.bindings, self.factors, self.content.tensors, options)[name]
 
-def check_files(
-    check: OnnxCheck, group: FileGroup, where: SavePath, files: dict[str, Exported]
-) -> dict[str, FileCheck]:
-    """Run the ONNX files of a group; a file that is repaired is replaced in the group and in ``files``.
+
+def report_of(exported: Exported) -> ExportReport | None:
+    """What is kept of an exported file; None for one that is no model."""
+    return None if isinstance(exported, bytes) else exported.report
+
+
+def check_file(
+    check: OnnxCheck, group: FileGroup, where: SavePath, name: str, report: ExportReport
+) -> tuple[FileCheck, ExportReport]:
+    """Run the file of a format in a group; one that is repaired replaces the first in the group.
 
     Returns:
-        The result by format.
+        The result, and the report of the file as it is in the group now.
 
     Raises:
-        ExportError: a file cannot be loaded or run.
+        ExportError: the file cannot be loaded or run.
     """
-    found: dict[str, FileCheck] = {}
-    for name, exported in list(files.items()):
-        if isinstance(exported, bytes):
-            continue
-        target = where.file(file_name(name))
-        temporary = group.temporary(target)
-        apart = {path.name: own for path, own in group.written().items() if path.suffix == ".external"}
-        file = WrittenFile(format=name, path=temporary, target=target, exported=exported, beside=apart)
-        found[name], repaired = check.check(file)
-        if repaired is not None:
-            files[name] = repaired
-            group.remove(target)
-            add_model(group, target, repaired.model, file_name(name))
-    return found
+    target = where.file(file_name(name))
+    apart = {path.name: own for path, own in group.written().items() if path.suffix == ".external"}
+    file = WrittenFile(format=name, path=group.temporary(target), target=target, report=report, beside=apart)
+    found, repaired = check.check(file)
+    if repaired is None:
+        return found, report
+    group.remove(target)
+    add_model(group, target, repaired.model, file_name(name))
+    return found, repaired.report
 
 
 def quant_document(
     name: str,
-    exported: Mapping[str, Exported],
+    exported: Mapping[str, ExportReport | None],
     notes: ModelNotes,
     where: SavePath,
     checks: Mapping[str, FileCheck] | None = None,
@@ -283,7 +312,7 @@ def quant_document(
     for format_name, result in exported.items():
         file = where.file(file_name(format_name)).name
         files[file] = file_entry(format_name, result, (checks or {}).get(format_name))
-        for report in () if isinstance(result, bytes) else result.layers:
+        for report in () if result is None else result.layers:
             before = layers.get(report.layer) or _layer_entry(report, notes.fusions.get(report.layer, ()))
             layers[report.layer] = _with_node(before, format_name, report)
     skipped = tuple(Skip(layer, reason) for layer, reason in notes.skipped.items())
@@ -303,9 +332,9 @@ def _with_node(entry: LayerEntry, format_name: str, report: LayerReport) -> Laye
     return replace(entry, output=(*entry.output, *further), files={**entry.files, format_name: here})
 
 
-def file_entry(format_name: str, result: Exported, check: FileCheck | None) -> FileEntry:
+def file_entry(format_name: str, result: ExportReport | None, check: FileCheck | None) -> FileEntry:
     """The quant.json entry of one exported file."""
-    if isinstance(result, bytes):
+    if result is None:
         return FileEntry(format=format_name, check=check)
     return FileEntry(
         format=format_name,

@@ -12,6 +12,7 @@ more                                   ``<tensor>_fakequant.external``, ``<tenso
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from amct.export.save_path import SavePath, warn_of_replaced
 from amct.model.quant_json import write_quant_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable
 
     from amct.model.quant_json import QuantJson
 
@@ -47,20 +48,23 @@ def check_opset(opset: int) -> None:
 
 def save_models(
     save_path: SavePath,
-    files: Mapping[str, ModelProto | bytes],
+    files: Mapping[str, ModelProto | bytes] | Iterable[tuple[str, ModelProto | bytes]],
     *,
+    after_each: Callable[[FileGroup, str], None] | None = None,
     others: Mapping[Path, bytes] | None = None,
-    document: QuantJson | Callable[[FileGroup], QuantJson] | None = None,
+    document: QuantJson | Callable[[], QuantJson] | None = None,
     external_threshold: int = EXTERNAL_THRESHOLD,
 ) -> list[Path]:
     """Write the files of one save as one group: after a kill or an error, all files are old or all are new.
 
     Args:
         save_path: folder and prefix.
-        files: models (or the bytes of other exported files) by file name without the prefix; they are not changed.
+        files: models (or the bytes of other exported files) by file name without the prefix; they are not changed. An
+            iterable may make each when it is asked for, so that one is in memory at a time.
+        after_each: called with the name of each file when it is written, under its temporary name.
         others: further files of the group, by path.
         document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256; or a function
-            that makes it after it has checked the files, which have their temporary names then.
+            that makes it when they are written.
         external_threshold: the serialized size from which tensors are stored in separate files.
 
     Returns:
@@ -72,18 +76,16 @@ def save_models(
     """
     written: list[Path] = []
     with FileGroup() as group:
-        for name, content in files.items():
-            path = save_path.file(name)
-            if isinstance(content, bytes):
-                group.write_bytes(path, content)
-                written.append(path)
-            else:
-                written += add_model(group, path, content, name, external_threshold)
+        for name, content in files.items() if isinstance(files, Mapping) else files:
+            written += add_file(group, save_path.file(name), content, name, external_threshold)
+            del content  # the next one is made now
+            if after_each is not None:
+                after_each(group, name)
         for path, data in (others or {}).items():
             group.write_bytes(path, data)
             written.append(path)
         if document is not None:
-            listed = document(group) if callable(document) else document
+            listed = document() if callable(document) else document
             write_quant_json(group, save_path.quant_json, listed)
             written.append(save_path.quant_json)
         warn_of_replaced(group.written())
@@ -103,6 +105,20 @@ def save_model(
         written = _write_model(group, path, model, external_suffix, external_threshold)
         warn_of_replaced(group.written())
     return written
+
+
+def add_file(
+    group: FileGroup,
+    path: Path,
+    content: ModelProto | bytes,
+    name: str,
+    external_threshold: int = EXTERNAL_THRESHOLD,
+) -> list[Path]:
+    """Write one exported file as part of a group, as ``add_model``; returns the paths of its files."""
+    if isinstance(content, bytes):
+        group.write_bytes(path, content)
+        return [path]
+    return add_model(group, path, content, name, external_threshold)
 
 
 def add_model(

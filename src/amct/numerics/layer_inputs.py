@@ -104,7 +104,7 @@ class LayerInputObserver:
             return None
         weight = self.weight.detach().float().cpu()
         largest = torch.maximum(-self._minimum, self._maximum)
-        columns = weight.abs().amax(0)
+        columns = torch.maximum(weight.amax(0), -weight.amin(0))  # |w| of all rows would be a copy of a large weight
         choices = [balance_factors(largest, columns, strength) for strength in STRENGTHS]
         noise = RoundingNoise(
             weight[None, :, :, None],

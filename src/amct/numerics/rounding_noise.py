@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.numerics.arq import row_chunks
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,9 +43,12 @@ class RoundingNoise:
     ) -> None:
         detached = weight.detach()
         self._low, self._high, self._power = low.double(), high.double(), power.double()
-        self._largest = detached.abs().amax(3)
-        self._energy = detached.square().sum((1, 3), dtype=torch.float64).reshape(-1)
         self._taps = weight.shape[3]
+        # Of a weight without taps nothing is copied: it may be large.
+        self._largest = detached.abs().amax(3) if self._taps > 1 else detached[..., 0]
+        parts = row_chunks(weight.shape[2], weight.numel())
+        sums = [detached[:, :, part].square().sum((1, 3), dtype=torch.float64) for part in parts]
+        self._energy = torch.cat(sums, 1).reshape(-1)
         self._data_steps, self._weight_steps, self._one_scale = data_steps, weight_steps, one_scale
 
     def power(self, factors: Tensor) -> float:
@@ -55,7 +60,9 @@ class RoundingNoise:
         step = ((self._high / wide).max() - (self._low / wide).min()) / self._data_steps
         from_data = step.square() * (wide.square() * self._energy).sum()
         grouped = factors.reshape(self._largest.shape[0], 1, -1).to(self._largest.dtype)
-        scales = (self._largest * grouped).amax(2).double() / self._weight_steps
+        parts = row_chunks(self._largest.shape[1], self._largest.numel())
+        largest = [(self._largest[:, part].abs() * grouped).amax(2) for part in parts]
+        scales = torch.cat(largest, 1).double() / self._weight_steps
         if self._one_scale:
             scales = scales.max().expand_as(scales)
         power = (self._power / wide.square()).reshape(grouped.shape).sum(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from amct.numerics.error_cancelling import round_weight
 from amct.record import LayerRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -70,12 +71,48 @@ class WeightPart:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class RoundedWeights(Mapping[str, "Tensor"]):
+    """By name of the part: the weight on its grid, computed anew at every access; the weights of a model are large.
+
+    Attributes:
+        parts: The float weights by name.
+        factors: Their scales.
+        bits: Bits of the integers.
+        balance: DMQ's factors.
+        cancel_errors: Whether the weights are rounded so that their errors cancel.
+    """
+
+    parts: Mapping[str, WeightPart]
+    factors: Mapping[str, WeightFactors]
+    bits: int
+    balance: Tensor | None
+    cancel_errors: bool
+
+    def __getitem__(self, name: str) -> Tensor:
+        part = self.parts[name]
+        return round_weight(
+            part.with_balance(self.balance),
+            self.factors[name],
+            part.kind,
+            self.bits,
+            part.groups,
+            cancel_errors=self.cancel_errors and not part.gates,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerWeights:
     """The quantized weights of one layer.
 
     Attributes:
         parts: The float weights; empty for a layer without weights.
-        rounded: By name of the part: the weight on its grid, with DMQ's factors multiplied in.
+        rounded: By name of the part: the weight on its grid, with DMQ's factors multiplied in; read-only.
         factors: By name of the part: its scales.
         bits: Bits of the integers.
         balance: DMQ's factors, one per input channel: the layer's input is divided by them.
@@ -153,7 +190,6 @@ def quantize_weights(
     """
     settings = plan.weight or ArqSettings()
     assert isinstance(settings, (ArqSettings, AdaRoundSettings))
-    rounded: dict[str, Tensor] = {}
     factors: dict[str, WeightFactors] = {}
     cancel_errors = plan.weight_rounding == "error_cancelling"
     for part in parts:
@@ -161,7 +197,7 @@ def quantize_weights(
         weight = part.with_balance(balance)
         groups = part.gates or part.groups
         try:
-            found = arq(
+            factors[part.name] = arq(
                 weight,
                 kind=part.kind,
                 bits=settings.num_bits,
@@ -169,15 +205,17 @@ def quantize_weights(
                 groups=groups,
                 symmetric_scale=SymmetricScale(plan.weight_scale),
             )
-            rounded[part.name] = round_weight(
-                weight, found, part.kind, settings.num_bits, part.groups, cancel_errors=cancel_errors and not part.gates
-            )
         except AmctError as error:
             raise layer_error(plan.name, error) from error
-        factors[part.name] = found
     return LayerWeights(
         parts=tuple(parts),
-        rounded=rounded,
+        rounded=RoundedWeights(
+            parts={part.name: part for part in parts},
+            factors=factors,
+            bits=settings.num_bits,
+            balance=balance,
+            cancel_errors=cancel_errors,
+        ),
         factors=factors,
         bits=settings.num_bits,
         balance=balance,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
     from torch import Tensor, nn
@@ -31,13 +31,19 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def copy_model(model: nn.Module, *, share_tensors: bool = False) -> nn.Module:
+def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterable[Tensor] = ()) -> nn.Module:
     """A copy in eval mode. With ``share_tensors`` it shares parameters and buffers with the model: read-only.
+
+    Args:
+        model: The model.
+        share_tensors: Whether nothing is copied but the modules.
+        without: Weights that the caller will replace: the copy shares them until then, because they may be large.
 
     Raises:
         ModelError: some attribute of the model cannot be copied; the message names it.
     """
-    memo = {id(tensor): _copied(tensor, share_tensors) for tensor in _tensors(model)}
+    shared = {tensor.data_ptr() for tensor in without} - {0}
+    memo = {id(tensor): _copied(tensor, share_tensors or (_address(tensor) in shared)) for tensor in _tensors(model)}
     try:
         duplicate: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:
@@ -46,6 +52,27 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False) -> nn.Module:
             "your model stays as it is: keep such objects out of the model, or give their class a __deepcopy__"
         ) from error
     return duplicate.eval()
+
+
+def own_parameters(duplicate: nn.Module, model: nn.Module) -> None:
+    """Copy the parameters that a copy still shares with its model, such as a weight that another module uses too."""
+    theirs = {id(parameter) for parameter in model.parameters()}
+    copies: dict[int, torch.nn.Parameter] = {}
+    for module in duplicate.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in theirs:
+                if id(parameter) not in copies:
+                    values = parameter.detach().clone()
+                    copies[id(parameter)] = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = copies[id(parameter)]
+
+
+def _address(tensor: Tensor) -> int:
+    """The place of a tensor's values; 0 if it has none, as on the meta device."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return 0
 
 
 def _copied(tensor: Tensor, share: bool) -> Tensor:

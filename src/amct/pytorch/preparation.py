@@ -23,7 +23,7 @@ from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights, weight_parts
-from amct.pytorch.model_copy import as_array, copy_model
+from amct.pytorch.model_copy import as_array, copy_model, own_parameters
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
 from amct.pytorch.watch.intermediate_tensors import find_tensors
@@ -67,9 +67,13 @@ class TorchPreparation(Preparation):
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model with fake-quantized weights."""
-        model = copy_model(self.fused.model)
+        replaced = [part.tensor for weights in self.weights.values() for part in weights.parts]
+        model = copy_model(self.fused.model, without=replaced)
         for name, weights in self.weights.items():
-            put_weights(layer_module(model, name), {key: weight.clone() for key, weight in weights.rounded.items()})
+            stored = isinstance(weights.rounded, dict)  # others are computed, for this copy alone
+            rounded = {key: weight.clone() if stored else weight for key, weight in weights.rounded.items()}
+            put_weights(layer_module(model, name), rounded)
+        own_parameters(model, self.fused.model)
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:

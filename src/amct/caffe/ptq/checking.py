@@ -19,7 +19,7 @@ from amct.export.check.checking import OnnxCheck
 from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
 from amct.export.check.reference import WORSE, Reference
 from amct.export.formats import file_name
-from amct.export.saving import check_files
+from amct.export.saving import check_file
 from amct.ptq.compare import measure
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from amct.atomic import FileGroup
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.deploy import Results
-    from amct.export.formats import Exported
+    from amct.export.exported import ExportReport
     from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
     from amct.model.quant_json import FileCheck
@@ -114,9 +114,13 @@ def check_save(
 
 
 def check_onnx(
-    group: FileGroup, results: Results, request: SaveRequest, content: SavedContent, exported: dict[str, Exported]
+    group: FileGroup,
+    results: Results,
+    request: SaveRequest,
+    content: SavedContent,
+    reports: dict[str, ExportReport | None],
 ) -> dict[Path, FileCheck]:
-    """Run the ONNX files of a group, ``exported`` by format; a repaired file is replaced.
+    """Run the ONNX files of a group, whose reports are given by format; a repaired file is replaced.
 
     Returns:
         The results by path.
@@ -124,10 +128,15 @@ def check_onnx(
     Raises:
         ExportError: A file cannot be used.
     """
-    if content.reference is None or not exported:
+    models = {name: report for name, report in reports.items() if report is not None}
+    if content.reference is None or not models:
         return {}
-    checks = check_files(OnnxCheck(onnx_subject(results, content, request)), group, request.where, exported)
-    return {request.where.file(file_name(name)): each for name, each in checks.items()}
+    check, found = OnnxCheck(onnx_subject(results, content, request)), {}
+    for name, report in models.items():
+        found[request.where.file(file_name(name))], reports[name] = check_file(
+            check, group, request.where, name, report
+        )
+    return found
 
 
 class PairCheck:

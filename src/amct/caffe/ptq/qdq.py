@@ -11,10 +11,11 @@ from amct.caffe.onnx.quant import NARROW, other_format, quantized_onnx, tensors_
 from amct.caffe.running import build_net
 from amct.errors import ExportError
 from amct.export.check.checking import Subject
-from amct.export.exported import ExportedModel
+from amct.export.exported import ExportedModel, ExportReport
 from amct.export.formats import file_name
 from amct.export.options import Placement, Target
-from amct.export.writer import add_model
+from amct.export.saving import report_of
+from amct.export.writer import add_file
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.min_max import MinMaxObserver
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from amct.config.plan import LayerPlan
     from amct.export.binding import TensorFactors
     from amct.export.formats import Exported
-    from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
     from amct.numerics.observer import TensorObserver
 
@@ -70,18 +70,24 @@ def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorO
     return {name: MinMaxObserver() for name in wanted if name not in known}
 
 
-def export_onnx_formats(
-    results: Results, formats: Sequence[str], tensors: Mapping[str, TensorFactors], request: SaveRequest
-) -> tuple[dict[str, Exported], dict[str, str]]:
-    """Export a quantized net in ONNX formats.
+def add_onnx_formats(
+    group: FileGroup,
+    results: Results,
+    formats: Sequence[str],
+    tensors: Mapping[str, TensorFactors],
+    request: SaveRequest,
+) -> tuple[list[Path], dict[str, ExportReport | None], dict[str, str]]:
+    """Export a quantized net in ONNX formats and write each as part of a group.
 
     Returns:
-        The exported files by format, and the reason for each format that cannot be written.
+        The paths; what each exporter did by format, None for one whose file is no model; and the reason for each
+        format that cannot be written.
 
     Raises:
         ArgumentError: The placement, target or opset is unknown.
     """
-    exported: dict[str, Exported] = {}
+    written: list[Path] = []
+    reports: dict[str, ExportReport | None] = {}
     not_written: dict[str, str] = {}
     for name in formats:
         result = _exported(name, results, tensors, request)
@@ -89,8 +95,10 @@ def export_onnx_formats(
             logger.warning("no %s file is written: %s", "QDQ" if name == "qdq" else name, result)
             not_written[name] = str(result)
         else:
-            exported[name] = result
-    return exported, not_written
+            content = result if isinstance(result, bytes) else result.model
+            written += add_file(group, request.where.file(file_name(name)), content, file_name(name))
+            reports[name] = report_of(result)
+    return written, reports, not_written
 
 
 def _exported(
@@ -134,12 +142,3 @@ def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) 
         export_qdq=lambda left: export("qdq", {name: each for name, each in tensors.items() if name not in left}),
         tensors=tensors,
     )
-
-
-def add_exported(group: FileGroup, where: SavePath, name: str, result: Exported) -> list[Path]:
-    """Write an exported file as part of a group; returns the paths of its files."""
-    path = where.file(file_name(name))
-    if isinstance(result, bytes):
-        group.write_bytes(path, result)
-        return [path]
-    return add_model(group, path, result.model, file_name(name))

@@ -14,7 +14,7 @@ from amct.caffe.model_files import write_model
 from amct.caffe.ptq.checking import check_onnx, check_save, pair_of, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
-from amct.caffe.ptq.qdq import add_exported, export_onnx_formats
+from amct.caffe.ptq.qdq import add_onnx_formats
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.folding import FusionReport
-    from amct.export.formats import Exported
+    from amct.export.exported import ExportReport
     from amct.model.quant_json import FileCheck
     from amct.record import CaffeRecord
 
@@ -175,10 +175,8 @@ def save_results(
     nets = {name: make() for name, make in makers.items() if name in request.formats}
     onnx_formats = [name for name in request.formats if name not in nets]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
-    exported: dict[str, Exported] = {}
+    reports: dict[str, ExportReport | None] = {}
     not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
-    if not not_written:
-        exported, not_written = export_onnx_formats(onnx.results, onnx_formats, onnx.content.tensors or {}, request)
     pairs = {kind: net.model for kind, net in nets.items()}
     if results.equalized:
         pairs["equalized"] = results.folded_model
@@ -197,18 +195,20 @@ def save_results(
                 path = where.file(f"quant_param_record.{ending}")
                 group.write_bytes(path, encode_record(results.record, "text" if form == "text" else "binary"))
                 written.append(path)
-        for name, result in exported.items():
-            written += add_exported(group, where, name, result)
+        if not not_written:
+            factors = onnx.content.tensors or {}
+            paths, reports, not_written = add_onnx_formats(group, onnx.results, onnx_formats, factors, request)
+            written += paths
         if request.formats:
             checks = check_save(group, results, request, content, [*nets])
-            checks |= check_onnx(group, onnx.results, request, onnx.content, exported)
+            checks |= check_onnx(group, onnx.results, request, onnx.content, reports)
             document = replace(
                 quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
                 config=results.config,
                 equalized=tuple(results.equalized),
                 not_written=not_written,
                 related=request.related(),
-                files=_file_entries(where, exported, checks),
+                files=_file_entries(where, reports, checks),
             )
             write_quant_json(group, where.quant_json, document)
         warn_of_replaced(group.written())
@@ -217,12 +217,12 @@ def save_results(
 
 
 def _file_entries(
-    where: SavePath, exported: Mapping[str, Exported], checks: Mapping[Path, FileCheck]
+    where: SavePath, reports: Mapping[str, ExportReport | None], checks: Mapping[Path, FileCheck]
 ) -> dict[str, FileEntry]:
     files = {path: FileEntry(format=path.suffix.lstrip("."), check=check) for path, check in checks.items()}
-    for name, result in exported.items():
+    for name, report in reports.items():
         path = where.file(file_name(name))
-        files[path] = file_entry(name, result, checks.get(path))
+        files[path] = file_entry(name, report, checks.get(path))
     return {path.name: entry for path, entry in files.items()}
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import onnx
 from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
-from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, parameter_bytes, similarity_of
+from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
 from amct.export.check.outcome import (
@@ -32,6 +33,7 @@ from amct.export.check.reference import WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
 from amct.export.check.running import LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
+from amct.export.onnx.messages import parameter_bytes
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
     from amct.export.binding import TensorFactors
     from amct.export.check.reference import Reference
-    from amct.export.exported import ExportedModel
+    from amct.export.exported import ExportedModel, ExportReport
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +82,19 @@ class WrittenFile:
         format: The name of its format.
         path: The file as written, still under its temporary name.
         target: The path that it will have.
-        exported: Its content.
+        report: What its exporter did.
         beside: The files of its large tensors, under their temporary names, by the names that they will have.
     """
 
     format: str
     path: Path
     target: Path
-    exported: ExportedModel
+    report: ExportReport
     beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def model(self) -> ModelProto:
+        """The content of the file, without that of the files beside it."""
+        return onnx.load_model(self.path, load_external_data=False)
 
 
 class OnnxCheck:
@@ -160,7 +166,9 @@ class OnnxCheck:
             again = [loaded.run(batch.inputs) for batch in self._batches]
             measured = replace(self._compared(file, again), left_float=left)
             _say_repaired(file, left, measured)
-        result = self._located(file, self._timed(file, measured, loaded))
+        result = self._timed(file, measured, loaded)
+        del loaded  # two models may not fit beside the one that is searched
+        result = self._located(file, result, None if repaired is None else repaired[0])
         say_checked(file.target, result)
         return result, None if repaired is None else repaired[0]
 
@@ -189,6 +197,7 @@ class OnnxCheck:
         if file.format != "qdq":
             return measured
         speed = speed_of(loaded, self._original, self._inputs)
+        del self._original  # as large as all parameters, and no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)
@@ -225,25 +234,28 @@ class OnnxCheck:
         say_checked(file.target, result)
         return result
 
-    def _located(self, file: WrittenFile, measured: FileCheck) -> FileCheck:
+    def _located(self, file: WrittenFile, measured: FileCheck, repaired: ExportedModel | None) -> FileCheck:
         if not is_worse(measured):
             return measured
         if lost(measured) <= WORSE:
             warn_worse(file.target, measured)
             return measured
-        model, outputs = file.exported.model, None
+        outputs = None
         if file.format == "deploy":
-            outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.exported.layers}
-            runnable = _runnable(file)
-            model = runnable if isinstance(runnable, ModelProto) else model
-        models = self._subject.original, self._subject.simulate(), model
+            outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.report.layers}
+
+        def written() -> ModelProto:
+            runnable = _runnable(file) if repaired is None else repaired.model
+            return runnable if isinstance(runnable, ModelProto) else file.model()
+
+        models = self._subject.original, self._subject.simulate, written
         tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
         found = replace(measured, differs_at=tensor or measured.output)
         warn_worse(file.target, found)
         return found
 
     def _repaired(self, file: WrittenFile, measured: FileCheck) -> tuple[ExportedModel, tuple[str, ...]] | None:
-        subject, exported = self._subject, file.exported
+        subject, exported = self._subject, file.report
         if file.format != "qdq" or subject.export_qdq is None or measured.sqnr is None:
             return None
         factors = subject.tensors or {}
@@ -263,12 +275,12 @@ def _runnable(file: WrittenFile) -> ModelProto | Path:
     """
     if file.format != "deploy":
         return file.path
-    return standard_model(file.exported.model, packed=_packed(file))
+    return standard_model(file.model(), packed=_packed(file))
 
 
 def _packed(file: WrittenFile) -> list[str]:
     """The nodes of a deploy file whose weights hold two values per byte."""
-    return [report.layer for report in file.exported.layers if report.weight_bits == _PACKED_BITS]
+    return [report.layer for report in file.report.layers if report.weight_bits == _PACKED_BITS]
 
 
 def _say_repaired(file: WrittenFile, left: tuple[str, ...], measured: FileCheck) -> None:
@@ -285,7 +297,7 @@ def _foreign_operator(file: WrittenFile) -> str:
     """Why onnxruntime cannot know an operator of a registered format; "" if it can."""
     if file.format in OWN_FORMATS:
         return ""
-    for node in file.exported.model.graph.node:
+    for node in file.model().graph.node:
         if node.domain not in _KNOWN_DOMAINS or (not node.domain and not defs.has(node.op_type)):
             return f'operator "{node.op_type}" is not one of onnxruntime'
     return ""

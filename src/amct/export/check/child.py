@@ -50,11 +50,6 @@ class OutOfTimeError(AmctError):
     """A file was not checked within the limit of time."""
 
 
-def parameter_bytes(model: ModelProto) -> int:
-    """The size of a model's parameters."""
-    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-
-
 def measured_in_child(
     file: Path,
     beside: Mapping[str, Path],

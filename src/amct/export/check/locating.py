@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from amct.errors import AmctError
 from amct.export.check.reference import loss
 from amct.export.check.similarity import output_similarity
 from amct.export.exported import layer_outputs, rescaled_layers
+from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import reads
 from amct.export.onnx.runtime import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 def first_difference(
     original: ModelProto,
-    simulation: ExportedModel,
-    file: ModelProto,
+    simulate: Callable[[], ExportedModel],
+    read_file: Callable[[], ModelProto],
     inputs: Mapping[str, NDArray[Any]],
     outputs: Mapping[str, str] | None = None,
     *,
@@ -31,21 +33,26 @@ def first_difference(
 ) -> str:
     """The first tensor, in execution order, whose SQNR is worse in the file than in the simulation; "" if none is.
 
+    Beside the float model one of the others is in memory at a time.
+
     Args:
         original: The float model.
-        simulation: Its fake-quant form.
-        file: The written model; tensors that it shares with the float model have the same name.
+        simulate: Makes its fake-quant form.
+        read_file: Reads the written model; tensors that it shares with the float model have the same name.
         inputs: The batch.
         outputs: By layer: the tensor of the file that holds its output, if the file's metadata does not say it.
         more_than: The loss in decibels that counts: half of that of the file's output, so that the cause is found and
             not a small loss before it.
     """
-    places = _common_tensors(original, simulation, file, layer_outputs(file) if outputs is None else outputs)
+    file, simulation = light_copy(read_file()), simulate()
+    known = layer_outputs(file) if outputs is None else outputs
+    simulation_light = replace(simulation, model=light_copy(simulation.model))
+    places = _common_tensors(original, simulation_light, file, known)
     try:
-        expected, simulated, got = (
-            Runner(model, [tensors[index] for tensors in places.values()]).run(inputs)
-            for index, model in enumerate((original, simulation.model, file))
-        )
+        simulated = _values(simulation.model, places, 1, inputs)
+        del simulation
+        got = _values(read_file(), places, 2, inputs)
+        expected = _values(original, places, 0, inputs)
     except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
         return ""
     for name, tensors in places.items():
@@ -55,6 +62,13 @@ def first_difference(
         if loss(output_similarity(reference, simulation_value)[0], output_similarity(reference, value)[0]) > more_than:
             return name
     return ""
+
+
+def _values(
+    model: ModelProto, places: Mapping[str, tuple[str, str, str]], index: int, inputs: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """The tensors of one model at the places, by their names in it."""
+    return Runner(model, [tensors[index] for tensors in places.values()]).run(inputs)
 
 
 def _common_tensors(

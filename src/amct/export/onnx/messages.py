@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,20 @@ def copied_node(node: NodeProto) -> NodeProto:
     copy = NodeProto()
     copy.CopyFrom(node)
     return copy
+
+
+def parameter_bytes(model: ModelProto) -> int:
+    """The size of a model's parameters."""
+    return sum(_stored_bytes(tensor) for tensor in model.graph.initializer)
+
+
+def _stored_bytes(tensor: TensorProto) -> int:
+    """The size of a tensor by its shape: reading its data would copy it."""
+    try:
+        size = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (KeyError, TypeError, ValueError):  # no numbers
+        size = 1
+    return math.prod(tensor.dims) * int(size)
 
 
 def any_value(name: str) -> ValueInfoProto:

@@ -13,16 +13,19 @@ from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
 from amct.export.onnx.light import light_copy
-from amct.export.onnx.messages import any_value, copy_fields, first_line, tensor_array
+from amct.export.onnx.messages import any_value, copy_fields, first_line, parameter_bytes, tensor_array
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.sizes import check_sizes_of_run
 from amct.export.writer import EXTERNAL_THRESHOLD, save_model
+from amct.memory import give_back_freed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
+LARGE_MODEL = 2**24
+"""Bytes of parameters from which freed memory is given back at once."""
 _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
 _PROVIDERS = ["CPUExecutionProvider"]
@@ -125,10 +128,11 @@ def open_session(
         options.add_session_config_entry(name, value)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
+    size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
     try:
         if isinstance(model, Path):
             return onnxruntime.InferenceSession(str(model), options, providers=_PROVIDERS)
-        if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < EXTERNAL_THRESHOLD:
+        if size < EXTERNAL_THRESHOLD:
             return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
@@ -136,3 +140,6 @@ def open_session(
             return onnxruntime.InferenceSession(str(path), options, providers=_PROVIDERS)
     except Exception as error:
         raise ModelError(f"onnxruntime cannot run the model: {first_line(error)}") from error
+    finally:
+        if size >= LARGE_MODEL:  # onnxruntime copies the weights as it loads them
+            give_back_freed()
