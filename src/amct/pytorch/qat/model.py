@@ -59,6 +59,7 @@ class QatState:
         temperature: How much the teacher's probabilities are softened.
         all_layers: Whether functional calls and modules called several times can be layers; not in AMCT's functions.
         target: The QDQ file that it is trained for.
+        freeze_norms: Whether batch norms use and keep their running statistics in train mode too.
     """
 
     plan: RetrainPlan
@@ -71,6 +72,7 @@ class QatState:
     temperature: float = 4.0
     all_layers: bool = False
     target: str = Target.EXACT8.value
+    freeze_norms: bool = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, batches and teacher."""
@@ -102,10 +104,13 @@ class QatModel(nn.Module):
             return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> QatModel:
-        """Switch between training and evaluation."""
+        """Switch between training and evaluation; frozen batch norms stay in eval mode."""
+        super().train(mode)
         if mode and "_qat" in vars(self):
             self._qat.seen = None
-        return super().train(mode)
+            if self._qat.freeze_norms:
+                keep_statistics(self)
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  the pickle protocol
         """Pickle the class as what it is made of: classes that are made while a program runs have no name."""
@@ -318,6 +323,13 @@ def first_samples(arguments: Arguments) -> Arguments | None:
             Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
         )
     return kept
+
+
+def keep_statistics(model: nn.Module) -> None:
+    """Let the batch norms of a model use their running statistics, whatever mode the model is in."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False
 
 
 def with_state(model: QatModel, **changes: Any) -> QatModel:  # noqa: ANN401  fields of QatState
