@@ -65,6 +65,11 @@ SOLVER = """\
 net: "%s" base_lr: 1e-6 lr_policy: "fixed" max_iter: 4 snapshot: 2 snapshot_prefix: "%s"
 test_iter: 1 test_interval: 2 test_initialization: false
 """
+SPARSE_INT8 = """\
+prune_config { n_out_of_m_pruner { l1_selective_prune { } } }
+retrain_data_quant_config { ulq_quantize { } }
+retrain_weight_quant_config { arq_retrain { channel_wise: false } }
+"""
 PREFIX = "net"
 AIMS = {"any moment": "", "writing": ".amct-", "renaming": ".journal"}
 """What a kill waits for: nothing, or the first hidden file with this in its name."""
@@ -77,7 +82,9 @@ RENAMING_SECONDS = 0.004
 """Files of a group get their names within about this time."""
 GROUPS = {"pytorch_functions": 3, "caffe_functions": 3, "caffe_retraining": 4}
 """How many groups of files a flow writes one after the other, if several."""
-SHARED_RECORD = ("pytorch_functions", "pytorch_retraining", "caffe_functions", "caffe_retraining")
+SHARED_RECORD = (
+    "pytorch_functions", "pytorch_retraining", "compression_functions", "caffe_functions", "caffe_retraining",
+)  # fmt: skip
 """Flows whose steps meet in a record file that the script names: two of them at once need two record files."""
 LONGEST_JOB_SECONDS = 120.0
 SHOWN_EVERY = 100
@@ -181,6 +188,23 @@ def pytorch_retraining(model: Model, out: Path) -> None:
     amct_pytorch.save_quant_retrain_model(config, trained, record, str(out / PREFIX), data)
 
 
+def pruning_call(model: Model, out: Path) -> None:
+    """Channel pruning by our own API, PyTorch."""
+    amct.pytorch.prune(model.torch_module(), model.torch_data(), ratio=0.5, align=1).save(out / PREFIX)
+
+
+def compression_functions(model: Model, out: Path) -> None:
+    """The functions of ``amct_pytorch`` for 2:4 sparsity with retraining, with a checkpoint in between."""
+    data = model.torch_data()
+    config, record, state = (str(out / name) for name in ("prune.cfg", "record.txt", "state.pth"))
+    atomic.write_text(config, SPARSE_INT8)
+    trained = amct_pytorch.create_compressed_retrain_model(model.torch_module(), data, config, record)
+    trained.train()(data)
+    torch.save(trained.state_dict(), state)
+    trained = amct_pytorch.restore_compressed_retrain_model(model.torch_module(), data, config, record, state)
+    amct_pytorch.save_compressed_retrain_model(trained, record, str(out / PREFIX), data)
+
+
 def onnx_call(model: Model, out: Path) -> None:
     """Our own API, ONNX."""
     amct.onnx_model.quantize(str(model.onnx), [model.data]).save(out / PREFIX)
@@ -245,6 +269,8 @@ FLOWS: dict[str, Callable[[Model, Path], None]] = {
         pytorch_call,
         pytorch_functions,
         pytorch_retraining,
+        pruning_call,
+        compression_functions,
         onnx_call,
         caffe_call,
         caffe_functions,
@@ -440,7 +466,7 @@ def main() -> int:
     os.environ["AMCT_LOG_LEVEL"] = "error"
     states = torture(options.kills, options.seed, options.flows.split(","))
     for (flow, state), count in sorted(states.items()):
-        sys.stdout.write(f"{flow:18} {state:10} {count}\n")
+        sys.stdout.write(f"{flow:22} {state:10} {count}\n")
     totals = {name: sum(count for (_, state), count in states.items() if state == name) for name in STATES}
     sys.stdout.write(", ".join(f"{count} {name}" for name, count in totals.items()) + "\n")
     defects = sum(totals[name] for name in DEFECTS)

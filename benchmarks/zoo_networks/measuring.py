@@ -60,7 +60,7 @@ def measure(network: Network, folder: Path, *, brief: bool) -> None:
     logging.getLogger("amct").addHandler(warnings)
     progress = Progress(network.name, folder / "row.json")
     try:
-        _measure(network.build(folder), folder, progress, brief=brief)
+        _measure(network.build(folder), folder, progress, warnings, brief=brief)
     except AmctError as error:
         progress.write(outcome="refused", error=f"{type(error).__name__}: {error}"[:2000])
     except Exception as error:  # noqa: BLE001  any error of any network is a row of the table
@@ -69,7 +69,7 @@ def measure(network: Network, folder: Path, *, brief: bool) -> None:
     progress.write(warnings=warnings.texts)
 
 
-def _measure(subject: Subject, folder: Path, progress: Progress, *, brief: bool) -> None:
+def _measure(subject: Subject, folder: Path, progress: Progress, warnings: Warnings, *, brief: bool) -> None:
     begin = time.process_time()
     progress.write(step="quantize")
     quantized = subject.quantize()
@@ -81,6 +81,9 @@ def _measure(subject: Subject, folder: Path, progress: Progress, *, brief: bool)
     )
     progress.write(step="run")
     files = {"float": folder / "float.onnx", "ours": folder / "net_qdq_model.onnx"}
+    if not files["ours"].is_file():  # a Caffe net with a layer that ONNX lacks has its other files
+        progress.write(outcome="refused", error=next(text for text in warnings.texts if "no QDQ file" in text))
+        return
     names = [value.name for value in session(files["ours"]).get_outputs()]
     wanted = [subject.file_reference(batch, names) for batch in subject.test]
     simulated = [subject.simulated_outputs(quantized, batch, names) for batch in subject.test]

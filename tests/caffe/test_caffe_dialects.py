@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -347,6 +349,8 @@ def test_a_net_that_ends_with_a_yolo_layer_is_quantized_and_exported_up_to_it(tm
     quantized.save(tmp_path / "out")
     session = onnxruntime.InferenceSession(str(tmp_path / "out_qdq_model.onnx"))
     assert [each.name for each in session.get_outputs()] == ["conv"]
+    document = json.loads((tmp_path / "out_quant.json").read_text())
+    assert document["files"]["out_qdq_model.onnx"]["check"]["output"] == "conv"  # compared although the net has it not
 
 
 # ------------------------------------------------------------------ names

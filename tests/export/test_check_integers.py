@@ -16,6 +16,7 @@ from export_nets import (
     transposed,
 )
 from numpy_nets import AscendExecutor
+from onnx import helper, numpy_helper
 
 from amct.errors import ExportError
 from amct.export.ascend import ascend_model
@@ -77,3 +78,24 @@ def test_what_cannot_be_computed_is_named():
     _, deploy = deploy_of(residual, act_bits=16)
     with pytest.raises(ExportError, match="activations of 16 bits have no integer operator"):
         standard_model(deploy)
+
+
+def test_constants_that_only_a_branch_reads_are_kept():
+    """As in models of recurrent cells, whose weights are read in the branches of an If."""
+    net, deploy = deploy_of(linear)
+    result = deploy.graph.output[0].name
+    constant = numpy_helper.from_array(np.float32(3), "only_inside")
+    branches = {
+        key: helper.make_graph(
+            [helper.make_node(operator, [result, "only_inside"], [key])],
+            key,
+            [],
+            [helper.make_empty_tensor_value_info(key)],
+        )
+        for key, operator in (("then_branch", "Mul"), ("else_branch", "Add"))
+    }
+    deploy.graph.initializer.extend([constant, numpy_helper.from_array(np.array(True), "yes")])
+    deploy.graph.node.append(helper.make_node("If", ["yes"], ["chosen"], name="if", **branches))
+    deploy.graph.output.append(helper.make_empty_tensor_value_info("chosen"))
+    got = LoadedModel(standard_model(deploy)).run(net.data())
+    np.testing.assert_allclose(got["chosen"], 3 * got[result], rtol=1e-6)

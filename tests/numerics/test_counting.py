@@ -89,8 +89,14 @@ def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(broken, place):
     ],
 )
 def test_so_many_are_left_out_that_enough_stay(share, count, wanted):
-    values = np.full(count, 1.0 if share else 0.0, np.float32)
+    values = (np.linspace(1.0, 2.0, count) * share).astype(np.float32)
     assert sampling_interval(values, SAMPLING_TARGET) == wanted
+
+
+def test_pixels_are_counted_completely_and_equal_neighbours_do_not_make_pixels():
+    levels = np.random.default_rng(0).integers(0, 256, 5 * SAMPLING_TARGET)
+    assert sampling_interval(levels.astype(np.float32), SAMPLING_TARGET) == 1
+    assert sampling_interval(np.repeat(normal(2 * SAMPLING_TARGET), 3), SAMPLING_TARGET) == 4
 
 
 def test_values_near_zero_do_not_count_as_enough():

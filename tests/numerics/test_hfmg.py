@@ -164,6 +164,7 @@ def test_merging_does_not_depend_on_the_order(batches, order, kind):
             for place in sequence:
                 if place < len(batches):
                     shard = HfmgObserver(num_of_bins=BINS)
+                    shard.begin_batch(place)
                     shard.observe(torch.from_numpy(batches[place]))
                     merged.merge(shard)
             results.append(merged.result())

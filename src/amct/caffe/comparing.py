@@ -248,9 +248,12 @@ class ComparedNet:
         self._layers = layers
 
     @contextmanager
-    def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Batch], ModelOutput]]:
+    def watch(
+        self, *, outputs: OnTensor | None = None, inputs: OnTensor | None = None
+    ) -> Iterator[Callable[[Batch], ModelOutput]]:
         """A context whose value is a function that runs the net on one batch."""
-        results = [(layer.name, blob) for layer in self._layers for blob in layer.outputs]
+        watched = self._layers if outputs is not None else ()
+        results = [(layer.name, blob) for layer in watched for blob in layer.outputs]
         given = [
             (input_key(layer.name, index), each.blob)
             for layer in self._layers
@@ -261,6 +264,7 @@ class ComparedNet:
         def run(batch: Batch) -> ModelOutput:
             value = run_net(net, batch)
             for layer, blob in results:
+                assert outputs is not None
                 outputs(layer, net.blob(blob).tensor)
             for key, blob in given:
                 assert inputs is not None

@@ -5,8 +5,8 @@ on the side where 1/100000 of the data covers more bins, until a quarter of the 
 the squared distance of the values, taken as evenly spread in their bins, to the centres of 2^bits equal cells over it.
 
 While all values are stored, the histogram is updated batch by batch as AMCT does: over the common range, old bins split
-where a new border crosses them. This depends on the order of the batches. Otherwise, and for merged observers, whose
-batches have no order, the histogram is computed once from all data.
+where a new border crosses them. This depends on the order of the batches, which merged observers keep. Otherwise the
+histogram is computed once from all data.
 """
 
 from __future__ import annotations
@@ -104,8 +104,6 @@ class HfmgObserver(SamplingObserver):
     def _histogram(self, channel: int, minimum: float, maximum: float) -> LinearHistogram:
         if not self._samples.exact:
             return LinearHistogram.spread(self._samples.bins(channel), self.num_of_bins, minimum, maximum)
-        if self._samples.merged:
-            return LinearHistogram.of(self._samples.sorted_values(channel), self.num_of_bins, minimum, maximum)
         first, *others = self._samples.batches_of(channel)
         histogram = LinearHistogram.of(first, self.num_of_bins, float(first.min()), float(first.max()))
         for batch in others:

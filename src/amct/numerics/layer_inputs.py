@@ -18,8 +18,9 @@ from torch import Tensor
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
+from amct.numerics.counts.exact_sum import ExactSum
 from amct.numerics.dmq import balance_factors
-from amct.numerics.observer import ActivationFactors, finite_range
+from amct.numerics.observer import ActivationFactors, State, checked_array, finite_range
 from amct.numerics.rounding_noise import RoundingNoise
 
 SAMPLES_PER_BATCH, POSITIONS_PER_SAMPLE = 16, 64
@@ -46,11 +47,18 @@ class LayerInputObserver:
     weight: Tensor | None = None
     bits: int = 8
     batches: int = field(init=False, default=0)
-    _count: int = field(init=False, default=0, repr=False)
+    count: int = field(init=False, default=0, repr=False)
     _minimum: Tensor = field(init=False, repr=False)
     _maximum: Tensor = field(init=False, repr=False)
-    _sum: Tensor = field(init=False, repr=False)
-    _squares: Tensor = field(init=False, repr=False)
+    _sum: ExactSum = field(init=False, repr=False)
+    _squares: ExactSum = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._begin(0)
+
+    def _begin(self, channels: int) -> None:
+        self._minimum = self._maximum = torch.zeros(channels)
+        self._sum, self._squares = ExactSum(channels), ExactSum(channels)
 
     def observe(self, x: Tensor) -> None:
         """Add one batch; the observed range always includes zero.
@@ -62,18 +70,17 @@ class LayerInputObserver:
         x = x.detach()
         channels = x.shape[self.channel_axis]
         if self.batches == 0:
-            self._minimum = self._maximum = torch.zeros(channels)
-            self._sum = self._squares = torch.zeros(channels, dtype=torch.float64)
-        if channels != self._sum.numel():
-            raise ArgumentError(f"expected {self._sum.numel()} channels, got an activation {list(x.shape)}")
+            self._begin(channels)
+        if channels != self._minimum.numel():
+            raise ArgumentError(f"expected {self._minimum.numel()} channels, got an activation {list(x.shape)}")
         x = x.float() if self.channel_axis == -1 else _subsample(x).float()
         if x.numel():
             others = [axis for axis in range(x.ndim) if axis != self.channel_axis % x.ndim]
             total = x.sum(others)
             if not math.isfinite(float(total.sum())):
                 finite_range(x.reshape(1, -1))  # raises with the counts of NaN and infinity
-            self._sum = self._sum + total.double().cpu()
-            self._count += x.numel() // channels
+            self._sum.add(total.cpu().numpy())
+            self.count += x.numel() // channels
             if self.weight is not None:
                 self._observe_spread(x.reshape(-1, channels))
         self.batches += 1
@@ -82,11 +89,58 @@ class LayerInputObserver:
         low, high = torch.aminmax(rows, dim=0)
         self._minimum = torch.minimum(self._minimum, low.cpu())
         self._maximum = torch.maximum(self._maximum, high.cpu())
-        self._squares = self._squares + rows.square().sum(0).double().cpu()
+        squares = rows.square().sum(0).clamp_(max=torch.finfo(torch.float32).max)  # of huge values they are infinite
+        self._squares.add(squares.cpu().numpy())
+
+    def begin_batch(self, number: int) -> None:
+        """Tell the number of the next batch; the result does not depend on it."""
+
+    def expect(self, values: int) -> None:
+        """Tell the number of values of all processes; the result does not depend on it."""
+
+    def merge(self, other: LayerInputObserver) -> None:
+        """Add all data observed by ``other``, an observer of the same layers.
+
+        Raises:
+            ArgumentError: it has another number of channels.
+        """
+        if other.batches == 0:
+            return
+        if self.batches == 0:
+            self._begin(other._minimum.numel())
+        if self._minimum.numel() != other._minimum.numel():
+            raise ArgumentError(f"expected {self._minimum.numel()} channels, got {other._minimum.numel()}")
+        self.batches += other.batches
+        self.count += other.count
+        self._minimum = torch.minimum(self._minimum, other._minimum)
+        self._maximum = torch.maximum(self._maximum, other._maximum)
+        self._sum.merge(other._sum)
+        self._squares.merge(other._squares)
+
+    def state(self) -> State:
+        """Return everything observed so far."""
+        return {
+            "seen": np.array([self.batches, self.count], np.int64),
+            "minimum": self._minimum.numpy(),
+            "maximum": self._maximum.numpy(),
+            "sums": self._sum.digits,
+            "squares": self._squares.digits,
+        }
+
+    def restore(self, state: State) -> None:
+        """Replace everything observed so far by a state."""
+        minimum = checked_array(state, "minimum", np.float32, (None,))
+        maximum = checked_array(state, "maximum", np.float32, minimum.shape)
+        self._begin(minimum.size)
+        shape = self._sum.digits.shape
+        sums, squares = (checked_array(state, name, np.int64, shape) for name in ("sums", "squares"))
+        self.batches, self.count = checked_array(state, "seen", np.int64, (2,)).tolist()
+        self._minimum, self._maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
+        self._sum.digits, self._squares.digits = sums.copy(), squares.copy()
 
     def result(self) -> ActivationFactors | None:
         """Return the means and, where useful, the balance factors and the balanced range; None without data."""
-        if self._count == 0:
+        if self.count == 0:
             return None
         balance = self._balance()
         divisor = torch.ones_like(self._minimum) if balance is None else balance
@@ -97,7 +151,7 @@ class LayerInputObserver:
             asymmetric=True,
             symmetric_scale=SymmetricScale.NEGATIVE_SIDE,
         )
-        return replace(found, balance=balance, mean=(self._sum / self._count).float())
+        return replace(found, balance=balance, mean=torch.from_numpy(self._sum.value() / self.count).float())
 
     def _balance(self) -> Tensor | None:
         if self.weight is None or not bool((self._maximum > self._minimum).any()):
@@ -110,7 +164,7 @@ class LayerInputObserver:
             weight[None, :, :, None],
             self._minimum,
             self._maximum,
-            self._squares / self._count,
+            torch.from_numpy(self._squares.value() / self.count),
             data_steps=2**self.bits - 1,
             weight_steps=2 ** (WEIGHT_BITS - 1) - 1,
         )

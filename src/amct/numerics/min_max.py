@@ -5,13 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range
 from amct.numerics.counts.loops import range_of
-from amct.numerics.observer import ActivationFactors, Observer, as_rows, check_mergeable, finite_range
+from amct.numerics.observer import (
+    ActivationFactors,
+    State,
+    as_rows,
+    check_mergeable,
+    checked_array,
+    finite_range,
+)
 
 
 class RunningRange:
@@ -64,6 +72,27 @@ class RunningRange:
         self.count += other.count
         self.batches += other.batches
 
+    def state(self) -> State:
+        """Return the numbers of batches and values, and the range."""
+        return {
+            "seen": np.array([self.batches, self.count], np.int64),
+            "minimum": self.minimum.numpy(),
+            "maximum": self.maximum.numpy(),
+        }
+
+    def restore(self, state: State) -> None:
+        """Replace everything by a state."""
+        self.batches, self.count = checked_array(state, "seen", np.int64, (2,)).tolist()
+        minimum = checked_array(state, "minimum", np.float32, (None,))
+        maximum = checked_array(state, "maximum", np.float32, minimum.shape)
+        one_row = self.channel_axis is None or self.count == 0
+        if min(self.batches, self.count) < 0 or (one_row and minimum.size != min(self.count, 1)):
+            raise CalibrationError(
+                f"the state of an observer does not fit: {self.count} values of {self.batches} batches with "
+                f"{minimum.size} ranges"
+            )
+        self.minimum, self.maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
+
     def require_values(self) -> None:
         """Raise unless at least one value was observed.
 
@@ -77,6 +106,7 @@ class RunningRange:
             )
 
     def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
+        minimum, maximum = minimum + 0.0, maximum + 0.0  # of two zeros the positive one, in whatever order they come
         if self.count == 0:
             self.minimum, self.maximum = minimum, maximum
             return
@@ -108,6 +138,11 @@ class RangeObserver(ABC):
         """How many tensors were observed."""
         return self._range.batches
 
+    @property
+    def count(self) -> int:
+        """How many values were observed."""
+        return self._range.count
+
     def result(self) -> ActivationFactors:
         """Return scale and offset for all data observed so far."""
         self._range.require_values()
@@ -129,15 +164,28 @@ class RangeObserver(ABC):
 class MinMaxObserver(RangeObserver):
     """Observer whose range covers all values, outliers included."""
 
+    def begin_batch(self, number: int) -> None:
+        """Tell the number of the next batch; the result does not depend on it."""
+
+    def expect(self, values: int) -> None:
+        """Tell the number of values of all processes; the result does not depend on it."""
+
     def observe(self, x: Tensor) -> None:
         """Add one tensor."""
         self._range.add(x)
 
-    def merge(self, other: Observer) -> None:
+    def merge(self, other: MinMaxObserver) -> None:
         """Add all data observed by ``other``."""
         check_mergeable(self, other)
-        assert isinstance(other, MinMaxObserver)
         self._range.merge(other._range)
+
+    def state(self) -> State:
+        """Return everything observed so far."""
+        return self._range.state()
+
+    def restore(self, state: State) -> None:
+        """Replace everything observed so far by a state."""
+        self._range.restore(state)
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the exact minimum and maximum."""

@@ -1,21 +1,29 @@
 """The observer protocol: activation statistics gathered during calibration, and the factors computed from them.
 
 An observer takes any number of tensors (``observe``), can be combined with an observer of other data (``merge``) and
-computes scale and offset (``result``). Its errors do not name the layer: the caller wraps a ``CalibrationError`` and
-adds the name.
+computes scale and offset (``result``). What it has observed can be taken out as arrays (``state``) and put into another
+observer of the same settings (``restore``), in another process or later. However the batches are divided among
+observers, merging these gives the result of one observer that has seen all batches in their order, bit for bit. Its
+errors do not name the layer: the caller wraps a ``CalibrationError`` and adds the name.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range, is_near_zero, scale_and_offset
+
+State = Mapping[str, NDArray[Any]]
+"""What an observer has observed: arrays of numbers, which files hold without pickle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +84,62 @@ class TensorObserver(Protocol):
 
 
 class Observer(TensorObserver, Protocol):
-    """The interface of an observer of a layer's input, which always gives factors and can be merged."""
-
-    def merge(self, other: Observer) -> None:
-        """Add all data observed by ``other``, an observer with the same settings."""
-        ...
+    """The interface of an observer of a layer's input, which always gives factors."""
 
     def result(self) -> ActivationFactors:
         """Return scale and offset for all data observed so far."""
         ...
+
+
+@runtime_checkable
+class MergeableObserver(Protocol):
+    """The interface of an observer whose data can be shared out among processes or kept in a file."""
+
+    def begin_batch(self, number: int) -> None:
+        """Tell the number, among all batches of all processes, of the batch that is observed next."""
+        ...
+
+    def state(self) -> State:
+        """Return everything observed so far."""
+        ...
+
+    def restore(self, state: State) -> None:
+        """Replace everything observed so far by a state of an observer with the same settings.
+
+        Raises:
+            CalibrationError: The state is damaged or does not belong to such an observer.
+        """
+        ...
+
+    def expect(self, values: int) -> None:
+        """Tell the number of values of all processes: whether they are stored or counted depends on it."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """The number of values observed."""
+        ...
+
+    def merge(self, other: Any) -> None:  # noqa: ANN401  an observer of the same class
+        """Add all data observed by ``other``, an observer with the same settings, which is not changed."""
+        ...
+
+
+def checked_array(state: State, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]) -> NDArray[Any]:
+    """Return an array of a state; None in ``shape`` stands for any length.
+
+    Raises:
+        CalibrationError: It is missing, or has another type or shape.
+    """
+    found = state.get(name)
+    fits = found is not None and found.dtype == dtype and found.ndim == len(shape)
+    if found is None or not fits or any(size not in (None, has) for size, has in zip(shape, found.shape, strict=True)):
+        seen = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+        wanted = ", ".join("n" if size is None else str(size) for size in shape)
+        raise CalibrationError(
+            f'the state of an observer does not fit: "{name}" should be {np.dtype(dtype)} [{wanted}], got {seen}'
+        )
+    return found
 
 
 def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
@@ -132,7 +187,7 @@ def finite_range(rows: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def check_mergeable(first: Observer, second: Observer) -> None:
+def check_mergeable(first: object, second: object) -> None:
     """Raise unless both observers have the same class and settings.
 
     Raises:

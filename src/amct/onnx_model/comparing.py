@@ -114,14 +114,18 @@ class OnnxRun:
     inputs: WatchedInputs
 
     @contextmanager
-    def watch(self, *, outputs: OnTensor, inputs: OnTensor | None = None) -> Iterator[Callable[[Feeds], ModelOutput]]:
+    def watch(
+        self, *, outputs: OnTensor | None = None, inputs: OnTensor | None = None
+    ) -> Iterator[Callable[[Feeds], ModelOutput]]:
         """A context whose value is a function that runs the model on one batch."""
         watched = self.inputs if inputs is not None else {}
-        runner = Runner(self.model, [*(tensor for tensor, _ in watched.values()), *self.layers.values()])
+        layers = self.layers if outputs is not None else {}
+        runner = Runner(self.model, [*(tensor for tensor, _ in watched.values()), *layers.values()])
 
         def run(feeds: Feeds) -> ModelOutput:
             values = runner.run({self.feeds[name]: value for name, value in feeds.items()})
-            for layer, tensor in self.layers.items():
+            for layer, tensor in layers.items():
+                assert outputs is not None
                 outputs(layer, as_tensor(values[tensor]))
             for layer, (tensor, weights) in watched.items():
                 assert inputs is not None

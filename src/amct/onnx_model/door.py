@@ -138,6 +138,11 @@ class OnnxPreparation(Preparation):
         shapes = [input_shape(model, value.name) for value in model.graph.input]
         return all(shape is None or (len(shape) > 0 and not isinstance(shape[0], int)) for shape in shapes)
 
+    @property
+    def simulates_in_files(self) -> bool:
+        """Yes, unless the exported model holds rounded weights."""
+        return self.exported_model is self.folded
+
     def onnx_inputs(self, arguments: Feeds) -> Feeds:
         """The batch itself."""
         return arguments

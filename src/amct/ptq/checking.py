@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES
-from amct.export.check.reference import Reference
+from amct.export.check.reference import FEWEST_BATCHES, SHARE, Reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from amct.record import AnyRecord
 
 
-def reference(prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any]) -> Reference:
+def reference(
+    prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any], seconds: float = math.inf
+) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
     Args:
@@ -29,36 +33,48 @@ def reference(prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any
         record: Its factors.
         examples: The batches as arguments of the model; of the further ones those count that have the shapes of the
             first, up to ``LARGEST_BATCH`` bytes of outputs.
+        seconds: The CPU time of the job so far.
     """
+    first = _sample(prepared, examples[0])
+    shapes = _shapes(first[1])
+    further = (_sample(prepared, example) for example in examples[1:])
+    samples = [first, *(each for each in further if _shapes(each[1]) == shapes)]
+    if prepared.simulates_in_files:
+        batches = [Reference(inputs=inputs, origin=CALIBRATION) for _, inputs in samples]
+        return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
     models = prepared.compared_models(record)
-    first = _reference(prepared, examples[0], models)
-    shapes = _shapes(first.inputs)
-    further: list[Reference] = []
-    size = _output_bytes(first)
-    for example in examples[1:]:
-        if size < LARGEST_BATCH and _shapes(prepared.onnx_inputs(example)) == shapes:
-            further.append(_reference(prepared, example, models))
-            size += _output_bytes(further[-1])
-    return replace(first, further=tuple(further))
+    expected = _outputs(models[0], [batch for batch, _ in samples], SHARE * seconds)
+    simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], SHARE * seconds)
+    batches = [
+        Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
+        for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
+    ]
+    return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
 
 
-def _reference(prepared: PreparedModel, example: Any, models: tuple[ComparedModel, ComparedModel]) -> Reference:  # noqa: ANN401  the door's arguments
+def _sample(prepared: PreparedModel, example: Any) -> tuple[Any, dict[str, NDArray[Any]]]:  # noqa: ANN401  the door's own
+    """A batch, or its first samples, as arguments of the model and by the input names of the files."""
     batch = _first_samples(example) if prepared.any_batch_size else example
-    expected, simulated = (_outputs(model, batch) for model in models)
-    return Reference(inputs=prepared.onnx_inputs(batch), origin=CALIBRATION, expected=expected, simulated=simulated)
+    return batch, prepared.onnx_inputs(batch)
 
 
 def _shapes(inputs: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in inputs.items()}
 
 
-def _output_bytes(batch: Reference) -> int:
-    return sum(array.nbytes for outputs in (batch.expected, batch.simulated) for _, array in outputs or ())
-
-
-def _outputs(model: ComparedModel, arguments: Any) -> list[tuple[str, NDArray[Any]]]:  # noqa: ANN401  the door's own
-    with model.watch(outputs=lambda _layer, _tensor: None) as run:
-        return [(name, np.asarray(tensor.detach().cpu())) for name, tensor in run(arguments).tensors]
+def _outputs(model: ComparedModel, batches: Sequence[Any], seconds: float) -> list[list[tuple[str, NDArray[Any]]]]:
+    """The outputs of a model, of further batches up to half of ``LARGEST_BATCH`` bytes and up to so many seconds."""
+    found: list[list[tuple[str, NDArray[Any]]]] = []
+    size = 0
+    with model.watch() as run:  # once: loading a small model takes longer than all its runs
+        end = time.process_time() + seconds
+        for batch in batches:
+            late = len(found) >= FEWEST_BATCHES and time.process_time() > end
+            if found and (late or size >= LARGEST_BATCH // 2):
+                break
+            found.append([(name, np.asarray(tensor.detach().cpu()).copy()) for name, tensor in run(batch).tensors])
+            size += sum(array.nbytes for _, array in found[-1])
+    return found
 
 
 def _first_samples(arguments: Any) -> Any:  # noqa: ANN401  the door's arguments

@@ -64,7 +64,7 @@ class ComparedModel(Protocol):
         """Whether a tensor may have another shape in the other model, such as a varying number of boxes."""
 
     def watch(
-        self, *, outputs: OnTensor, inputs: OnTensor | None = None
+        self, *, outputs: OnTensor | None = None, inputs: OnTensor | None = None
     ) -> AbstractContextManager[Callable[[Any], ModelOutput]]:
         """Within the context, the function runs the model on the arguments of one batch.
 
@@ -146,6 +146,10 @@ class PreparedModel(Protocol):
     @property
     def any_batch_size(self) -> bool:
         """Whether the ONNX files take batches of any size."""
+
+    @property
+    def simulates_in_files(self) -> bool:
+        """Whether the float ONNX model and its fake-quant form are the door's own float model and simulation."""
 
     def onnx_inputs(self, arguments: Any) -> dict[str, NDArray[Any]]:  # noqa: ANN401  the door's own kind
         """The arguments of one batch by the input names of the ONNX files."""

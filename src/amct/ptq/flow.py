@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | 
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
     """
+    begin = time.process_time()
     batches = door.batches(data, inputs)
     plan, open_ended = door.plan(config, batches.first(), batches.length)
     limit = None if open_ended else plan.batch_num
@@ -44,4 +46,5 @@ def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | 
             calibration.session.finish()
         result = calibration.session.result
     tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
-    return QuantizedModel(prepared, prepared.complete_record(result), tensors, seen.kept)
+    record = prepared.complete_record(result)
+    return QuantizedModel(prepared, record, tensors, seen.kept, time.process_time() - begin)

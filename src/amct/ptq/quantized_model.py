@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,13 @@ class QuantizedModel:
     Attributes:
         record: The quantization factors of every layer.
         prepared: The folded model with quantized weights that the record belongs to.
+
+    Args:
+        prepared: As the attribute.
+        record: As the attribute.
+        tensors: The factors of tensors between the layers.
+        examples: Calibration batches, on which files are checked.
+        seconds: The CPU time of the quantization, which limits that of the check.
     """
 
     def __init__(
@@ -49,11 +57,13 @@ class QuantizedModel:
         record: AnyRecord,
         tensors: Mapping[str, TensorFactors] | None,
         examples: Sequence[Any],
+        seconds: float = math.inf,
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
         self._examples = examples
+        self._seconds = seconds
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -145,7 +155,9 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
-        compared = reference(self.prepared, self.record, self._examples) if check and request.formats else None
+        compared = None
+        if check and request.formats:
+            compared = reference(self.prepared, self.record, self._examples, self._seconds)
         return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
 
     def compare(

@@ -59,11 +59,12 @@ class TorchRun:
 
     @contextmanager
     def watch(
-        self, *, outputs: OnTensor, inputs: OnTensor | None = None
+        self, *, outputs: OnTensor | None = None, inputs: OnTensor | None = None
     ) -> Iterator[Callable[[Arguments], ModelOutput]]:
         """A context whose value is a function that runs the model on one batch, without gradients."""
         with ExitStack() as stack:
-            for layer, place in self._layers.items():
+            for layer, place in self._layers.items() if outputs is not None else ():
+                assert outputs is not None
                 hook = layer_module(self._model, place).register_forward_hook(_output_hook(layer, outputs))
                 stack.callback(hook.remove)
             for layer, weights in self._weights.items() if inputs is not None else ():

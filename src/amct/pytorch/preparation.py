@@ -161,6 +161,8 @@ class TorchPreparation(Preparation):
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return tensors[0].shape[0] if tensors else 1
 
+    simulates_in_files = False
+
     @property
     def any_batch_size(self) -> bool:
         """Whether the first axis of every input is dynamic."""

@@ -150,6 +150,11 @@ class RandomNet(nn.Module):
     def grouped(self, place, channels):
         return ("one", (place,), nn.Conv2d(channels, 8, 1, groups=2), 8) if channels % 2 == 0 else None
 
+    def many_groups(self, place, channels):
+        inner = nn.Conv2d(channels, 16, 1)
+        groups = self.random.choice([nn.Conv2d(16, 24, 1, groups=8), nn.ConvTranspose2d(16, 24, 1, groups=8)])
+        return "one", (place,), nn.Sequential(inner, groups), 24
+
     def same_size(self, place, channels):
         kind = self.random.choice([Gate, LastMlp, Scale, LiteralParts, nn.PReLU, nn.MaxPool2d])
         layer = nn.MaxPool2d(3, 1, 1) if kind is nn.MaxPool2d else kind(channels)
@@ -186,5 +191,6 @@ class RandomNet(nn.Module):
 
 KINDS = (
     "convolution", "convolution", "convolution", "transposed", "grouped_transposed", "depthwise", "grouped",
+    "many_groups",
     "same_size", "same_size", "shuffled", "halves", "padded", "added", "added", "joined",
 )  # fmt: skip

@@ -7,6 +7,7 @@ reported with the first tensor that is; the fast QDQ file is repaired, if its fu
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import onnx
 from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
+from amct.export.check.batch import LARGEST_BATCH
 from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
 from amct.export.check.integers import standard_model
 from amct.export.check.locating import first_difference
@@ -29,15 +31,15 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import WORSE, by_name, expected_loss
+from amct.export.check.reference import FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import LoadedModel, speed_of
+from amct.export.check.running import BUDGET, LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
 from amct.export.onnx.messages import parameter_bytes
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 OWN_FORMATS = ("qdq", "deploy", "fake_quant")
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
+FEW_BYTES = 32_000_000
+"""Parameters of a model that may be loaded twice."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
@@ -119,18 +123,38 @@ class OnnxCheck:
 
     @cached_property
     def _batches(self) -> list[ComparedBatch]:
-        """The batches with their outputs by name; the further ones only where those of the models are known."""
-        found: list[ComparedBatch] = []
-        for batch in self._subject.reference.batches:
-            expected = by_name(batch.expected, self._float_outputs)
-            simulated = by_name(batch.simulated, self._float_outputs)
-            if expected is not None and simulated is not None:
-                found.append(ComparedBatch(inputs=batch.inputs, expected=expected, simulated=simulated))
-            elif not found:
-                simulated = simulated or LoadedModel(self._subject.simulate().model).run(self._inputs)
-                expected = expected or dict(self._original_outputs)
-                return [ComparedBatch(inputs=self._inputs, expected=expected, simulated=simulated)]
-        return found
+        """The batches with their outputs by name, of further ones up to ``LARGEST_BATCH`` bytes and a share of the job.
+
+        Where the front door has no outputs of its own, those of the float ONNX model and of its fake-quant form count.
+        """
+        names, batches = self._float_outputs, self._subject.reference.batches
+        expected = [by_name(batch.expected, names) for batch in batches]
+        simulated = [by_name(batch.simulated, names) for batch in batches]
+        if any(outputs is None for outputs in expected):
+            expected = list(self._outputs(self._original, [batch.inputs for batch in batches]))
+            if parameter_bytes(self._subject.original) > FEW_BYTES:
+                del self._original  # it is loaded again to be timed: two models would need too much memory
+        if any(outputs is None for outputs in simulated):
+            model = LoadedModel(self._subject.simulate().model)
+            simulated = list(self._outputs(model, [batch.inputs for batch in batches[: len(expected)]]))
+        return [
+            ComparedBatch(inputs=batch.inputs, expected=exact or {}, simulated=rounded or {})
+            for batch, exact, rounded in zip(batches, expected, simulated, strict=False)
+        ]
+
+    def _outputs(
+        self, model: LoadedModel, batches: Sequence[Mapping[str, NDArray[Any]]]
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """The outputs of one of the models that a file is compared with."""
+        size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
+        for number, inputs in enumerate(batches):
+            late = number >= FEWEST_BATCHES and time.process_time() > end
+            if number and (late or size >= LARGEST_BATCH // 2):
+                return
+            outputs = model.run(inputs)
+            found = {name: outputs[name] for name in self._float_outputs}
+            size += sum(array.nbytes for array in found.values())
+            yield found
 
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
         """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
@@ -151,9 +175,9 @@ class OnnxCheck:
         if parameter_bytes(self._subject.original) >= LARGE:
             return self._in_child(file), None
         try:
+            further = self._batches_for(file)[1:]
             loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
             outputs = loaded.run(self._inputs)
-            further = self._batches_for(file)[1:]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
@@ -196,7 +220,8 @@ class OnnxCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if file.format != "qdq":
             return measured
-        speed = speed_of(loaded, self._original, self._inputs)
+        budget = min(BUDGET, SHARE * self._subject.reference.seconds)
+        speed = speed_of(loaded, self._original, self._inputs, budget)
         del self._original  # as large as all parameters, and no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:

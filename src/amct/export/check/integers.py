@@ -22,7 +22,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError, ModelError
-from amct.export.onnx.messages import any_value, attribute_value, copy_fields, tensor_array
+from amct.export.onnx.messages import any_value, attribute_value, copy_fields, reads, tensor_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -91,7 +91,8 @@ class _Translation:
         copy_fields(self._deploy, result, skip={"graph"})
         copy_fields(self._deploy.graph, result.graph, skip={"node", "initializer", "value_info", "output"})
         result.graph.node.extend(self._nodes)
-        used = {name for node in self._nodes for name in node.input}
+        used = {name for node in self._nodes for name in reads(node)}
+        used |= {value.name for value in self._deploy.graph.output}
         result.graph.initializer.extend(tensor for name, tensor in self._stored.items() if name in used)
         result.graph.initializer.extend(self._added)
         result.graph.output.extend(any_value(value.name) for value in self._deploy.graph.output)

@@ -35,8 +35,17 @@ if TYPE_CHECKING:
 
 Outputs = Sequence[tuple[str, "NDArray[Any]"]]
 """The outputs of a model with their names."""
+UNNAMED = "output"
+"""The name of every output of a model that has no names for them."""
 SEVEN_BIT_NOISE = 4.0
 """How much larger the rounding noise of weights is with 7 bits than with 8."""
+SHARE = 0.05
+"""Of the time of a job: what each model may take for further batches, and what timing may take.
+
+Float model, simulation and file on further batches, and the timing, are then a sixth of job and check together.
+"""
+FEWEST_BATCHES = 3
+"""So many batches are run however short the job was: one sample may hide a loss."""
 WORSE = 1.0
 """Decibels by which a file may be worse than the simulation without a warning."""
 
@@ -52,6 +61,7 @@ class Reference:
             the front door has names; None: the float ONNX model gives them.
         simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
         further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
+        seconds: The CPU time of the job so far: of a short one the check takes fewer batches and fewer timed runs.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -59,6 +69,7 @@ class Reference:
     expected: Outputs | None = None
     simulated: Outputs | None = None
     further: tuple[Reference, ...] = ()
+    seconds: float = math.inf
 
     @property
     def batches(self) -> tuple[Reference, ...]:
@@ -67,13 +78,16 @@ class Reference:
 
 
 def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
-    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match."""
+    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match.
+
+    A file may have other outputs than its model: it ends in front of a layer that ONNX lacks.
+    """
     if outputs is None:
         return None
     found = dict(outputs)
     if set(names) <= set(found):
         return {name: found[name] for name in names}
-    if len(outputs) != len(names):
+    if len(outputs) != len(names) or any(name != UNNAMED for name, _ in outputs):
         return None
     return {name: value for name, (_, value) in zip(names, outputs, strict=True)}
 

@@ -41,7 +41,8 @@ BUDGET = 0.15
 """Seconds for which two models are timed, beyond the fewest rounds."""
 CLEAR = 1.1
 """A ratio that the spread of the runs does not make doubtful."""
-_PROFILED_RUNS, _PROFILED_SECONDS = 5, 0.2
+_PROFILED_RUNS = 2
+"""The first allocates memory and does not count."""
 _KERNEL_TIME = "_kernel_time"
 _RUN_ENDED = "model_run"
 _RENAMED = re.compile(r"(_token_\d+|_nchwc)$")
@@ -72,7 +73,7 @@ class LoadedModel:
 
     Args:
         model: A file, or a model in memory, which is not changed.
-        profile: Measure the time of each node in the first runs; later runs are not slowed down.
+        profile: Measure the time of each node in the first ``_PROFILED_RUNS`` runs; later runs are not slowed down.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -84,7 +85,7 @@ class LoadedModel:
         prefix = self._folder / "profile" if self._folder is not None else None
         self._session = open_session(model, _OWN_CORES, profile=prefix)
         self._seconds = longest_run(model)
-        self._profiled: list[float] = []
+        self._runs = 0
         self._costs: list[NodeCost] = []
 
     @property
@@ -99,36 +100,40 @@ class LoadedModel:
             ModelError: onnxruntime cannot run the model on these inputs, or it does not end.
         """
         names = [value.name for value in self._session.get_outputs()]
-        start = time.perf_counter()
         options = quiet_options()
         watch = RunWatch(options, self._seconds)
         try:
-            with nullcontext() if self._profiled else watch:  # the first run tells; watching would lengthen the others
+            with nullcontext() if self._runs else watch:  # the first run tells; watching would lengthen the others
                 results = self._session.run(names, dict(feeds), options)
         except Exception as error:
             reason = watch.reason or f"onnxruntime cannot run the model: {first_line(error)}"
             raise ModelError(reason) from error
-        self._profiled.append(time.perf_counter() - start)
+        self._runs += 1
+        if self._folder is not None and self._runs == _PROFILED_RUNS:
+            self._end_profile()
         return dict(zip(names, results, strict=True))
 
     def costliest_nodes(self, feeds: Mapping[str, NDArray[Any]], count: int = COSTLIEST) -> list[NodeCost]:
         """The nodes that take most time, the costliest first; the model runs a few more times.
 
-        The first run allocates memory and does not count. Of the others each node's shortest time counts, because a
-        busy machine only lengthens times.
+        Of all runs but the first each node's shortest time counts, because a busy machine only lengthens times.
         """
-        if self._folder is not None:
+        while self._folder is not None:
             self.run(feeds)
-            while len(self._profiled) < _PROFILED_RUNS and sum(self._profiled) < _PROFILED_SECONDS:
-                self.run(feeds)
-            self._end_profile()
         return self._costs[:count]
 
     def _end_profile(self) -> None:
-        events = json.loads(Path(self._session.end_profiling()).read_bytes())
-        self._costs = _costs(events)
+        self._costs = _costs(_events(Path(self._session.end_profiling()).read_text(errors="replace")))
         self._cleanup()
         self._folder = None
+
+
+def _events(profile: str) -> list[dict[str, Any]]:
+    """The events of a profile that count: it has one in each line, of which most are not worth reading."""
+    lines = [line.strip().rstrip(",") for line in profile.splitlines() if _KERNEL_TIME in line or _RUN_ENDED in line]
+    whole = all(line.startswith("{") for line in lines)
+    found: list[dict[str, Any]] = json.loads(f"[{','.join(lines)}]" if whole else profile)
+    return found
 
 
 def _costs(events: list[dict[str, Any]]) -> list[NodeCost]:
@@ -190,17 +195,20 @@ class Speed:
     nodes: tuple[str, ...]
 
 
-def speed_of(file: LoadedModel, original: LoadedModel, inputs: Mapping[str, NDArray[Any]]) -> Speed:
+def speed_of(
+    file: LoadedModel, original: LoadedModel, inputs: Mapping[str, NDArray[Any]], budget: float = BUDGET
+) -> Speed:
     """Compare the time of a file with that of the original.
 
     Args:
         file: Loaded with ``profile=True``.
         original: The model that it is compared with.
         inputs: The batch.
+        budget: As for ``median_seconds``.
     """
     nodes = tuple(f"{cost.node} ({cost.operator}) {cost.share:.0%}" for cost in file.costliest_nodes(inputs))
     original.run(inputs)
-    times = _times({"file": lambda: file.run(inputs), "original": lambda: original.run(inputs)}, BUDGET)
+    times = _times({"file": lambda: file.run(inputs), "original": lambda: original.run(inputs)}, budget)
     ratio = statistics.median(times["original"]) / statistics.median(times["file"])
     surely = ratio if ratio >= CLEAR else ratio - 2 * _median_error(times)
     return Speed(ratio=ratio, least=min(surely, min(times["original"]) / min(times["file"])), nodes=nodes)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from amct.errors import CalibrationError
 from amct.numerics.counts.loops import (
     BLOCKS,
     FLOAT_MANTISSA,
@@ -53,6 +54,7 @@ from amct.numerics.counts.loops import (
     scan_and_count,
     tail_begin,
 )
+from amct.numerics.observer import State, checked_array
 
 MANTISSA_BITS = TABLE_MANTISSA
 """Mantissa bits of a bin index per tensor."""
@@ -170,6 +172,39 @@ class FloatHistogram:
         if self.tail:
             self._move_edges(other._edges)
             self._keep_outer(other._outer)
+
+    def state(self) -> State:
+        """Return the counts of the allocated blocks and the tails."""
+        if self.tail:
+            self._trim_to_tails()
+        blocks = np.argwhere(self._first_bin >= 0)
+        return {
+            "blocks": blocks,
+            "tables": self._tables()[self._first_bin[self._first_bin >= 0] >> self.mantissa_bits],
+            "outer": self._outer,
+            "edges": np.array(self._edges, np.float64),
+            "totals": np.array([self._total, self._largest_weight], np.int64),
+        }
+
+    def restore(self, state: State) -> None:
+        """Replace everything by a state; its block numbers are checked, because compiled loops do not."""
+        blocks = checked_array(state, "blocks", np.int64, (None, 2))
+        wide = state["tables"].dtype == np.int64 if "tables" in state else False
+        tables = checked_array(
+            state, "tables", np.int64 if wide else np.uint32, (blocks.shape[0], 1 << self.mantissa_bits)
+        )
+        if ((blocks < 0) | (blocks >= [self.channels, BLOCKS])).any():
+            raise CalibrationError("the state of an observer does not fit: it has counts of blocks that do not exist")
+        self._total, self._largest_weight = checked_array(state, "totals", np.int64, (2,)).tolist()
+        self._first_bin.fill(-1)
+        self._counts = np.empty(0, tables.dtype)
+        self._used[0] = 0
+        self._reserve(len(blocks))
+        for (channel, block), table in zip(blocks.tolist(), tables, strict=True):
+            self._add_block(channel, block, table)
+        self._outer = checked_array(state, "outer", np.float32, (None,)).copy()
+        lower, upper = checked_array(state, "edges", np.float64, (2,)).tolist()
+        self._set_edges(lower, upper)
 
     def bins(self, channel: int = 0) -> Bins:
         """Return the non-empty bins of a channel; each value of the tails is a bin of zero width."""

@@ -35,6 +35,7 @@ _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
 _SIGN = 1 << 31
 _PROBED_RUNS, _ODD = 64, 37
+_PROBE_BITS = 11  # twice as many slots as probed values
 
 Bits = NDArray[np.uint32]
 SignedBits = NDArray[np.int32]
@@ -180,7 +181,7 @@ def sampling_interval(values: Floats, enough: int) -> int:
 
     The relative error of a loss estimated from m random values is below 1/sqrt(m) (the standard deviation of squared
     rounding errors is 0.9 of their mean). Values near zero are excluded, as they are rounded to zero; their number is
-    estimated from some runs of the tensor.
+    estimated from some runs of the tensor. Data with few distinct values, such as pixels, is counted completely.
     """
     if values.size < 2 * enough:
         return 1
@@ -196,7 +197,27 @@ def sampling_interval(values: Floats, enough: int) -> int:
     every = 1
     while every < LARGEST_INTERVAL and matter >= 2 * every * enough:
         every *= 2
-    return every
+    return 1 if every > 1 and _few_distinct(values, step, largest / 256) else every
+
+
+@compiled
+def _few_distinct(values: Floats, step: int, bound: float) -> bool:
+    """Return whether values of the probed runs repeat often; neighbours may be equal, as pooling makes them."""
+    mask = np.uint64((1 << _PROBE_BITS) - 1)
+    keys = np.zeros(1 << _PROBE_BITS, np.uint32)  # zero is near zero, so it is none of the keys
+    bits = values.view(np.uint32)
+    number = distinct = 0
+    for begin in range(0, _PROBED_RUNS * step, step):
+        for place in range(begin, begin + RUN):
+            if abs(values[place]) <= bound or (place > begin and bits[place] == bits[place - 1]):
+                continue
+            number += 1
+            slot = (np.uint64(bits[place]) * np.uint64(0x9E3779B1) >> np.uint64(32 - _PROBE_BITS)) & mask
+            while keys[slot] != 0 and keys[slot] != bits[place]:
+                slot = (slot + np.uint64(1)) & mask
+            distinct += np.int64(keys[slot] == 0)
+            keys[slot] = bits[place]
+    return 4 * distinct < 3 * number
 
 
 @compiled

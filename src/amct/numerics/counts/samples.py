@@ -3,25 +3,37 @@
 Up to ``EXACT_LIMIT`` values per layer are stored, so that a search over them is exact and equals AMCT's; fewer where
 memory must not depend on the number of batches (``counts_all=False``: Caffe's calibration layers). Beyond the limit all
 values are counted: by distinct value (``ValueCounts``) while these are few, otherwise, and always per channel, in a
-``FloatHistogram``. Neither grows with the data. Minimum and maximum are always exact, and the storage does not depend
-on the order of the data.
+``FloatHistogram``. Neither grows with the data. Minimum and maximum are always exact. Stored values are in the order of
+their batches, whose numbers a caller can tell (``begin_batch``); counts do not depend on any order. So it does not
+matter how batches are divided among several collections that are merged.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amct.errors import CalibrationError
 from amct.numerics.counts.compiled import compiled
-from amct.numerics.counts.histogram import CHANNEL_MANTISSA_BITS, MANTISSA_BITS, SHORT_TAIL, TAIL, Bins, FloatHistogram
+from amct.numerics.counts.histogram import (
+    CHANNEL_MANTISSA_BITS,
+    MANTISSA_BITS,
+    SAMPLING_TARGET,
+    SHORT_TAIL,
+    TAIL,
+    Bins,
+    FloatHistogram,
+)
+from amct.numerics.counts.loops import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
-from amct.numerics.observer import Observer, as_rows, check_mergeable
+from amct.numerics.observer import State, as_rows, check_mergeable, checked_array
 
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
@@ -36,9 +48,9 @@ class Samples:
     def __init__(self, channel_axis: int | None = None, *, tail: int = TAIL, counts_all: bool = True) -> None:
         self.range = RunningRange(channel_axis)
         self._tail, self._counts_all = tail, counts_all
-        self.merged = False
-        """Whether two collections were merged, so that the batches have no order."""
         self._pieces: list[Floats] = []
+        self._numbers: list[int] = []  # of the batch that each piece is from
+        self._number: int | None = None
         self._counts: ValueCounts | FloatHistogram | None = None
 
     @property
@@ -50,20 +62,35 @@ class Samples:
     def _exact_limit(self) -> int:
         return EXACT_LIMIT if self._counts_all else min(EXACT_LIMIT, SMALL_EXACT_LIMIT)
 
+    def begin_batch(self, number: int) -> None:
+        """Tell the number of the batch that is added next; without numbers, batches have the order of their adding."""
+        self._number = number
+
     def expect(self, values: int) -> None:
-        """Announce the total number of values: if it exceeds the limit, values are counted from the first one on."""
-        if values > self._exact_limit and self._counts is None and not self._pieces:
+        """Tell the total number of values of all processes: if it exceeds the limit, all are counted."""
+        if values <= self._exact_limit or self._counts is not None:
+            return
+        if self._pieces:
+            self._switch_to_counts()
+        elif self.range.channel_axis is None:
             self._counts = ValueCounts.empty()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the batch that is added next."""
+        return self.range.batches if self._number is None else self._number
 
     def add(self, x: Tensor) -> None:
         """Add one batch; a batch that raises changes nothing."""
         if self._add_to_histogram(x):
             return
+        number = self.next_number
         rows = self.range.add(x)
         if rows.numel() == 0:
             return
         if self.exact and self.range.count <= self._exact_limit:
             self._pieces.append(rows.cpu().numpy().copy())
+            self._numbers.append(number)
         else:
             self._switch_to_counts()
             self._count(rows)
@@ -79,12 +106,16 @@ class Samples:
         return found is not None
 
     def merge(self, other: Samples) -> None:
-        """Add the values of ``other``, which is not changed."""
-        joined = self.range.count > 0 and other.range.count > 0
+        """Add the values of ``other``, which is not changed; of batches with the same number, its own come first."""
         self.range.merge(other.range)
-        self.merged = self.merged or other.merged or joined
         if self.exact and other.exact and self.range.count <= self._exact_limit:
-            self._pieces.extend(other._pieces)
+            numbered = [
+                *zip(self._numbers, self._pieces, strict=True),
+                *zip(other._numbers, other._pieces, strict=True),
+            ]
+            numbered.sort(key=itemgetter(0))
+            self._numbers = [number for number, _ in numbered]
+            self._pieces = [piece for _, piece in numbered]
             return
         self._switch_to_counts()
         if other._counts is None:
@@ -94,6 +125,40 @@ class Samples:
             self._join(other._counts)
         else:
             self._histogram().merge(other._counts)
+
+    def state(self) -> State:
+        """Return everything as arrays: the range, and the stored values or their counts."""
+        if self._counts is not None:
+            return {**self.range.state(), **self._counts.state()}
+        empty = np.empty((self.range.channels, 0), np.float32)
+        return {
+            **self.range.state(),
+            "values": np.concatenate([empty, *self._pieces], axis=1),
+            "sizes": np.array([piece.shape[1] for piece in self._pieces], np.int64),
+            "numbers": np.array(self._numbers, np.int64),
+        }
+
+    def restore(self, state: State) -> None:
+        """Replace everything by a state."""
+        self.range.restore(state)
+        self._pieces, self._numbers, self._counts = [], [], None
+        if "values" in state:
+            self._restore_pieces(state)
+        elif "value_bits" in state:
+            self._counts = ValueCounts.restored(state)
+        else:
+            histogram = self._new_histogram()
+            histogram.restore(state)
+            self._counts = histogram
+
+    def _restore_pieces(self, state: State) -> None:
+        channels, count = self.range.channels, self.range.count
+        values = checked_array(state, "values", np.float32, (channels, count // max(channels, 1)))
+        sizes = checked_array(state, "sizes", np.int64, (None,))
+        if (sizes < 0).any() or sizes.sum() != values.shape[1]:
+            raise CalibrationError("the state of an observer does not fit: the sizes of its batches")
+        self._numbers = checked_array(state, "numbers", np.int64, sizes.shape).tolist()
+        self._pieces = [piece.copy() for piece in np.split(values, np.cumsum(sizes)[:-1], axis=1)] if sizes.size else []
 
     def batches_of(self, channel: int) -> list[Floats]:
         """Return the values of a channel batch by batch; requires ``exact``."""
@@ -121,18 +186,28 @@ class Samples:
         """Switch from stored values to counts."""
         if self._counts is not None:
             return
-        channels = self.range.channels
-        self._counts = ValueCounts.empty() if channels == 1 else FloatHistogram(channels, CHANNEL_MANTISSA_BITS)
-        pieces, self._pieces = self._pieces, []
+        self._counts = ValueCounts.empty() if self.range.channels == 1 else self._new_histogram()
+        pieces, self._pieces, self._numbers = self._pieces, [], []
         for piece in pieces:
             self._count(torch.from_numpy(piece))
 
+    def _new_histogram(self) -> FloatHistogram:
+        if self.range.channels != 1:
+            return FloatHistogram(self.range.channels, CHANNEL_MANTISSA_BITS)
+        return FloatHistogram(1, MANTISSA_BITS, tail=self._tail, counts_all=self._counts_all)
+
     def _count(self, rows: Tensor) -> None:
-        found = ValueCounts.of(rows) if isinstance(self._counts, ValueCounts) else None
+        found = ValueCounts.of(rows) if isinstance(self._counts, ValueCounts) and not self._is_sampled(rows) else None
         if found is None:
             self._histogram().add(rows)
         else:
             self._join(found)
+
+    def _is_sampled(self, rows: Tensor) -> bool:
+        """Whether only a part of a batch is counted, which the batch alone decides, not those before it."""
+        if self._counts_all or rows.device.type == "cuda":
+            return False
+        return sampling_interval(rows.contiguous().numpy()[0], SAMPLING_TARGET) > 1
 
     def _join(self, found: ValueCounts) -> None:
         joined = self._counts.plus(found) if isinstance(self._counts, ValueCounts) else None
@@ -144,7 +219,7 @@ class Samples:
     def _histogram(self) -> FloatHistogram:
         """Return the histogram, after switching to it if values were counted by distinct value."""
         if not isinstance(self._counts, FloatHistogram):
-            histogram = FloatHistogram(1, MANTISSA_BITS, tail=self._tail, counts_all=self._counts_all)
+            histogram = self._new_histogram()
             if self._counts is not None:
                 histogram.add_counted(self._counts.values, self._counts.counts)
             self._counts = histogram
@@ -181,20 +256,30 @@ class SamplingObserver(RangeObserver):
         """Whether the search runs on the values themselves, not on their counts."""
         return self._samples.exact
 
+    def begin_batch(self, number: int) -> None:
+        """Tell the number of the next batch."""
+        self._samples.begin_batch(number)
+
     def expect(self, values: int) -> None:
-        """Announce the total number of values, to avoid a peak of memory; the result does not change."""
-        if self.channel_axis is None:
-            self._samples.expect(values)
+        """Tell the number of values of all processes: above a limit the stored ones are counted."""
+        self._samples.expect(values)
 
     def observe(self, x: Tensor) -> None:
         """Add one tensor; no reference to it is kept, and it is not changed."""
         self._samples.add(x)
 
-    def merge(self, other: Observer) -> None:
+    def merge(self, other: SamplingObserver) -> None:
         """Add all data observed by ``other``, an observer with the same settings."""
         check_mergeable(self, other)
-        assert isinstance(other, SamplingObserver)
         self._samples.merge(other._samples)
+
+    def state(self) -> State:
+        """Return everything observed so far."""
+        return self._samples.state()
+
+    def restore(self, state: State) -> None:
+        """Replace everything observed so far by a state."""
+        self._samples.restore(state)
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the range of every channel that the search finds."""

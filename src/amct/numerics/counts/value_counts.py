@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.histogram import Bins
+from amct.numerics.observer import State, checked_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,6 +62,16 @@ class ValueCounts:
         counts = np.zeros(bits.size, np.int64)
         np.add.at(counts, place, np.concatenate([self.counts, other.counts]))
         return ValueCounts(bits, counts)
+
+    def state(self) -> State:
+        """Return the counts as arrays."""
+        return {"value_bits": self.bits, "value_counts": self.counts}
+
+    @staticmethod
+    def restored(state: State) -> ValueCounts:
+        """Return the counts of a state."""
+        bits = checked_array(state, "value_bits", np.uint32, (None,))
+        return ValueCounts(bits, checked_array(state, "value_counts", np.int64, bits.shape))
 
     def bins(self) -> Bins:
         """Return one bin of zero width per value, ascending."""

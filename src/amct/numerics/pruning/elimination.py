@@ -43,21 +43,23 @@ def with_ridge(covariance: Tensor) -> Tensor:
     return covariance + size * torch.eye(len(covariance), dtype=torch.float64, device=covariance.device)
 
 
-def elimination_order(readers: Sequence[Reader]) -> list[int]:
-    """All channels in question, from the first to remove to the last.
+def elimination_order(readers: Sequence[Reader]) -> tuple[list[int], list[float]]:
+    """All channels in question, from the first to remove to the last, and by how much the error grows with each.
 
     The errors of several readers are added, each as a share of the power of its output.
     """
     count = len(readers[0].places)
     states = [_State(reader) for reader in readers]
-    left, order = list(range(count)), []
+    left, order, errors = list(range(count)), [], []
     while left:
         growth = torch.stack([state.growth() for state in states]).sum(dim=0)[left]
-        chosen = left.pop(int(torch.argmin(growth)))
+        place = int(torch.argmin(growth))
+        errors.append(float(growth[place]))
+        chosen = left.pop(place)
         order.append(chosen)
         for state in states:
             state.remove(chosen)
-    return order
+    return order, errors
 
 
 class _State:

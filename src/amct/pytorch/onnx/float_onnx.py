@@ -1,8 +1,9 @@
 """The folded float model as ONNX, with each quantizable layer bound to the node that computes it.
 
-torch.onnx converts the captured program to a graph once, unoptimized, so that every node still refers to its module and
-every initializer to its parameter. This module then takes the weights from the folded model, removes folded batch
-norms, and gives nodes the names of their layers and inputs and outputs the names that the user chose.
+The rules of ``lowering`` convert the captured program to a graph in which every node still refers to its module and
+every initializer to its parameter. A program with an operation that has no rule is converted by torch.onnx,
+unoptimized. This module then takes the weights from the folded model, removes folded batch norms, and gives nodes the
+names of their layers and inputs and outputs the names that the user chose.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from amct.pytorch.capture.program import failure_of, quiet_exporters
 from amct.pytorch.capture.program_rewrites import plain_name
 from amct.pytorch.functional.layers import layer_name
 from amct.pytorch.model_copy import as_array
-from amct.pytorch.onnx.decomposition import quickly_decomposed
 from amct.pytorch.onnx.layers import place_layers
-from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs
+from amct.pytorch.onnx.lowering.assembly import Lowered
+from amct.pytorch.onnx.lowering.program import LARGEST_CONSTANT, lower
+from amct.pytorch.onnx.lowering.registry import NotLoweredError
+from amct.pytorch.onnx.names import ProgramTensors, name_dimensions, name_inputs_and_outputs, names_in, original_names
 from amct.pytorch.onnx.opset import lower_opset
 from amct.pytorch.onnx.recurrent import translations
 
@@ -41,13 +44,13 @@ if TYPE_CHECKING:
 
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
+    from amct.pytorch.onnx.io_names import IoNames
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 18
-_LOWEST_OF_TORCH = 18  # torch.onnx silently uses this opset for lower requests
+_LOWEST_WRITTEN = 18  # of our rules and of torch.onnx; lower ones are converted to
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
-_LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,46 +87,68 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
             f"{type(traced.model).__name__} cannot be exported to ONNX, because it cannot be captured as a program: "
             f"{traced.failure}. Calibration works without; to export, express this by operations on tensors"
         )
-    converted = _converted(traced.program, max(opset, _LOWEST_OF_TORCH))
-    _restore_names(converted.model)
-    _put_parameters(converted.model, fused.model)
-    tensors = ProgramTensors(traced.program, converted)
-    name_inputs_and_outputs(converted.model, traced.names)
-    name_dimensions(converted.model, traced.names)
+    stored = _stored_tensors(fused.model)
+    lowered = _lowered(traced.program, traced.names, stored, max(opset, _LOWEST_WRITTEN))
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
-    placed = place_layers(_simplified(converted.model), fused, kinds, calls)
+    placed = place_layers(lowered.model, fused, kinds, calls)
     model = with_explicit_pool_padding(lower_opset(placed.model, opset))
     _finish(model, opset)
-    _fill(model, {**_stored_tensors(fused.model), **placed.parameters})
+    _fill(model, {**stored, **placed.parameters})
     bindings = tuple(
         LayerBinding(layer=name, kind=kind, node=node) for name, kind in kinds.items() for node in placed.nodes[name]
     )
-    return FloatOnnx(model=model, bindings=bindings, tensors=tensors.names_in(model, placed.replaced, placed.changed))
+    tensors = names_in(model, lowered.tensors, placed.replaced, placed.changed)
+    return FloatOnnx(model=model, bindings=bindings, tensors=tensors)
+
+
+def _lowered(program: ExportedProgram, names: IoNames, stored: Mapping[str, torch.Tensor], opset: int) -> Lowered:
+    """The program as ONNX: by our own rules, or by torch.onnx if an operation has none."""
+    try:
+        return lower(program, names, stored, opset)
+    except NotLoweredError as error:
+        logger.debug("the program is traced again for its export, because of %s", error)
+    try:
+        return _lowered_without_writes(program, names, stored, opset)
+    except NotLoweredError as error:
+        logger.debug("torch.onnx exports the program, because of %s", error)
+    except Exception as error:  # noqa: BLE001  torch.export raises many types
+        logger.debug("torch.onnx exports the program, because it cannot be traced again: %s", _root_cause(error))
+    converted = _converted(program, opset)
+    _restore_names(converted.model)
+    _put_parameters(converted.model, stored)
+    tensors = ProgramTensors(program, converted)
+    name_inputs_and_outputs(converted.model, names)
+    name_dimensions(converted.model, names)
+    return Lowered(model=_simplified(converted.model), tensors=tensors.names())
+
+
+def _lowered_without_writes(
+    program: ExportedProgram, names: IoNames, stored: Mapping[str, torch.Tensor], opset: int
+) -> Lowered:
+    """Let torch replace operations in place and functions that are no operators, then lower the program."""
+    with quiet_exporters(), torch.no_grad():
+        plain = program.run_decompositions({})
+    lowered = lower(plain, names, stored, opset)
+    origins = original_names(program, plain)
+    tensors = {origins[name]: tensor for name, tensor in lowered.tensors.items() if name in origins}
+    return Lowered(model=lowered.model, tensors=tensors)
 
 
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
     try:
-        return _translated(quickly_decomposed(program), opset)
-    except Exception as error:  # noqa: BLE001  torch.onnx raises many types
-        logger.debug("the program is traced again for its export: %s", _root_cause(error))
-    try:
-        return _translated(program, opset)
+        with quiet_exporters():
+            return torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                opset_version=opset,
+                optimize=False,  # its optimizer would fold batch norms that the user wants to keep
+                verbose=False,
+                custom_translation_table=dict(translations()),
+            )
     except Exception as error:
         raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
-
-
-def _translated(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
-    with quiet_exporters():
-        return torch.onnx.export(
-            program,
-            (),
-            dynamo=True,
-            opset_version=opset,
-            optimize=False,  # its optimizer would fold batch norms that the user wants to keep
-            verbose=False,
-            custom_translation_table=dict(translations()),
-        )
 
 
 def _root_cause(error: BaseException) -> str:
@@ -146,7 +171,7 @@ def _restore_names(model: Any) -> None:  # noqa: ANN401  onnx_ir.Model ships par
             initializer.name = plain_name(initializer.name)
 
 
-def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
+def _put_parameters(model: Any, stored: Mapping[str, torch.Tensor]) -> None:  # noqa: ANN401  onnx_ir.Model ships partial types
     """Set the initializers to the parameters and buffers of the folded model, which have the same names.
 
     Small ones get their values, as constants may be computed from them. Large ones get only type and shape until the
@@ -154,13 +179,12 @@ def _put_parameters(model: Any, source: nn.Module) -> None:  # noqa: ANN401  onn
     """
     from onnxscript import ir
 
-    stored = _stored_tensors(source)
     for initializer in list(model.graph.initializers.values()):
         name = layer_name(initializer.name)
         if name not in stored:
             continue
         initializer.name = name
-        if stored[name].numel() <= _LARGEST_CONSTANT:
+        if stored[name].numel() <= LARGEST_CONSTANT:
             initializer.const_value = ir.tensor(as_array(stored[name]), name=name)
         else:
             initializer.const_value = ir.ExternalTensor(
@@ -174,7 +198,7 @@ def _simplified(model: Any) -> ModelProto:  # noqa: ANN401  onnx_ir.Model ships 
 
     with quiet_exporters():
         optimizer.inline(model)
-        optimizer.fold_constants(model, input_size_limit=_LARGEST_CONSTANT)
+        optimizer.fold_constants(model, input_size_limit=LARGEST_CONSTANT)
         optimizer.remove_unused_nodes(model)
     proto: ModelProto = ir.to_proto(model)
     return proto

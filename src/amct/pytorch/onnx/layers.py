@@ -18,6 +18,7 @@ from amct.export.binding import further_node
 from amct.export.onnx.graph import OnnxGraph
 from amct.pytorch.functional.layers import layer_module, layer_name
 from amct.pytorch.model_copy import as_array
+from amct.pytorch.onnx.names import SCOPES
 from amct.pytorch.onnx.recurrent import onnx_parameters
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from amct.model.kinds import LayerKind
     from amct.pytorch.folding import Fused
 
-_SCOPES = "pkg.torch.onnx.name_scopes"
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -95,7 +95,7 @@ def _nodes_by_module(graph: OnnxGraph, modules: set[str]) -> dict[str, list[Node
 
 def _scopes(node: NodeProto) -> list[str]:
     """The modules whose calls contain a node, outermost first, and the operation of the program that it is made of."""
-    text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
+    text = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "[]")
     scopes: list[str] = ast.literal_eval(text)
     return scopes
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from amct.pytorch.onnx.io_names import IoNames
 
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""The metadata of a node: the modules whose calls contain it, outermost first, and the operation it is made of."""
+
 Graph = Any  # onnx_ir.Graph; its types are not published
 GraphValue = Any
 
@@ -38,22 +41,13 @@ def name_inputs_and_outputs(model: Any, names: IoNames) -> None:  # noqa: ANN401
         ExportError: more names than tensors, or a name that is already a parameter's.
     """
     graph = model.graph
-    if len(names.outputs) > len(graph.outputs):
-        raise ExportError(
-            f"output_names: the model has {len(graph.outputs)} outputs, got {len(names.outputs)} names "
-            f"({', '.join(names.outputs)})"
-        )
+    check_chosen_names(names, len(graph.outputs), graph.initializers)
     _separate_outputs(graph)
     wanted = [*zip(graph.inputs, names.inputs, strict=True), *zip(graph.outputs, names.outputs, strict=False)]
     chosen = {name for _, name in wanted}
-    stored = chosen.intersection(graph.initializers)
-    if stored:
-        raise ExportError(
-            f'"{min(stored)}" is the name of a parameter of the model; choose another input or output name'
-        )
     taken = {value.name for value in _values(graph)} | chosen
     for value in [value for value in _values(graph) if value.name in chosen]:
-        value.name = _fresh(value.name, taken)
+        value.name = fresh_name(value.name, taken)
     for value, name in wanted:
         value.name = name
 
@@ -73,12 +67,31 @@ def _separate_outputs(graph: Graph) -> None:
         seen.add(id(graph.outputs[index]))
 
 
-def _fresh(name: str, taken: set[str]) -> str:
-    number = 1
-    while f"{name}_{number}" in taken:
-        number += 1
-    taken.add(f"{name}_{number}")
-    return f"{name}_{number}"
+def check_chosen_names(names: IoNames, outputs: int, stored: Collection[str]) -> None:
+    """Check the names of inputs and outputs against the number of outputs and the names of parameters.
+
+    Raises:
+        ExportError: more names than outputs, or a name that is already a parameter's.
+    """
+    if len(names.outputs) > outputs:
+        raise ExportError(
+            f"output_names: the model has {outputs} outputs, got {len(names.outputs)} names "
+            f"({', '.join(names.outputs)})"
+        )
+    clashes = {*names.inputs, *names.outputs}.intersection(stored)
+    if clashes:
+        raise ExportError(
+            f'"{min(clashes)}" is the name of a parameter of the model; choose another input or output name'
+        )
+
+
+def fresh_name(name: str, taken: set[str]) -> str:
+    """The name, with a number appended if it is taken; it is taken afterwards."""
+    candidate, number = name, 1
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    taken.add(candidate)
+    return candidate
 
 
 def name_dimensions(model: Any, names: IoNames) -> None:  # noqa: ANN401  onnx_ir.Model
@@ -122,43 +135,59 @@ def _relabelled(size: object, labels: Mapping[str, str]) -> int | str:
     return re.sub(r"[A-Za-z_]\w*", lambda match: labels.get(match[0], match[0]), _text(size))
 
 
+def original_names(program: ExportedProgram, changed: ExportedProgram) -> dict[str, str]:
+    """For nodes of a changed program the node of the original one with the same values, by name."""
+    originals = {node.name: node for node in program.graph.nodes}
+    items = {
+        (node.args[0].name, node.args[1]): node.name
+        for node in program.graph.find_nodes(op="call_function", target=operator.getitem)
+    }
+    found: dict[str, str] = {}
+    for node in changed.graph.nodes:
+        if node.op not in ("call_function", "placeholder"):
+            continue
+        origin = originals.get(_origin(node))
+        if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
+            origin = originals.get(items.get((origin.name, node.args[1]), ""))
+        if origin is not None and _same_shape(node, origin):
+            found[node.name] = origin.name
+    return found
+
+
 class ProgramTensors:
     """Maps activations of the topology to values of the graph; their names are read after all renaming."""
 
     def __init__(self, program: ExportedProgram, converted: Any) -> None:  # noqa: ANN401  torch.onnx.ONNXProgram
-        originals = {node.name: node for node in program.graph.nodes}
-        items = {
-            (node.args[0].name, node.args[1]): node.name
-            for node in program.graph.find_nodes(op="call_function", target=operator.getitem)
-        }
         by_name = {value.name: value for value in _values(converted.model.graph)}
-        self._values: dict[str, GraphValue] = {}
-        for node in converted.exported_program.graph.nodes:
-            if node.op not in ("call_function", "placeholder") or node.name not in by_name:
-                continue
-            origin = originals.get(_origin(node))
-            if node.target is operator.getitem and origin is not None and node.args[0].target == origin.target:
-                origin = originals.get(items.get((origin.name, node.args[1]), ""))
-            if origin is not None and _same_shape(node, origin):
-                self._values[origin.name] = by_name[node.name]  # with several nodes, the last one computes the result
+        names = original_names(program, converted.exported_program)
+        # With several nodes of one origin, the last one computes the result.
+        self._values: dict[str, GraphValue] = {
+            origin: by_name[name] for name, origin in names.items() if name in by_name
+        }
 
-    def names_in(self, model: ModelProto, replaced: Mapping[str, str], changed: Collection[str]) -> dict[str, str]:
-        """The names of activations that exist in the finished model with the same values.
+    def names(self) -> dict[str, str]:
+        """The names that the activations have now."""
+        return {origin: str(value.name) for origin, value in self._values.items()}
 
-        ``replaced`` maps removed tensors to their replacements; ``changed`` lists tensors whose values differ.
-        """
-        existing = {output for node in model.graph.node for output in node.output}
-        existing.update(value.name for value in model.graph.input)
-        found: dict[str, str] = {}
-        for origin, value in self._values.items():
-            name = value.name
-            if name in changed:
-                continue
-            while name in replaced:
-                name = replaced[name]
-            if name in existing:
-                found[origin] = name
-        return found
+
+def names_in(
+    model: ModelProto, tensors: Mapping[str, str], replaced: Mapping[str, str], changed: Collection[str]
+) -> dict[str, str]:
+    """The names of activations that exist in the finished model with the same values.
+
+    ``replaced`` maps removed tensors to their replacements; ``changed`` lists tensors whose values differ.
+    """
+    existing = {output for node in model.graph.node for output in node.output}
+    existing.update(value.name for value in model.graph.input)
+    found: dict[str, str] = {}
+    for origin, name in tensors.items():
+        if name in changed:
+            continue
+        while name in replaced:
+            name = replaced[name]
+        if name in existing:
+            found[origin] = name
+    return found
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:

@@ -18,13 +18,12 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from amct import atomic, log
-from amct.arguments import FILE, check_types, output_file
+from amct import atomic
+from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
 from amct.export.save_path import SavePath
+from amct.pytorch.amct_arguments import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.operators import refuse_operators
@@ -44,13 +43,14 @@ from amct.record import Record, read_record, write_record
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from amct.config.qat.plan import CompressionPlan
     from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-_NONE = type(None)
 
 
 def create_prune_retrain_model(
@@ -73,14 +73,8 @@ def create_prune_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already compressed.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "create_prune_retrain_model",
-        {
-            "model": (model, (nn.Module,)),
-            "config_defination": (config_defination, FILE),
-            "record_file": (record_file, FILE),
-        },
+    start_function(
+        "create_prune_retrain_model", model=model, config_defination=config_defination, record_file=record_file
     )
     path = output_file(record_file, "record_file")
     traced, plan = read_plan(model, input_data, config_defination, quantize=False)
@@ -115,16 +109,13 @@ def restore_prune_retrain_model(
         KeyError: the checkpoint has no entry ``state_dict_name``.
         RuntimeError: record or checkpoint cannot be read, or do not belong to this model and config.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "restore_prune_retrain_model",
-        {
-            "model": (model, (nn.Module,)),
-            "record_file": (record_file, FILE),
-            "config_defination": (config_defination, FILE),
-            "pth_file": (pth_file, FILE),
-            "state_dict_name": (state_dict_name, (str, _NONE)),
-        },
+        model=model,
+        record_file=record_file,
+        config_defination=config_defination,
+        pth_file=pth_file,
+        state_dict_name=state_dict_name,
     )
     record = read_record(record_file)
     traced, plan = read_plan(model, input_data, config_defination, quantize=False)
@@ -157,8 +148,7 @@ def save_prune_retrain_model(
         OSError: a file cannot be written.
         RuntimeError: the model cannot be exported, or a written file cannot be used; nothing was saved.
     """
-    log.start("amct_pytorch")
-    check_types("save_prune_retrain_model", {"model": (model, (nn.Module,)), "save_path": (save_path, FILE)})
+    start_function("save_prune_retrain_model", model=model, save_path=save_path)
     where = SavePath.parse(save_path)
     atomic.check_writable(where.folder)
     io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
@@ -179,14 +169,8 @@ def create_compressed_retrain_model(
     Raises:
         TypeError, ValueError, OSError, RuntimeError: as ``create_prune_retrain_model``.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "create_compressed_retrain_model",
-        {
-            "model": (model, (nn.Module,)),
-            "config_defination": (config_defination, FILE),
-            "record_file": (record_file, FILE),
-        },
+    start_function(
+        "create_compressed_retrain_model", model=model, config_defination=config_defination, record_file=record_file
     )
     path = output_file(record_file, "record_file")
     traced, plan = read_plan(model, input_data, config_defination, quantize=True)
@@ -219,16 +203,13 @@ def restore_compressed_retrain_model(
     Raises:
         TypeError, ValueError, OSError, KeyError, RuntimeError: as ``restore_prune_retrain_model``.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "restore_compressed_retrain_model",
-        {
-            "model": (model, (nn.Module,)),
-            "config_defination": (config_defination, FILE),
-            "record_file": (record_file, FILE),
-            "pth_file": (pth_file, FILE),
-            "state_dict_name": (state_dict_name, (str, _NONE)),
-        },
+        model=model,
+        config_defination=config_defination,
+        record_file=record_file,
+        pth_file=pth_file,
+        state_dict_name=state_dict_name,
     )
     record = read_record(record_file)
     traced, plan = read_plan(model, input_data, config_defination, quantize=True)
@@ -263,11 +244,7 @@ def save_compressed_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model was not trained long enough, has diverged, or cannot be exported; nothing was saved.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "save_compressed_retrain_model",
-        {"model": (model, (nn.Module,)), "record_file": (record_file, FILE), "save_path": (save_path, FILE)},
-    )
+    start_function("save_compressed_retrain_model", model=model, record_file=record_file, save_path=save_path)
     where = SavePath.parse(save_path)
     path = output_file(record_file, "record_file")
     atomic.check_writable(where.folder)

@@ -7,6 +7,7 @@ mean remains, which the refreshed batch norm behind the layer removes, or its bi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from amct.numerics.pruning.elimination import Reader, elimination_order, with_ridge
 from amct.pytorch.pruning.chain_records import REPEAT, axis_attribute
-from amct.pytorch.pruning.selection import Cell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amct.pytorch.pruning.input_moments import InputMoments
     from amct.pytorch.pruning.propagation import ChannelMap
+    from amct.pytorch.pruning.selection import Cell
     from amct.record import PruneRecord
 
 
@@ -84,8 +85,8 @@ def ranked_by_data(
             if (places := _places(cell, inputs)) is not None
         ]
         if readers:
-            order = elimination_order(readers)
-            cell = Cell(makers=cell.makers, roots=tuple(cell.roots[number] for number in order), sizes=cell.sizes)
+            order, growth = elimination_order(readers)
+            cell = replace(cell, roots=tuple(cell.roots[number] for number in order), losses=tuple(growth))
         found.append(cell)
     return tuple(found)
 

@@ -6,10 +6,17 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from amct.pytorch.pruning.propagation import Removal
 
 if TYPE_CHECKING:
-    from amct.pytorch.capture.program_reader import Operation
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from amct.pytorch.capture.program_reader import Operation, Value
+    from amct.pytorch.pruning.channel_sets import Axis
     from amct.pytorch.pruning.propagation import ChannelMap
 
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -44,16 +51,99 @@ def cost_of(channel_map: ChannelMap, stored: dict[str, tuple[int, ...]], removal
 
 
 def _macs(operation: Operation, removal: Removal) -> int:
-    if operation.constant:
+    factors = _factors(operation)
+    if factors is None:
         return 0
+    weight, read, other = factors
+    return math.prod(removal.shape(weight)[read:]) * math.prod(removal.shape(other))
+
+
+def _factors(operation: Operation) -> tuple[Value, int, Value] | None:
+    """What the MACs of an operation are the product of; None if it has none.
+
+    Returns:
+        A tensor, its first axis that counts, and a tensor all of whose axes count.
+    """
+    first = operation.operand(0)
+    if operation.constant or first is None:
+        return None
+    result = operation.results[0]
     if operation.kind in _WEIGHTED:
-        given, weight = operation.operand(0), operation.operand(1)
-        assert given is not None
+        weight = operation.operand(1)
         assert weight is not None
-        each = math.prod(removal.shape(weight)[1:])
         # A transposed convolution multiplies each of its inputs, any other each of its outputs, by a row of the weight.
-        return each * math.prod(removal.shape(given if "transpose" in operation.kind else operation.results[0]))
-    if operation.kind in _PRODUCTS:
-        first = operation.operand(0)
-        return 0 if first is None else removal.shape(first)[-1] * math.prod(removal.shape(operation.results[0]))
-    return 0
+        return weight, 1, first if "transpose" in operation.kind else result
+    return (first, len(first.shape or ()) - 1, result) if operation.kind in _PRODUCTS else None
+
+
+BLOCKS = (8, 16)
+"""How many channels kernels compute at once: 8 floats with AVX2, 16 with AVX-512."""
+
+
+class RemovalCosts:
+    """The MACs of a model as a function of how many sets of channels each of some groups of sets loses.
+
+    Args:
+        channel_map: The channels of the model.
+        groups: Disjoint groups of sets, by their roots.
+    """
+
+    def __init__(self, channel_map: ChannelMap, groups: Sequence[Sequence[int]]) -> None:
+        self._group_of = np.full(channel_map.sets.count, -1, np.int64)
+        for number, roots in enumerate(groups):
+            self._group_of[list(roots)] = number
+        self._map = channel_map
+        rows: list[NDArray[np.float64]] = []
+        sizes, starts, made = [], [], []
+        for operation in channel_map.program.operations:
+            factors = _factors(operation)
+            if factors is None:
+                continue
+            weight, read, other = factors
+            axes = [(axis, size, False) for axis, size in self._axes(weight)[read:]]
+            axes += [(axis, size, True) for axis, size in self._axes(other)]
+            counted = [(self._counts(axis, len(groups)), size, of_other) for axis, size, of_other in axes]
+            fixed = math.prod(size for counts, size, _ in counted if not counts.any())
+            starts.append(len(rows))
+            for counts, size, of_other in [
+                (np.zeros(len(groups)), fixed, False),
+                *(each for each in counted if each[0].any()),
+            ]:
+                rows.append(counts)
+                sizes.append(size)
+                made.append(of_other)
+        self._rows = np.array(rows, np.float64).reshape(len(rows), len(groups))
+        self._varies = self._rows.any(axis=1)
+        self._sizes, self._made = np.array(sizes, np.float64), np.array(made, np.bool_)
+        self._starts = np.array(starts, np.int64)
+
+    def _axes(self, value: Value) -> list[tuple[Axis, int]]:
+        shape = [size or 0 for size in value.shape or ()]
+        axes = self._map.parameters.get(value.parameter or "") or self._map.values.get(value.name)
+        return list(zip(axes or (None,) * len(shape), shape, strict=True))
+
+    def _counts(self, axis: Axis, groups: int) -> NDArray[np.float64]:
+        """How many positions of an axis belong to a set of each group."""
+        if axis is None:
+            return np.zeros(groups)
+        found = self._group_of[self._map.sets.roots(axis)]
+        return np.bincount(found[found >= 0], minlength=groups).astype(np.float64)
+
+    def macs(self, shares: NDArray[np.float64]) -> float:
+        """The MACs if each group loses a share of its positions, 0 to 1."""
+        return self._product(self._sizes - self._rows @ shares)
+
+    def work(self, shares: NDArray[np.float64]) -> float:
+        """The MACs as kernels compute them, in blocks of channels; the mean over the sizes of blocks.
+
+        A last block that is not full costs as much as a full one. Inputs of less than one block are read as they are.
+        """
+        left, found = self._sizes - self._rows @ shares, 0.0
+        for block in BLOCKS:
+            whole = np.ceil(left / block) * block
+            exact = ~self._varies | (~self._made & (left < block))
+            found += self._product(np.where(exact, left, whole))
+        return found / len(BLOCKS)
+
+    def _product(self, left: NDArray[np.float64]) -> float:
+        return float(np.multiply.reduceat(left, self._starts).sum()) if len(self._starts) else 0.0

@@ -144,10 +144,23 @@ def _check_groups(name: str, cut: _ModuleCut, source: str) -> None:
     groups: int = getattr(module, "groups", 0) or getattr(module, "num_groups", 1)
     if groups == 1 or (_follows_input(module) and not isinstance(module, nn.GroupNorm)):
         return
+    if isinstance(module, nn.modules.conv._ConvNd) and _whole_groups(module, cut.inputs, cut.outputs):
+        return
     for size, positions in zip(channel_counts(module), (cut.inputs, cut.outputs), strict=True):
         counts = np.bincount([position // (size // groups) for position in positions], minlength=groups)
         if len(set(counts.tolist())) > 1:
             raise RecordError(f'{source}: "{name}" has {groups} groups, which lose different numbers of channels')
+
+
+def _whole_groups(module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int]) -> set[int]:
+    """The groups of a convolution of which all channels are removed, if nothing else is; else none."""
+    gone = []
+    for size, positions in ((module.in_channels, inputs), (module.out_channels, outputs)):
+        counts = np.bincount([position // (size // module.groups) for position in positions], minlength=module.groups)
+        if not np.isin(counts, (0, size // module.groups)).all():
+            return set()
+        gone.append(set(np.flatnonzero(counts).tolist()))
+    return gone[0] if gone[0] == gone[1] else set()
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
@@ -182,10 +195,9 @@ def _shrink_attributes(module: nn.Module, removed: int) -> None:
 
 def _cut_convolution(module: nn.modules.conv._ConvNd, inputs: set[int], outputs: set[int]) -> None:
     transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-    if _follows_input(module):
-        each = module.out_channels // module.in_channels
-        _replace(module, "weight", 0, inputs if transposed or each == 1 else outputs)
-        module.groups -= len(inputs)
+    if groups := _whole_groups(module, inputs, outputs):  # of a depthwise one: its channels
+        _replace(module, "weight", 0, inputs if transposed else outputs)
+        module.groups -= len(groups)
     elif module.groups > 1:
         _replace_tensor(module, "weight", _cut_grouped(module, inputs, outputs, transposed=transposed))
     else:

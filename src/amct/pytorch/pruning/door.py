@@ -25,6 +25,7 @@ from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.checkpoint import load_state
+from amct.pytorch.qat.circumstances import mean_over_ranks
 from amct.record import Record, read_record
 
 if TYPE_CHECKING:
@@ -63,13 +64,15 @@ def prune(  # noqa: PLR0913  a front door with its settings
     Args:
         model: Any nn.Module; it is not changed.
         example: A tensor, or a tuple or dict of arguments, with which the model can be run.
-        ratio: The fraction of channels that each layer loses, 0.3 unless something else is given.
+        ratio: The fraction of channels that the layers lose, 0.3 unless something else is given.
         flops: In place of a ratio: the fraction of the multiply-accumulate operations that is left, at most.
-        align: Each layer keeps a multiple of so many channels, the nearest to the ratio; kernels are fast with
-            multiples of 8 or 16, and slow with others.
+        align: Each layer keeps a multiple of so many channels: kernels are fast with multiples of 8 or 16, slow with
+            others. The next multiple above or below is taken so that the whole model has about the operations that
+            the ratio gives. 1: every layer loses just the ratio.
         reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
         batches: Data on which the layers behind removed channels are fitted to make up for them, and the statistics of
-            batch norms are measured anew: a tensor, an iterable or a DataLoader.
+            batch norms are measured anew: a tensor, an iterable or a DataLoader. In distributed training every
+            process must call this, each with its own data; all choose the same channels.
         config: A simple config (``.cfg``) with ``prune_config``, in place of a ratio: ratios, skips and overrides.
         io: Names and dynamic axes of the exported files.
 
@@ -184,6 +187,10 @@ def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
         with torch.no_grad():
             for args, kwargs in batches:
                 model(*args, **kwargs)
+            for norm in norms:
+                for statistic in (norm.running_mean, norm.running_var):
+                    assert statistic is not None
+                    statistic.copy_(mean_over_ranks(statistic))
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

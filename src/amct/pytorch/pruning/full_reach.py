@@ -120,16 +120,16 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted, model: nn.Module) -> frozenset[int]:
     if wanted.flops is None:
-        return choose(cells, wanted.ratio, wanted.align)
+        return choose(channel_map, cells, wanted.ratio, wanted.align)
     stored = _shapes(model)
     limit = cost_of(channel_map, stored).macs * wanted.flops
     low, high = 0.0, LARGEST_RATIO
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        roots = choose(cells, lambda _, ratio=middle: ratio, wanted.align)  # type: ignore[misc]  # bound per step
+        roots = choose(channel_map, cells, lambda _, ratio=middle: ratio, wanted.align)  # type: ignore[misc]  # bound per step
         enough = cost_of(channel_map, stored, Removal(channel_map, roots)).macs <= limit
         low, high = (low, middle) if enough else (middle, high)
-    roots = choose(cells, lambda _: high, wanted.align)
+    roots = choose(channel_map, cells, lambda _: high, wanted.align)
     left = cost_of(channel_map, stored, Removal(channel_map, roots)).macs
     if left > limit:
         logger.warning("more than %.0f %% of the MACs are left: no more channels can be removed", 100 * wanted.flops)
@@ -168,5 +168,5 @@ def _too_few(name: str, cells: Sequence[Cell], wanted: Wanted) -> str:
         place = next((number for number, maker in enumerate(cell.makers) if maker.name == name), None)
         if place is not None:
             count, align = cell.sizes[place][0], wanted.align(cell)
-            return f"{count} channels less the ratio, to a multiple of {align}, are {count} channels"
+            return f"rounded to a multiple of {align}, all of its {count} channels are left"
     return "its channels cannot be removed"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amct.pytorch.model_copy import copy_model
+from amct.pytorch.qat.circumstances import mean_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -24,20 +25,27 @@ class InputMoments:
     """Sums over all positions of the inputs of a layer: their number, sum and products."""
 
     def __init__(self) -> None:
-        self._count, self._sum, self._products = 0, torch.zeros(()), torch.zeros(())
+        self._count = torch.zeros((), dtype=torch.float64)
+        self._sum, self._products = torch.zeros(()), torch.zeros(())
 
     def hook(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Add the input of one call, as a forward pre-hook."""
         axis = -1 if isinstance(module, nn.Linear) else 1
         rows = inputs[0].detach().movedim(axis, -1).flatten(0, -2).to(torch.float64)
-        self._count += len(rows)
+        self._count = self._count.to(rows.device) + len(rows)
         self._sum = self._sum + rows.sum(dim=0)
         self._products = self._products + rows.T @ rows
 
     @property
     def seen(self) -> bool:
         """Whether there was any input."""
-        return self._count > 0
+        return bool(self._count > 0)
+
+    def merge_ranks(self) -> None:
+        """Take the mean over all processes of distributed training, so that they choose the same channels."""
+        self._count, self._sum, self._products = (
+            mean_over_ranks(each) for each in (self._count, self._sum, self._products)
+        )
 
     def mean(self) -> Tensor:
         """The mean of each channel."""
@@ -63,4 +71,7 @@ def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[A
     with torch.no_grad():
         for args, kwargs in batches:
             watched(*args, **kwargs)
-    return {name: moment for name, moment in moments.items() if moment.seen}
+    found = {name: moment for name, moment in moments.items() if moment.seen}
+    for moment in found.values():
+        moment.merge_ranks()
+    return found

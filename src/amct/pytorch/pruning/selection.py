@@ -1,18 +1,19 @@
 """Chooses the channels to remove: cells of channels that the same layers make, their scores, and how many go.
 
 Channels that different layers make (a residual stream) are removed in all of them. A *cell* is a set of such channels
-that all have the same makers; a fraction of each cell is removed, so that every layer has about the same fraction left.
+that all have the same makers; a fraction of each cell is removed, rounded to a number that kernels are fast with.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from amct.numerics.pruning.channels import filter_norms
+from amct.pytorch.pruning.costs import RemovalCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from amct.pytorch.pruning.rules.registry import LayerChannels
 
 
+_SMALLEST = float(np.finfo(np.float64).tiny)
+_SAME_COUNT = 0.5
+"""A number of channels that is nearer than this to the ratio is the ratio's."""
+PREFERRED = 16
+"""A multiple of this many channels fills the blocks of all kernels."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cell:
     """Channels that the same layers make.
@@ -32,21 +40,44 @@ class Cell:
         makers: The layers.
         roots: The sets of channels, from the least to the most important.
         sizes: For each maker: its number of output channels, and how many of them one set has.
+        losses: What is lost with each set, in the order of the sets: the share of the power of its filters, or of the
+            power of the outputs of the layers that read it, added up over the layers.
     """
 
     makers: tuple[LayerChannels, ...]
     roots: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
+    losses: tuple[float, ...]
 
-    def removed(self, ratio: float, align: int) -> int:
-        """How many sets to remove: as near to the ratio as the multiple of channels that is left allows."""
+    def options(self, ratio: float, align: int) -> list[int]:
+        """The numbers of sets that may be removed, ascending: next to the ratio, leaving a multiple of channels.
+
+        A number that leaves a multiple of 16 is also next to the ratio if no more than ``align`` channels are between.
+        Where channels are coupled so that no number of them leaves a multiple, it is one of half as many channels.
+        """
         wanted = len(self.roots) * ratio
-        possible = [count for count in range(len(self.roots)) if self._aligned(count, align)]
-        return min(possible, key=lambda count: (abs(count - wanted), count), default=0)
+        if align == 1:
+            return [min(round(wanted), len(self.roots) - 1)]
+        possible = self._leaving(align)
+        if not any(possible) and min(size for size, _ in self.sizes) > align:
+            return self.options(ratio, align // 2 if align % 2 == 0 else 1)
+        below, above = ([count for count in possible if (count > wanted) is side] for side in (False, True))
+        found = {*below[-1:], *above[:1]}
+        exact = [count for count in found if abs(count - wanted) < _SAME_COUNT]
+        channels = max(each for _, each in self.sizes)
+        if PREFERRED % align == 0:
+            near = (count for count in self._leaving(PREFERRED) if abs(count - wanted) * channels <= align)
+            found.update(near)
+        return exact or sorted(found) or [0]
 
-    def _aligned(self, count: int, align: int) -> bool:
-        left = [size - count * each for size, each in self.sizes]
-        return all(rest > 0 and rest % align == 0 for rest in left)
+    def _leaving(self, align: int) -> list[int]:
+        """The numbers of sets without which every maker has a multiple of channels."""
+
+        def fits(count: int) -> bool:
+            left = [size - count * each for size, each in self.sizes]
+            return all(rest > 0 and rest % align == 0 for rest in left)
+
+        return [count for count in range(len(self.roots)) if fits(count)]
 
 
 def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[Cell, ...]:
@@ -66,14 +97,18 @@ def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[
     cells: dict[tuple[int, ...], list[int]] = {}
     for root, numbers in made_by.items():
         cells.setdefault(tuple(numbers), []).append(root)
-    scores = {number: _scores(makers[number], weights) for number in {n for numbers in cells for n in numbers}}
+    norms = {number: _norms(makers[number], weights) for number in {n for numbers in cells for n in numbers}}
+    scores = {number: _scaled(each) for number, each in norms.items()}
+    powers = {number: each**2 / max(float((each**2).sum()), _SMALLEST) for number, each in norms.items()}
     found = []
     for places, members_of in sorted(cells.items()):
         by_multiplicity = _by_multiplicity(members_of, [outputs[number] for number in places])
         for each, members in by_multiplicity.items():
             ranked = _ranked(members, [(outputs[number], scores[number]) for number in places])
             sizes = tuple((len(outputs[number]), count) for number, count in zip(places, each, strict=True))
-            found.append(Cell(makers=tuple(makers[number] for number in places), roots=ranked, sizes=sizes))
+            losses = _losses(ranked, [(outputs[number], powers[number]) for number in places])
+            made = tuple(makers[number] for number in places)
+            found.append(Cell(makers=made, roots=ranked, sizes=sizes, losses=losses))
     return tuple(found)
 
 
@@ -88,15 +123,35 @@ def _by_multiplicity(roots: Sequence[int], outputs: Sequence[NDArray[np.int64]])
     return found
 
 
-def _scores(maker: LayerChannels, weights: Mapping[str, Tensor]) -> NDArray[np.float64]:
-    """The norm of each filter of a layer, scaled to [0, 1]."""
+def _norms(maker: LayerChannels, weights: Mapping[str, Tensor]) -> NDArray[np.float64]:
+    """The norm of each filter of a layer."""
     assert maker.weight is not None
-    weight = weights[maker.weight].detach().movedim(maker.axes[1], 0)
-    norms = filter_norms(weight)
-    if len(norms) != len(maker.outputs):  # a grouped transposed convolution: each column is in every group
-        norms = norms.repeat(len(maker.outputs) // len(norms))
-    spread = torch.clamp(norms.max() - norms.min(), min=torch.finfo(norms.dtype).tiny)
-    return np.asarray((norms - norms.min()) / spread)
+    norms = np.asarray(filter_norms(weights[maker.weight].detach().movedim(maker.axes[1], 0)))
+    # Of a grouped transposed convolution each column is in every group.
+    return np.tile(norms, len(maker.outputs) // len(norms))
+
+
+def _scaled(norms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Norms scaled to [0, 1]."""
+    scaled: NDArray[np.float64] = (norms - norms.min()) / max(float(norms.max() - norms.min()), _SMALLEST)
+    return scaled
+
+
+def _losses(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[float, ...]:
+    """The share of the power of its filters that each set has, added up over the makers."""
+    order = np.argsort(roots)
+    members = np.array(roots)[order]
+    total = np.zeros(len(roots))
+    for outputs, powers in makers:
+        places, inside = _among(members, outputs)
+        total[order] += np.bincount(places[inside], weights=powers[inside], minlength=len(members))
+    return tuple(total.tolist())
+
+
+def _among(members: NDArray[np.int64], roots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where each root is among sorted members, and whether it is."""
+    places = np.searchsorted(members, roots)
+    return places, (places < len(members)) & (members[np.minimum(places, len(members) - 1)] == roots)
 
 
 def _ranked(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[int, ...]:
@@ -104,13 +159,67 @@ def _ranked(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDAr
     order = np.sort(np.array(roots))
     total = np.zeros(len(order))
     for outputs, scores in makers:
-        places = np.searchsorted(order, outputs)
-        inside = (places < len(order)) & (order[np.minimum(places, len(order) - 1)] == outputs)
+        places, inside = _among(order, outputs)
         sums = np.bincount(places[inside], weights=scores[inside], minlength=len(order))
         total += sums / np.maximum(np.bincount(places[inside], minlength=len(order)), 1)
     return tuple(int(root) for root in order[np.argsort(total, kind="stable")])
 
 
-def choose(cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]) -> frozenset[int]:
-    """The sets to remove when each cell loses about its ratio, and a multiple of channels is left."""
-    return frozenset(root for cell in cells for root in cell.roots[: cell.removed(ratio(cell), align(cell))])
+def choose(
+    channel_map: ChannelMap, cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]
+) -> frozenset[int]:
+    """The sets to remove when each cell loses about its ratio, and a multiple of channels is left.
+
+    A cell's number of channels is rounded up or down so that the whole model has about the MACs that the ratios give
+    without rounding. Those cells are rounded down that save most time for what is lost with their channels.
+    """
+    options = [cell.options(ratio(cell), align(cell)) for cell in cells]
+    chosen = [each[0] for each in options]
+    if any(len(each) > 1 for each in options):
+        costs = RemovalCosts(channel_map, [cell.roots for cell in cells])
+        wanted = costs.macs(np.array([ratio(cell) for cell in cells]))
+        chosen = _Rounding(cells, options, costs).reach(wanted)
+    return frozenset(root for cell, count in zip(cells, chosen, strict=True) for root in cell.roots[:count])
+
+
+class _Rounding:
+    """Rounds the numbers of removed sets: all begin with the fewest, and one after the other takes its next option."""
+
+    def __init__(self, cells: Sequence[Cell], options: Sequence[Sequence[int]], costs: RemovalCosts) -> None:
+        self.cells, self.options, self.costs = cells, options, costs
+        self.steps = [0] * len(cells)
+        self.shares = np.array([self._share(number, 0) for number in range(len(cells))])
+
+    def _share(self, cell: int, step: int) -> float:
+        return self.options[cell][step] / len(self.cells[cell].roots)
+
+    def reach(self, macs: float) -> list[int]:
+        """Remove more until the MACs are as near to the wanted ones as the options allow."""
+        queue = [(-self._gain(cell), cell) for cell in range(len(self.cells)) if len(self.options[cell]) > 1]
+        heapq.heapify(queue)
+        left = self.costs.macs(self.shares)
+        while queue and left > macs:
+            _, cell = heapq.heappop(queue)
+            gain = self._gain(cell)
+            if queue and gain < -queue[0][0]:  # another cell's step has changed it
+                heapq.heappush(queue, (-gain, cell))
+                continue
+            before = self.shares.copy()
+            self.shares[cell] = self._share(cell, self.steps[cell] + 1)
+            after = self.costs.macs(self.shares)
+            if macs - after > left - macs:  # it was nearer before
+                self.shares = before
+                continue
+            left = after
+            self.steps[cell] += 1
+            if self.steps[cell] + 1 < len(self.options[cell]):
+                heapq.heappush(queue, (-self._gain(cell), cell))
+        return [options[step] for options, step in zip(self.options, self.steps, strict=True)]
+
+    def _gain(self, cell: int) -> float:
+        """The time that a cell's next step saves, for what is lost with its channels."""
+        more = self.shares.copy()
+        more[cell] = self._share(cell, self.steps[cell] + 1)
+        first, last = (self.options[cell][self.steps[cell] + step] for step in (0, 1))
+        lost = sum(self.cells[cell].losses[first:last])
+        return (self.costs.work(self.shares) - self.costs.work(more)) / max(lost, _SMALLEST)

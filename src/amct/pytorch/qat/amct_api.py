@@ -17,10 +17,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from amct import atomic, log
-from amct.arguments import FILE, check_types, output_file
+from amct import atomic
+from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.qat.pytorch import default_config, expand_config, make_plan, read_config
 from amct.errors import TrainingError
@@ -29,6 +27,7 @@ from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_t
 from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest
 from amct.ptq.checking import reference
+from amct.pytorch.amct_arguments import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.door import IoOptions
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from torch import nn
+
     from amct.config.qat.plan import RetrainPlan
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import PruneRecord
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-_NONE = type(None)
 
 
 def create_quant_retrain_config(
@@ -72,15 +72,9 @@ def create_quant_retrain_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "create_quant_retrain_config",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "config_defination": (config_defination, (*FILE, _NONE)),
-        },
-    )
+    start_function("create_quant_retrain_config", config_file=config_file, model=model)
+    if config_defination is not None:
+        start_function("create_quant_retrain_config", config_defination=config_defination)
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
     layers = cached_trace(model, input_data).config_layers()
@@ -113,15 +107,7 @@ def create_quant_retrain_model(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run, is already quantized, or no layer is to be quantized.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "create_quant_retrain_model",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "record_file": (record_file, FILE),
-        },
-    )
+    start_function("create_quant_retrain_model", config_file=config_file, model=model, record_file=record_file)
     path = output_file(record_file, "record_file")
     trainable = _built(config_file, model, input_data)
     _empty_record(path)
@@ -151,16 +137,13 @@ def restore_quant_retrain_model(
         KeyError: the checkpoint has no entry ``state_dict_name``.
         RuntimeError: the checkpoint cannot be read, or does not belong to this model and config.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "restore_quant_retrain_model",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "record_file": (record_file, FILE),
-            "pth_file": (pth_file, FILE),
-            "state_dict_name": (state_dict_name, (str, _NONE)),
-        },
+        config_file=config_file,
+        model=model,
+        record_file=record_file,
+        pth_file=pth_file,
+        state_dict_name=state_dict_name,
     )
     path = output_file(record_file, "record_file")
     trainable = _built(config_file, model, input_data)
@@ -201,15 +184,8 @@ def save_quant_retrain_model(  # noqa: PLR0913  AMCT's signature
         RuntimeError: the model is no model in training, was not trained long enough, has diverged, was created with
             another config, or cannot be exported; nothing was saved.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "save_quant_retrain_model",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "record_file": (record_file, FILE),
-            "save_path": (save_path, FILE),
-        },
+    start_function(
+        "save_quant_retrain_model", config_file=config_file, model=model, record_file=record_file, save_path=save_path
     )
     where = SavePath.parse(save_path)
     path = output_file(record_file, "record_file")

@@ -147,8 +147,8 @@ class IfmrLayerObserver(IfmrObserver):
     batch_num: int = OPEN_ENDED
 
     def observe(self, x: torch.Tensor) -> None:
-        """Observe one batch; the size of the first batch gives the expected number of values."""
-        if self.batches == 0 and self.batch_num < OPEN_ENDED:
+        """Observe one batch; the size of the first of all batches gives the expected number of values."""
+        if self._samples.next_number == 0 and self.batch_num < OPEN_ENDED:
             self.expect(x.numel() * self.batch_num)
         with self._errors_as_in_amct():
             super().observe(x)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+MANY_GROUPS = 8
+"""A convolution with so many groups can lose some of them and keep about the fraction of channels that is wanted."""
 _SPATIAL_MIXING = "mixes the positions of this axis"
 
 
@@ -82,7 +84,8 @@ def _grouped(
 ) -> Labels:
     """Couple the channels of a grouped convolution; returns its output channels.
 
-    A depthwise one couples each input channel with its outputs. In others every group must lose the same channels.
+    One with many groups loses whole groups, so that a depthwise one loses single channels: kernels compute group by
+    group, and are not faster with thinner ones. With few groups every group must lose the same channels.
     """
     per_group = len(inputs) // groups
     first, second = flow.labelled(weight_axes[0], 0), weight_axes[1]
@@ -92,10 +95,11 @@ def _grouped(
     else:
         outputs = first
     each = len(outputs) // groups
-    if per_group == 1:
-        if transposed and second is not None:
-            flow.sets.keep(second, "the filters of a depthwise convolution stay")
-        flow.join([np.repeat(inputs, each), outputs], operation)
+    if per_group == 1 or (groups >= MANY_GROUPS and not flow.sets.is_kept(inputs).any()):
+        if second is not None:
+            flow.sets.keep(second, "the filters of a group stay as they are")
+        flow.sets.join_rows(inputs.reshape(groups, per_group).T, "a group goes as a whole")
+        flow.join([np.repeat(inputs[::per_group], each), outputs], operation)
         return outputs
     why = "each group must keep as many channels"
     coupled_in = flow.sets.join_rows(inputs.reshape(groups, per_group), why)

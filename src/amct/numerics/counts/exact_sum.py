@@ -1,0 +1,61 @@
+"""Exact sums of float32 numbers: the same bits in whatever order and in whatever parts they are added.
+
+A sum is an integer in units of the smallest float32 number, 2^-149, held in digits of 32 bits: an int64 per digit, so
+that 2^31 numbers can be added before a digit overflows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_UNIT = 149  # every float32 number is a multiple of 2^-149
+_MANTISSA = 24
+_DIGIT = 32
+_DIGITS = 10  # of float32 numbers up to 2^128, with room for the sign and the sum of 2^31 of them
+_LOW = (1 << _DIGIT) - 1
+
+
+class ExactSum:
+    """The sums of many float32 vectors of one length, element by element."""
+
+    def __init__(self, size: int) -> None:
+        self.digits: NDArray[np.int64] = np.zeros((size, _DIGITS), np.int64)
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Add a vector of finite float32 numbers."""
+        _, exponent = np.frexp(values.astype(np.float64))
+        shift = np.maximum(exponent.astype(np.int64) + (_UNIT - _MANTISSA), 0)
+        whole = np.ldexp(values.astype(np.float64), _UNIT - shift).astype(np.int64)
+        place, rest = shift // _DIGIT, shift % _DIGIT
+        moved = whole << rest  # at most 24 + 31 bits
+        rows = np.arange(values.size)
+        self.digits[rows, place] += moved & _LOW
+        self.digits[rows, place + 1] += moved >> _DIGIT
+
+    def merge(self, other: ExactSum) -> None:
+        """Add the sums of ``other``."""
+        self.digits = self.digits + other.digits
+
+    def value(self) -> NDArray[np.float64]:
+        """Return the sums in float64; their relative error is below 2^-51."""
+        digits = _carried(self.digits)
+        negative = digits[:, -1] < 0
+        digits = _carried(np.where(negative[:, None], -digits, digits))
+        total = np.zeros(digits.shape[0])
+        for place in range(_DIGITS):  # all digits are positive now, so nothing cancels
+            total += np.ldexp(digits[:, place].astype(np.float64), _DIGIT * place - _UNIT)
+        return np.where(negative, -total, total)
+
+
+def _carried(digits: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the same numbers with all digits but the last in 0..2^32 - 1."""
+    carried: NDArray[np.int64] = digits.copy()
+    for place in range(_DIGITS - 1):
+        carried[:, place + 1] += carried[:, place] >> _DIGIT
+        carried[:, place] &= _LOW
+    return carried

@@ -1,0 +1,181 @@
+"""Puts the written nodes together to a model: final names, declared types and shapes, only what outputs depend on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from amct.errors import ExportError
+from amct.pytorch.model_copy import as_array
+from amct.pytorch.onnx.lowering.sizes import Size, expression, is_static
+from amct.pytorch.onnx.lowering.writer import ONNX_TYPES
+from amct.pytorch.onnx.names import SCOPES, check_chosen_names, fresh_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from amct.pytorch.onnx.io_names import IoNames
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lowered:
+    """A lowered program.
+
+    Attributes:
+        model: The model; its nodes have the modules that they belong to in their metadata, and large parameters have
+            no values yet.
+        tensors: The name in the model of each tensor of the program that exists in it.
+    """
+
+    model: ModelProto
+    tensors: Mapping[str, str]
+
+
+class Assembly:
+    """Makes the model of a writer's nodes."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        inputs: Sequence[Value],
+        results: Mapping[str, str],
+        parameters: Mapping[str, tuple[str, Tensor, bool]],
+    ) -> None:
+        self._writer = writer
+        self._inputs = inputs
+        self._results = dict(results)
+        self._parameters = parameters
+        self._final: dict[str, str] = {}
+        self._labels: dict[str, str] = {}
+
+    def finish(self, made: Sequence[tuple[Value, str]], names: IoNames, values: Mapping[str, Value]) -> Lowered:
+        """Build the model; ``made`` are its outputs with their operations, ``values`` the tensors of the program."""
+        outputs = self._own_outputs(made)
+        self._drop_unused(outputs)
+        self._choose_names(outputs, names)
+        self._labels = self._labels_of(names)
+        model = ModelProto(producer_name="amct")
+        model.opset_import.append(helper.make_opsetid("", self._writer.opset))
+        graph = model.graph
+        graph.name = "main_graph"
+        graph.input.extend(map(self._declaration, self._inputs))
+        graph.output.extend(map(self._declaration, outputs))
+        for name, axes in names.axes.items():
+            _label_output(graph, name, axes, names.outputs)
+        self._fill(graph, {value.name for value in outputs})
+        existing = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
+        tensors = {origin: self._final.get(value.name, "") for origin, value in values.items()}
+        return Lowered(model=model, tensors={origin: name for origin, name in tensors.items() if name in existing})
+
+    # -- outputs ---------------------------------------------------------------------------------------------------
+
+    def _own_outputs(self, outputs: Sequence[tuple[Value, str]]) -> list[Value]:
+        """Give every output its own tensor, distinct from inputs, parameters and other outputs."""
+        seen = {value.name for value in self._inputs} | set(self._parameters) | {""}
+        own: list[Value] = []
+        for value, operation in outputs:
+            if value.name in seen:
+                self._writer.enter(f"output_{len(own)}_copy", (), None)
+                value = self._writer.add("Identity", value, dtype=value.dtype, shape=value.shape)
+            own.append(value)
+            seen.add(value.name)
+            self._results[value.name] = operation
+        return own
+
+    def _drop_unused(self, outputs: Sequence[Value]) -> None:
+        needed = {value.name for value in outputs}
+        kept = []
+        for written in reversed(self._writer.nodes):
+            if needed.intersection(written.proto.output):
+                kept.append(written)
+                needed.update(written.proto.input)
+        self._writer.nodes = kept[::-1]
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _choose_names(self, outputs: Sequence[Value], names: IoNames) -> None:
+        stored = {name for name, _, _ in self._parameters.values()}
+        check_chosen_names(names, len(outputs), stored)
+        self._final = {temporary: name for temporary, (name, _, _) in self._parameters.items()}
+        self._final.update({value.name: name for value, name in zip(self._inputs, names.inputs, strict=True)})
+        self._final.update({value.name: name for value, name in zip(outputs, names.outputs, strict=False)})
+        taken = stored.union(self._final.values())
+        for temporary, operation in self._results.items():
+            if temporary not in self._final:
+                self._final[temporary] = fresh_name(operation, taken)
+        for temporary in [name for written in self._writer.nodes for name in written.proto.output]:
+            if temporary not in self._final:
+                self._final[temporary] = fresh_name(f"val_{len(self._final)}", taken)
+        for temporary in self._writer.stored:
+            self._final[temporary] = fresh_name(f"constant_{temporary.removeprefix('%c')}", taken)
+
+    def _labels_of(self, names: IoNames) -> dict[str, str]:
+        """The labels of the dynamic axes by the symbols of their sizes."""
+        found = {}
+        for name, value in zip(names.inputs, self._inputs, strict=True):
+            for axis, label in names.axes.get(name, {}).items():
+                found[str(expression(value.shape[axis]))] = label
+        return found
+
+    # -- the graph -------------------------------------------------------------------------------------------------
+
+    def _fill(self, graph: GraphProto, outputs: set[str]) -> None:
+        used: set[str] = set()
+        taken: set[str] = set()
+        for written in self._writer.nodes:
+            node = written.proto
+            used.update(node.input)
+            last = self._final[node.output[0]]
+            is_result = node.output[0] in self._results
+            node.name = fresh_name(f"node_{last}" if is_result else f"node_{node.op_type}_{len(taken)}", taken)
+            for output in node.output:
+                if output not in outputs:
+                    graph.value_info.append(self._declaration(self._writer.declared[output]))
+            node.input[:] = [self._final.get(name, "") for name in node.input]
+            node.output[:] = [self._final[name] for name in node.output]
+            node.metadata_props.add(key=SCOPES, value=repr(list(written.scopes)))
+        graph.node.extend(written.proto for written in self._writer.nodes)
+        for temporary, (name, tensor, later) in self._parameters.items():
+            if temporary in used:
+                graph.initializer.append(_without_values(name, tensor) if later else _stored(name, tensor))
+        for temporary, array in self._writer.stored.items():
+            if temporary in used:
+                graph.initializer.append(numpy_helper.from_array(array, self._final[temporary]))
+
+    def _declaration(self, value: Value) -> ValueInfoProto:
+        sizes = [self._size(size) for size in value.shape]
+        return helper.make_tensor_value_info(self._final[value.name], ONNX_TYPES[value.dtype], sizes)
+
+    def _size(self, size: Size) -> int | str:
+        """``s77`` becomes ``batch``, ``2*s77`` becomes ``2*batch``."""
+        if is_static(size):
+            return int(size)
+        return _WORD.sub(lambda match: self._labels.get(match[0], match[0]), str(expression(size)))
+
+
+def _label_output(graph: GraphProto, name: str, axes: Mapping[int, str], outputs: Sequence[str]) -> None:
+    if name not in outputs:
+        return
+    dims = graph.output[list(outputs).index(name)].type.tensor_type.shape.dim
+    for axis, label in axes.items():
+        if axis >= len(dims):
+            raise ExportError(f'dynamic_axes["{name}"]: axis {axis} does not exist, it has {len(dims)} axes')
+        dims[axis].dim_param = label
+
+
+def _stored(name: str, tensor: Tensor) -> TensorProto:
+    return numpy_helper.from_array(as_array(tensor), name)
+
+
+def _without_values(name: str, tensor: Tensor) -> TensorProto:
+    proto = TensorProto(name=name, data_type=ONNX_TYPES[tensor.dtype], dims=list(tensor.shape))
+    proto.data_location = TensorProto.EXTERNAL
+    return proto

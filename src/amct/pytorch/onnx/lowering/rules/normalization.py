@@ -1,0 +1,169 @@
+"""Rules of normalizations."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
+from amct.pytorch.onnx.lowering.sizes import Size, static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Value, Writer
+
+
+def _filled(to: Writer, value: float, size: Size) -> Value:
+    return to.constant(torch.full(static([size], "a normalization"), value, dtype=to.dtype))
+
+
+@rule("batch_norm")
+def batch_norm(
+    to: Writer,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    training: bool,
+    eps: float,
+) -> Value:
+    """A batch norm in eval mode, or a normalization of each channel over the batch (weight standardization)."""
+    if running_mean is None or running_var is None:
+        return _normalized_channels(to, x, weight, bias, eps)
+    if training:
+        raise NotLoweredError("a batch norm in training mode")
+    channels = running_mean.size(0)
+    scale = _filled(to, 1.0, channels) if weight is None else weight
+    shift = _filled(to, 0.0, channels) if bias is None else bias
+    return to.add("BatchNormalization", x, scale, shift, running_mean, running_var, epsilon=eps)
+
+
+def _normalized_channels(to: Writer, x: Value, weight: Value | None, bias: Value | None, eps: float) -> Value:
+    axes = [axis for axis in range(x.rank) if axis != 1]
+    centred = to.binary("Sub", x, to.reduce("ReduceMean", x, axes))
+    variance = to.reduce("ReduceMean", to.mul(centred, centred), axes)
+    found = to.binary("Div", centred, to.unary("Sqrt", to.binary("Add", variance, to.constant(eps))))
+    if weight is not None:
+        found = to.mul(found, to.unsqueeze(weight, list(range(1, x.rank - 1))))
+    if bias is not None:
+        found = to.binary("Add", found, to.unsqueeze(bias, list(range(1, x.rank - 1))))
+    return found
+
+
+@rule("_native_batch_norm_legit_no_training")
+def native_batch_norm(
+    to: Writer,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value,
+    running_var: Value,
+    eps: float,
+) -> list[Value]:
+    """The same, with two further results that nobody uses."""
+    to.result = to.result[0]
+    return [batch_norm(to, x, weight, bias, running_mean, running_var, training=False, eps=eps)]
+
+
+@rule("layer_norm")
+def layer_norm(
+    to: Writer,
+    x: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None = None,
+    bias: Value | None = None,
+    eps: float = 1e-5,
+) -> Value:
+    """A normalization over the last axes."""
+    shape = static(normalized_shape, "a layer norm")
+    scale = to.constant(torch.ones(shape, dtype=to.dtype)) if weight is None else weight
+    return to.add("LayerNormalization", x, scale, bias, axis=-len(shape), epsilon=eps)
+
+
+@rule("native_layer_norm")
+def native_layer_norm(
+    to: Writer, x: Value, normalized_shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
+) -> list[Value]:
+    """The same; its two further results have no rule."""
+    to.result = to.result[0]
+    return [layer_norm(to, x, normalized_shape, weight, bias, eps)]
+
+
+@rule("rms_norm")
+def rms_norm(
+    to: Writer, x: Value, normalized_shape: Sequence[int], weight: Value | None = None, eps: float | None = None
+) -> Value:
+    """``x / sqrt(mean(x²) + eps) · weight``."""
+    axes = list(range(x.rank - len(normalized_shape), x.rank))
+    epsilon = to.constant(torch.finfo(x.dtype).eps if eps is None else eps, x.dtype)
+    mean = to.reduce("ReduceMean", to.mul(x, x), axes)
+    normal = to.mul(x, to.unary("Reciprocal", to.unary("Sqrt", to.binary("Add", mean, epsilon))))
+    return normal if weight is None else to.mul(normal, weight)
+
+
+@rule("group_norm")
+def group_norm(
+    to: Writer,
+    x: Value,
+    num_groups: int,
+    weight: Value | None = None,
+    bias: Value | None = None,
+    eps: float = 1e-5,
+) -> Value:
+    """An instance norm of the groups, each as one channel; then scale and shift of the channels."""
+    shape = x.shape
+    rest = math.prod(shape[1:]) // num_groups
+    grouped = to.reshape(x, [shape[0], num_groups, rest])
+    scale, shift = _filled(to, 1.0, num_groups), _filled(to, 0.0, num_groups)
+    normal = to.add("InstanceNormalization", grouped, scale, shift, epsilon=eps, shape=grouped.shape)
+    found = to.reshape(normal, shape)
+    axes = list(range(1, x.rank - 1))
+    if weight is not None:
+        found = to.mul(found, to.unsqueeze(weight, axes))
+    return found if bias is None else to.binary("Add", found, to.unsqueeze(bias, axes))
+
+
+@rule("instance_norm")
+def instance_norm(
+    to: Writer,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    use_input_stats: bool,
+    eps: float,
+) -> Value:
+    """A normalization of each channel of each sample."""
+    if not use_input_stats:
+        return batch_norm(to, x, weight, bias, running_mean, running_var, training=False, eps=eps)
+    channels = x.size(1)
+    scale = _filled(to, 1.0, channels) if weight is None else weight
+    shift = _filled(to, 0.0, channels) if bias is None else bias
+    return to.add("InstanceNormalization", x, scale, shift, epsilon=eps)
+
+
+@rule("linalg_vector_norm", "norm")
+def vector_norm(
+    to: Writer,
+    x: Value,
+    ord: float | None = None,  # noqa: A002  torch's name
+    p: float | None = None,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Value:
+    """The length of vectors in the 1-, 2- or maximum norm."""
+    del dtype  # that of the result
+    kind = ord if ord is not None else (2 if p is None else p)
+    operators = {1: "ReduceL1", 2: "ReduceL2"}
+    x, axes = to.cast(x, to.dtype), x.axes(dim)
+    if kind == math.inf:
+        return to.reduce("ReduceMax", to.unary("Abs", x), axes, keep=keepdim)
+    if kind not in operators:
+        raise NotLoweredError(f"a norm of order {kind}")
+    return to.reduce(operators[int(kind)], x, axes, keep=keepdim)
