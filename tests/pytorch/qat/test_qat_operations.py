@@ -94,7 +94,7 @@ def trained(request, tmp_path_factory):
     train(model, range(4))
     round_biases(model, batches())
     folder = tmp_path_factory.mktemp("fast")
-    model.save(folder / "net")
+    model.save(folder / "net", formats=["qdq", "record"], check=False)
     return model, folder
 
 
@@ -164,18 +164,6 @@ def test_part_of_the_model_computed_again_for_its_gradient_has_its_quantizers():
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch does, while compiling
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # likewise
-def test_compiled_it_trains_the_same():
-    losses = []
-    for compiled in (False, True):
-        original = net()
-        original.drop.p = 0.0
-        model = amct.prepare_qat(original, batches(), target="portable")
-        losses.append(train(torch.compile(model, backend="aot_eager") if compiled else model, range(2)))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
 
 
 class Added(nn.Sequential):
