@@ -69,7 +69,7 @@ class Instrumented(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  the pickle protocol
         """Pickle the class as what it is made of: classes that are made while a program runs have no name."""
-        make, arguments, *rest = super().__reduce_ex__(protocol)
+        make, arguments, *rest = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]  # typeshed leaves it out
             arguments = (self.plain_form, *arguments[1:])
         return (_remade, (make, arguments), *rest)
@@ -142,7 +142,7 @@ def _is_instrumented(module: nn.Module) -> bool:
 @contextmanager
 def inside(module: nn.Module) -> Iterator[None]:
     """The context of a module's forward."""
-    stack = _get_current_function_mode_stack()
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     mode = next((each for each in reversed(stack) if isinstance(each, _OperationMode)), None)
     if mode is None:
         mode = _OperationMode()
