@@ -55,6 +55,12 @@ class Line:
     promise: str
     kept: bool
 
+    def row(self) -> dict[str, object]:
+        """The line in the table of docs/benchmarks.md."""
+        measured = f"{self.ours} ÷ {self.yardstick} = {self.value:.3g}" if self.yardstick else self.ours
+        kept = self.kept if self.promise else None
+        return {"what": self.name, "measured": measured, "wanted": self.promise, "kept": kept}
+
 
 def best_of(functions: list[Callable[[], object]], repetitions: int = 7) -> list[float]:
     """The shortest wall time of each in seconds, measured alternately."""
@@ -271,7 +277,8 @@ def main() -> int:
     show(lines)
     machine = {"processor": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine, "threads": torch.get_num_threads(), "lines": [asdict(line) for line in lines]}
+    report = {"machine": machine, "threads": torch.get_num_threads(), "lines": [asdict(line) for line in lines],
+              "rows": [line.row() for line in lines]}  # fmt: skip
     RESULTS.write_text(json.dumps(report, indent=2) + "\n")
     return 0 if all(line.kept for line in lines) else 1
 

@@ -292,7 +292,16 @@ def main() -> int:
         table.add_row(line.name, f"{line.value:.4g} {line.unit}", line.limit, kept)
     Console(width=120).print(table)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    rows = [
+        {
+            "what": line.name,
+            "measured": f"{line.value:.4g} {line.unit}".strip(),
+            "wanted": line.limit,
+            "kept": line.kept,
+        }
+        for line in lines
+    ]
+    RESULTS.write_text(json.dumps({"lines": [asdict(line) for line in lines], "rows": rows}, indent=1))
     return 0 if all(line.kept is not False for line in lines) else 1
 
 

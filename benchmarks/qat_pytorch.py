@@ -283,7 +283,16 @@ def main() -> None:
     Console().print(table)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(
-        json.dumps({"torch": torch.__version__, "seeds": arguments.seeds, "rows": rows}, indent=2) + "\n"
+        json.dumps(
+            {
+                "torch": torch.__version__,
+                "seeds": arguments.seeds,
+                "rows": rows,
+                "partial": set(arguments.parts) != set(PARTS),
+            },
+            indent=2,
+        )
+        + "\n"
     )
 
 

@@ -117,7 +117,7 @@ def test_observed_ranges_are_those_of_the_data(tmp_path):
         ("exact", "vnni", {"conv1", "conv2", "fc"}),
         ("fast", "exact8", {"conv1", "conv2", "fc"}),
         ("fast", "vnni", {"conv1", "conv2"}),  # fc has a scale for each output there
-        ("fast", "portable", set()),  # 7 bits
+        ("fast", "portable", set()),  # rounded again, with bounded pairs
     ],
 )
 def test_the_integers_are_those_of_the_deploy_model(placement, target, same, tmp_path):

@@ -20,6 +20,7 @@ from amct.numerics.counts.loops import (
     range_of,
     sampling_interval,
     scan_and_count,
+    steps_beyond,
 )
 from amct.numerics.ifmr import IfmrObserver
 
@@ -173,3 +174,15 @@ def test_values_that_are_not_finite_are_counted_inside_the_table():
         assert not look.is_finite
     assert not memory[TABLE_SIZE:].any()
     assert memory[TABLE_SIZE - (1 << TABLE_MANTISSA) : TABLE_SIZE].all()
+
+
+def test_steps_beyond_counts_as_rounding_in_torch_does():
+    random = np.random.default_rng(5)
+    values = random.normal(0, 3, 40_001).astype(np.float32)
+    values[:200] = np.arange(-100, 100, dtype=np.float32) * 0.05 + 0.025  # halves of steps
+    inverse = np.float32(1) / np.float32(0.05)
+    steps = torch.round(torch.from_numpy(values) * inverse)
+    expected = int(((steps < -40) | (steps > 55)).sum())
+    assert 0 < expected < values.size
+    assert steps_beyond(values, inverse, -40, 55) == expected
+    assert steps_beyond(values[:0], inverse, -40, 55) == 0

@@ -68,7 +68,7 @@ def test_grids_of_a_qdq_file_stand_in_the_file(saved, tmp_path):
     balanced = next(layer for layer in beside.layers if layer.name == "/pointwise/Conv")
     expected = next(layer for layer in in_memory(quantized, images(4)).layers if layer.name == "/pointwise/Conv")
     assert balanced.inputs == expected.inputs
-    assert {layer.weight_bits for layer in beside.layers if layer.weights is not None} == {7}  # of the portable target
+    assert {layer.weight_bits for layer in beside.layers if layer.weights is not None} == {8}
     assert beside.figures[-1] == in_memory(quantized, images(4)).figures[-1]  # they are stored in 8 bits all the same
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,15 @@ def test_a_save_without_a_check(quantized, tmp_path, lines):
     quantized.save(tmp_path / "net", check=False)
     assert checks_in(tmp_path) == {}
     assert "cosine" not in lines.text
+
+
+def test_a_short_job_is_checked_on_fewer_batches(tmp_path):
+    """The check of a job may take as long as a share of it; three batches are run in any case."""
+    quantized = amct.pytorch.quantize(network(), [IMAGES[index : index + 1] for index in range(4)])
+    for seconds, count in ((0.0, 3), (math.inf, 4)):
+        quantized._seconds = seconds
+        quantized.save(tmp_path / "net", formats=["qdq"])
+        assert checks_in(tmp_path)["qdq"].batch == f"{count} calibration batches"
 
 
 # -- exporters with defects --------------------------------------------------------------------------------------------

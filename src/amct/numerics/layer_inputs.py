@@ -30,7 +30,7 @@ STRENGTHS = tuple(np.arange(0.5, 0.95, 0.05).round(2).tolist())
 MIN_NOISE_REDUCTION = 2.0
 """Balancing is used only if it divides the noise by at least this: it costs one multiplication per value."""
 WEIGHT_BITS = 7
-"""Weight bits assumed for the expected noise; 7-bit weights are computed correctly on every CPU."""
+"""Weight bits assumed for the expected noise: those that the file for every CPU has at worst."""
 
 
 @dataclass(kw_only=True, eq=False)

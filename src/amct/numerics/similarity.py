@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from amct.errors import ArgumentError
+from amct.numerics.counts.compiled import compiled_sum
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+
+_CHUNK = 1 << 14
+"""Values whose differences stay in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +77,15 @@ class _Sums:
     def add(self, reference: Tensor, other: Tensor) -> None:
         if reference.numel() == 0:
             return
-        x, y = reference.double().reshape(-1), other.double().reshape(-1)
-        difference = x - y
-        self.product += float(torch.dot(x, y))
-        self.reference += float(torch.dot(x, x))
-        self.other += float(torch.dot(y, y))
-        self.error += float(torch.dot(difference, difference))
-        self.largest = max(self.largest, float(difference.abs().max()))
+        x, y = (each.reshape(-1).contiguous() for each in (reference, other))
+        if x.dtype != torch.float32 or y.dtype != torch.float32:
+            x, y = x.double(), y.double()
+        product, own, others, error, largest = _sums_of(x.numpy(), y.numpy())
+        self.product += product
+        self.reference += own
+        self.other += others
+        self.error += error
+        self.largest = max(self.largest, float(np.int64(largest).view(np.float64)))
         self.values += x.numel()
 
     def result(self, layer: str) -> LayerComparison:
@@ -99,3 +107,27 @@ class _Sums:
         if self.error == 0:
             return math.inf
         return 10 * math.log10(self.reference / self.error) if self.reference > 0 else -math.inf
+
+
+@compiled_sum
+def _sums_of(x: NDArray[Any], y: NDArray[Any]) -> tuple[float, float, float, float, int]:
+    """Return Σ x·y, Σ x², Σ y², Σ (x - y)² in float64, and the bits of the largest |x - y|.
+
+    Positive floats are ordered like their bits, and only maxima of integers are vectorized.
+    """
+    product = own = others = errors = 0.0
+    largest = np.int64(0)
+    distance = np.empty(min(_CHUNK, x.size))
+    for begin in range(0, x.size, _CHUNK):
+        left, right = x[begin : begin + _CHUNK], y[begin : begin + _CHUNK]
+        for place in range(left.size):
+            a, b = np.float64(left[place]), np.float64(right[place])
+            product += a * b
+            own += a * a
+            others += b * b
+            errors += (a - b) * (a - b)
+            distance[place] = abs(a - b)
+        bits = distance[: left.size].view(np.int64)
+        for place in range(bits.size):
+            largest = max(largest, bits[place])
+    return product, own, others, errors, largest

@@ -141,7 +141,7 @@ class QuantizedModel:
                 factors), and the names of registered exporters.
             placement: Of the QDQ file: "fast" also quantizes tensors between the layers, "exact" only what the record
                 says, "auto" takes the fastest of both and float for each part of the model, as timed on this machine.
-            target: Of the QDQ file: "portable" (7-bit weights, right on every CPU), "vnni" or "exact8".
+            target: Of the QDQ file: "portable" (neighbouring weights bounded, right on every CPU), "vnni" or "exact8".
             opset: 16 to 21; None: that of the model, or the door's default.
             check: Whether the written files are run; without, a file that cannot be used is not noticed.
 

@@ -50,7 +50,7 @@ def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) 
         reason = f"what reads which tensor is unknown, because the model cannot be captured ({traced.failure})"
         return Fused.unchanged(model, _batch_norms(model), reason)
     shared = _shared_parameters(model)
-
+    places = _places(model)
     graph = traced.graph
 
     def refuse(head: Node, norm: Node) -> str | None:
@@ -60,7 +60,7 @@ def fuse(traced: Traced, *, do_fusion: bool = True, skip: Collection[str] = ()) 
 
     def fold(head: Node, norm: Node) -> None:
         if head.name == _path(head):  # once, not for each call
-            _fold(model, head, norm)
+            _fold(model, head, norm, places)
 
     fusions, skips = fold_batch_norms(graph, PATTERN, fold, skip=skip, refuse=refuse)
     once = {layer: norm for layer, norm in fusions.items() if layer == _path(graph[layer])}
@@ -130,7 +130,7 @@ def _shape_problem(layer: nn.Module, norm: nn.modules.batchnorm._BatchNorm, head
     return None
 
 
-def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
+def _fold(model: nn.Module, head: Node, norm_node: Node, places: _Places) -> None:
     """Fold one pair in place; a non-finite result raises an error and leaves both unchanged."""
     layer, norm = layer_module(model, _path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
@@ -145,7 +145,9 @@ def _fold(model: nn.Module, head: Node, norm_node: Node) -> None:
     for name, value in zip(("weight", "bias"), folded, strict=True):
         layer.register_parameter(name, nn.Parameter(value, requires_grad=weight.requires_grad))
     if norm_node.attributes["exact"]:
-        _replace(model, _path(norm_node), nn.Identity())
+        identity = nn.Identity().eval()
+        for parent, name in places[id(norm)]:
+            setattr(parent, name, identity)
     else:
         _neutralize(norm)
 
@@ -160,13 +162,16 @@ def _neutralize(norm: nn.modules.batchnorm._BatchNorm) -> None:
             tensor.fill_(value)
 
 
-def _replace(model: nn.Module, path: str, replacement: nn.Module) -> None:
-    """Replace the module of that path wherever it is registered."""
-    old = model.get_submodule(path)
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children would omit a second name of the same module
-            if child is old:
-                setattr(parent, name, replacement.eval())
+_Places = dict[int, list[tuple[nn.Module, str]]]
+
+
+def _places(model: nn.Module) -> _Places:
+    """By the id of each module: its parents, and the names under which they have it."""
+    found: _Places = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # named_children would omit a second name of the same module
+            found.setdefault(id(child), []).append((parent, name))
+    return found
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -44,6 +46,7 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
     """
     shared = {tensor.data_ptr() for tensor in without} - {0}
     memo = {id(tensor): _copied(tensor, share_tensors or (_address(tensor) in shared)) for tensor in _tensors(model)}
+    memo.update({id(each): type(each)() for each in empty_attributes(model)})
     try:
         duplicate: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:
@@ -52,6 +55,20 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
             "your model stays as it is: keep such objects out of the model, or give their class a __deepcopy__"
         ) from error
     return duplicate.eval()
+
+
+_OWN_ATTRIBUTES = frozenset(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, Collection))
+
+
+def empty_attributes(model: nn.Module) -> Iterator[Any]:
+    """The collections that torch gives every module and that are empty in most; copying them one by one is slow."""
+    for module in model.modules():
+        yield from (value for name, value in vars(module).items() if is_empty_attribute(name, value))
+
+
+def is_empty_attribute(name: str, value: object) -> bool:
+    """Whether this is an empty collection of hooks, buffers or children that every module has."""
+    return name in _OWN_ATTRIBUTES and type(value) in (dict, OrderedDict, set) and not value
 
 
 def own_parameters(duplicate: nn.Module, model: nn.Module) -> None:

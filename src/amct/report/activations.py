@@ -9,6 +9,7 @@ import torch
 
 from amct.numerics.affine import integer_range
 from amct.numerics.counts.histogram import FloatHistogram
+from amct.numerics.counts.loops import range_of, steps_beyond
 from amct.report.content import LARGEST_BARS, ActivationContent, Histogram
 
 if TYPE_CHECKING:
@@ -43,18 +44,20 @@ class InputStatistics:
 
     def add(self, x: Tensor) -> None:
         """Add one batch; values that are not finite are ignored."""
-        values = x.detach().float().reshape(-1)
-        values = values[torch.isfinite(values)]
-        if values.numel() == 0:
+        values = x.detach().float().reshape(-1).cpu().contiguous().numpy()
+        limits = range_of(values)
+        if limits is None:
+            values = values[np.isfinite(values)]
+            limits = range_of(values)
+        if limits is None or values.size == 0:
             return
-        minimum, maximum = torch.aminmax(values)
-        self._minimum, self._maximum = min(self._minimum, float(minimum)), max(self._maximum, float(maximum))
-        self._count += values.numel()
-        self._histogram.add(values[None])
-        steps = (values * self._inverse).round_()
-        self._clipped += int(((steps < self._first) | (steps > self._last)).sum())
+        self._minimum, self._maximum = min(self._minimum, limits[0]), max(self._maximum, limits[1])
+        self._count += values.size
+        self._histogram.add(torch.from_numpy(values)[None])
+        self._clipped += steps_beyond(values, self._inverse, self._first, self._last)
         # If the lowest or highest integer represents zero, values on it do not count as saturated.
-        self._saturated += int(((steps <= (self._first or -1)) | (steps >= (self._last or 1))).sum())
+        inner = (self._first or -1) + 1, (self._last or 1) - 1
+        self._saturated += steps_beyond(values, self._inverse, *inner)
 
     def result(self) -> ActivationContent | None:
         """Return the statistics; None if there were no finite values."""

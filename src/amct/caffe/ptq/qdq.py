@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 def types_with_ready_integers(placement: str, target: str) -> tuple[str, ...]:
     """The layer types whose weights in the QDQ file are the integers of the deploy model.
 
-    All others stay float or are rounded again from the float weights: to 7 bits for every CPU, with a scale per output.
+    All others stay float or are rounded again from the float weights, with a scale per output: for every CPU all are,
+    so that pairs of them fit 16 bits.
     """
     if target == Target.PORTABLE.value:
         return ()

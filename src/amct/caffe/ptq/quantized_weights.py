@@ -15,8 +15,8 @@ from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
-from amct.numerics.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.integer import worst_case_accumulator
+from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
 from amct.numerics.weight_grid import bias_integers, dequantized_bias, lowest_scale

@@ -8,7 +8,7 @@ square.
   whole step, s², twelve times its share of the noise. Sums of K products are accurate to about √K · 2^-24 of their
   size, so of values up to 127 steps at most 2 · 127 · √K · 2^-24 are that near: 0.15 % for K = 10 000, which adds 12 ·
   0.15 % = 2 % to the noise of one layer, 0.1 dB. ``WORSE`` = 1 dB is 26 % more noise: ten such layers in a row.
-* **The fast QDQ file** also rounds the tensors between the layers, and weights to 7 bits. With n further roundings
+* **The fast QDQ file** also rounds the tensors between the layers, and weights again. With n further roundings
   beside the m of the record, each as large as those, the noise of the tensors grows by 1 + n/m. Steps of twice the size
   make the noise of the weights 4 times as large. So the whole noise grows by at most the larger of both factors:
   ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.

@@ -17,7 +17,8 @@ from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias
 from amct.numerics.arq import WeightFactors, arq, factors_per_row, quantize_weight, row_chunks
-from amct.numerics.error_cancelling import round_cancelling_errors
+from amct.numerics.rounding.error_cancelling import round_cancelling_errors
+from amct.numerics.rounding.paired_weights import paired_scale
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -130,19 +131,25 @@ class Layer:
         assert self.factors.scale_r is not None
         return self._rounded(self.recurrent_weight, self.factors.scale_r, self.factors.wts_bits)
 
-    def requantized_weight(self, bits: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    def requantized_weight(
+        self, bits: int, *, bounded_pairs: bool = False
+    ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """Quantize the float weight of a convolution or linear layer again, with a scale per output channel.
 
-        Returns the integers of ``bits`` bits and the scales. Rounding errors cancel (``round_cancelling_errors``).
+        Returns the integers of ``bits`` bits and the scales. Rounding errors cancel (``round_cancelling_errors``). With
+        ``bounded_pairs`` a kernel can add neighbours along the reduction in 16 bits.
         """
         assert self.weight is not None
         weight = _as_tensor(self.weight)
         try:
-            factors = arq(weight, kind=self.kind.weight_kind, bits=bits, groups=self.groups)
-            integers = round_cancelling_errors(weight, factors.scale, bits)
+            if bounded_pairs:
+                scale = paired_scale(weight)
+            else:
+                scale = arq(weight, kind=self.kind.weight_kind, bits=bits, groups=self.groups).scale
+            integers = round_cancelling_errors(weight, scale, bits, bounded_pairs=bounded_pairs)
         except AmctError as error:
             raise ExportError(f'layer "{self.name}": {error}') from error
-        return integers.numpy(), factors.scale.numpy()
+        return integers.numpy(), scale.numpy()
 
     def bias_correction(
         self, integers: NDArray[np.int8], scales: NDArray[np.float32], mean: NDArray[np.float32]

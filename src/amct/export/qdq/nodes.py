@@ -3,8 +3,10 @@
 ==========  ===============  ===========================================================================================
 target      weights          for
 ==========  ===============  ===========================================================================================
-portable    int8, 7 bits     every CPU: without VNNI, pairs of uint8 · int8 products are added in 16 bits, which 8-bit
-                             weights overflow; 7 bits, rounded from the float weights, cannot
+portable    int8, 8 bits,    every CPU: without VNNI, onnxruntime adds pairs of uint8 · int8 products in 16 bits, so the
+            pairs bounded    float weights are rounded with a bound on such pairs (``paired_weights.py``); at worst, two
+                             of the largest weights in one pair, that is 7 bits. Depthwise convolutions add no pairs,
+                             ready integers that fit are kept
 vnni        int8, 8 bits     CPUs with VNNI (and ARM): the record's own integers; where it has one scale for all outputs
                              of a linear layer, placement fast rounds the float weights with a scale per output
 exact8      uint8, 8 bits    every CPU, slower: the record's own integers + 128, zero point 128
@@ -19,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors
@@ -26,6 +29,7 @@ from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
 from amct.export.options import Target
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
+from amct.numerics.rounding.paired_weights import adds_pairs, pairs_fit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
 
-PORTABLE_BITS = 7
+BITS_OF_ANY_PAIR = 7
+"""Two products of weights with so many bits always fit 16 bits."""
 SIXTEEN_BIT_OPSET = 21
 
 
@@ -54,6 +59,7 @@ class QdqNodes:
         self.means: dict[str, NDArray[np.float32]] = {}
         """By layer: the per-channel mean of its input, if known."""
         self.notes: list[str] = []
+        self._bits: dict[str, int] = {}
         self._pairs: dict[tuple[str, TensorFactors], tuple[str, str]] = {}
         self._balanced: dict[tuple[str, bytes], str] = {}
 
@@ -125,8 +131,8 @@ class QdqNodes:
         return read
 
     def weight_bits(self, layer: Layer) -> int:
-        """The bit width of a layer's weights in the file."""
-        return self._new_bits(layer) or layer.factors.wts_bits
+        """The bit width of a layer's weights in the file, once they are written."""
+        return self._bits.get(layer.name, layer.factors.wts_bits)
 
     def weights(self, layer: Layer, scale_d: float) -> None:
         """Make a layer read its weights and bias from integers.
@@ -140,7 +146,8 @@ class QdqNodes:
             self._weight(layer, 1, own, layer.row_scales(), axis=1)
             self._weight(layer, 2, recurrent, layer.recurrent_row_scales(), axis=1)
             return
-        integers, scales = self._layer_weight(layer)
+        again = self._is_rounded_again(layer)
+        integers, scales = self._layer_weight(layer, again=again)
         if layer.kind is LayerKind.CONV_TRANSPOSE and layer.groups > 1 and scales.size > 1:
             self._grouped_transposed(layer, integers, scales)
         else:
@@ -148,35 +155,37 @@ class QdqNodes:
             axis = 1 if columns or layer.kind is LayerKind.CONV_TRANSPOSE else 0
             self._weight(layer, 1, stored_weight(layer, integers), scales, axis)
         if layer.bias is not None:
-            self._bias(self._with_bias_correction(layer, integers, scales), scales, scale_d)
+            corrected = self._with_bias_correction(layer, integers, scales) if again else layer
+            self._bias(corrected, scales, scale_d)
 
-    def _new_bits(self, layer: Layer) -> int | None:
-        """The bit width to which the float weights are rounded again; None: use the record's own integers."""
-        factors = layer.factors
+    def _is_rounded_again(self, layer: Layer) -> bool:
+        """Whether the float weights are rounded again; otherwise the file has the record's own integers."""
+        factors, ready = layer.factors, layer.factors.integer_weight
         if layer.kind not in (LayerKind.CONV, LayerKind.LINEAR) or factors.act_bits > 8:
-            return None
-        if self.target is Target.PORTABLE and factors.wts_bits > PORTABLE_BITS:
-            return PORTABLE_BITS
-        one_scale = factors.scale_w.size == 1 and factors.integer_weight is None
-        if self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale:
-            return factors.wts_bits
-        return None
+            return False
+        if self.target is Target.PORTABLE and factors.wts_bits > BITS_OF_ANY_PAIR:
+            return ready is None or (_adds_pairs(layer) and not pairs_fit(torch.from_numpy(np.array(ready))))
+        one_scale = factors.scale_w.size == 1 and ready is None
+        return self.fast and self.target is Target.VNNI and layer.kind is LayerKind.LINEAR and one_scale
 
-    def _layer_weight(self, layer: Layer) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-        bits = self._new_bits(layer)
-        if bits is not None:
-            if layer.factors.integer_weight is not None:
-                self.notes.append(
-                    f'layer "{layer.name}": its ready 8-bit integers (AdaRound) do not fit target "portable"; the '
-                    f'float weights were rounded to {PORTABLE_BITS} bits instead. Targets "vnni" and "exact8" keep them'
-                )
-            return layer.requantized_weight(bits)
-        return layer.integer_weight(), layer.row_scales()
+    def _layer_weight(self, layer: Layer, *, again: bool) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+        if not again:
+            return layer.integer_weight(), layer.row_scales()
+        if layer.factors.integer_weight is not None:
+            self.notes.append(
+                f'layer "{layer.name}": its ready 8-bit integers (AdaRound) do not fit target "portable", whose pairs '
+                'of neighbours are bounded; the float weights were rounded again. Targets "vnni" and "exact8" keep them'
+            )
+        bounded = self.target is Target.PORTABLE and _adds_pairs(layer)
+        integers, scales = layer.requantized_weight(layer.factors.wts_bits, bounded_pairs=bounded)
+        if bounded and np.abs(integers.astype(np.int16)).max() < 2 ** (BITS_OF_ANY_PAIR - 1):
+            self._bits[layer.name] = BITS_OF_ANY_PAIR
+        return integers, scales
 
     def _with_bias_correction(self, layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32]) -> Layer:
-        """The layer with bias correction, if its weights are rounded again and the means of its input are known."""
+        """The layer with bias correction, if the means of its input are known."""
         mean = self.means.get(layer.name)
-        if mean is None or self._new_bits(layer) is None:
+        if mean is None:
             return layer
         assert layer.bias is not None
         return replace(layer, bias=layer.bias + layer.bias_correction(integers, scales, mean))
@@ -259,3 +268,8 @@ class QdqNodes:
             self.graph.add_initializer(f"{base}.maximum", np.asarray(high)),
         ]
         return self.graph.add_node("Clip", f"{base}.clip", [tensor, *limits])
+
+
+def _adds_pairs(layer: Layer) -> bool:
+    assert layer.weight is not None
+    return adds_pairs(layer.weight.shape, layer.groups)

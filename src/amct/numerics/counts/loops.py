@@ -133,10 +133,18 @@ def range_of(values: Floats) -> tuple[float, float] | None:
 
 @compiled
 def _extremes(values: Floats) -> tuple[int, int, int]:
-    extremes = np.array([-_SIGN, 0, 2 * _SIGN - 1], np.int64)
-    no_limits = (2 * _SIGN - 1, _SIGN - 1)
-    _scan(values.view(np.uint32), values.view(np.int32), no_limits, np.empty(0, np.uint32), 0, extremes)
-    return extremes[0], extremes[1], extremes[2]
+    """Return the largest bit pattern as a signed and as an unsigned integer, and the smallest as an unsigned one."""
+    return _extremes_of(values.view(np.uint32), values.view(np.int32))
+
+
+@compiled
+def _extremes_of(bits: Bits, signed: SignedBits) -> tuple[int, int, int]:
+    high, outer, inner = np.int32(-_SIGN), np.uint32(0), np.uint32(2 * _SIGN - 1)
+    for place in range(bits.size):
+        high = max(high, signed[place])
+        outer = max(outer, bits[place])
+        inner = min(inner, bits[place])
+    return high, outer, inner
 
 
 @compiled
@@ -158,20 +166,32 @@ def outside(values: Floats, limits: Limits) -> Floats:
 def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int, extremes: Counts) -> int:
     """Update the extremes, and append the values at or beyond the limits to the first ``number`` of ``found``."""
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
-    largest, outermost, innermost = np.int32(extremes[0]), np.uint32(extremes[1]), np.uint32(extremes[2])
-    for begin in range(0, bits.size, _STRETCH):
-        end = min(begin + _STRETCH, bits.size)
-        high, outer, inner = np.int32(-_SIGN), np.uint32(0), np.uint32(2 * _SIGN - 1)
-        for place in range(begin, end):
-            high = max(high, signed[place])
-            outer = max(outer, bits[place])
-            inner = min(inner, bits[place])
-        largest, outermost, innermost = max(largest, high), max(outermost, outer), min(innermost, inner)
-        if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
-            for place in range(begin, end):
-                found[number] = bits[place]
-                number += np.int64((signed[place] >= upper) | (bits[place] >= lower))
-    extremes[0], extremes[1], extremes[2] = largest, outermost, innermost
+    largest, outermost, innermost = _extremes_of(bits, signed)
+    if (largest >= upper or outermost >= lower) and number <= found.size - _STRETCH:
+        for begin in range(0, bits.size, _STRETCH):
+            part, part_signed = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
+            high, outer, _ = _extremes_of(part, part_signed)
+            if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
+                for place in range(part.size):
+                    found[number] = part[place]
+                    number += np.int64((part_signed[place] >= upper) | (part[place] >= lower))
+    extremes[0] = max(extremes[0], np.int64(largest))
+    extremes[1] = max(extremes[1], np.int64(outermost))
+    extremes[2] = min(extremes[2], np.int64(innermost))
+    return number
+
+
+@compiled
+def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
+    """Count the values that are rounded to less than ``first`` or more than ``last`` steps of 1 / ``inverse``."""
+    low, high, factor = np.float32(first), np.float32(last), np.float32(inverse)
+    number = 0
+    for begin in range(0, values.size, _CHUNK):
+        part, inside = values[begin : begin + _CHUNK], np.int32(0)
+        for place in range(part.size):
+            step = np.rint(part[place] * factor)
+            inside += np.int32((step >= low) & (step <= high))
+        number += part.size - inside
     return number
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from amct.pytorch.model_copy import as_array
+from amct.pytorch.model_copy import as_array, is_empty_attribute
 
 Fingerprint = tuple[Hashable, ...]
 TensorFingerprint = tuple[tuple[int, ...], torch.dtype, int]
@@ -137,8 +137,10 @@ class _Reader:
     def _container(self, value: object) -> Hashable:
         kind = type(value)
         if isinstance(value, nn.Module):
-            state = {name: item for name, item in vars(value).items() if name not in _IRRELEVANT}
-            return self.of(kind), self._items(state.items())
+            state = [
+                item for item in vars(value).items() if item[0] not in _IRRELEVANT and not is_empty_attribute(*item)
+            ]
+            return self.of(kind), self._items(state)
         if kind in (tuple, list):
             return kind, self._items(value)  # type: ignore[arg-type]  # mypy does not follow kind
         if kind is dict:

@@ -51,8 +51,8 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         teacher: A float model, for ``distillation_loss``; usually ``model`` itself.
         target: The QDQ file to train for. "exact8": layer inputs and weights as the record has them (placement
             ``exact``). "portable", the default file of ``save``: also the tensors between layers that placement
-            ``fast`` quantizes, and 8-bit weights with 7 bits, so that it is right on every CPU; "vnni": the same with
-            8 bits. Such a file computes what the trained model computes.
+            ``fast`` quantizes, and 8-bit weights with 7 bits, which every CPU's file has as they are; "vnni": the
+            same with 8 bits. Such a file computes what the trained model computes.
         freeze_norms: Let batch norms use and keep their running statistics in train mode too. At 8 bits, where the
             start is as good as the float model, the noise of batch statistics does harm; at 4 bits new statistics help.
         inputs: Turns a batch into the model's inputs, for batches in other forms.

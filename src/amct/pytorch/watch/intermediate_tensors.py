@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
@@ -32,7 +33,8 @@ from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
+    from torch.export import ExportedProgram
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
@@ -200,9 +202,6 @@ def find_tensors(
     return TensorWatch(inputs=inputs, layers=layers, operations=operations, missing=tuple(missing))
 
 
-_GUARDS = "_guards_fn"  # torch.export's name for the module that checks the inputs of a program
-
-
 def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[CallSite, str], list[str]]:
     fingerprints = _program_fingerprints(traced, names)
     shapes = {(each[0], each[1]) for each in fingerprints.values()}
@@ -241,18 +240,29 @@ def _program_fingerprints(traced: Traced, wanted: Collection[str]) -> dict[str, 
 
     class _FingerprintInterpreter(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401  any value of the program
-            if n.target == _GUARDS:  # guards also check strides, which differ for a clone of a slice
-                return None
             value = super().run_node(n)
             if n.name in wanted and isinstance(value, torch.Tensor):
                 fingerprints[n.name] = tensor_fingerprint(value)
             return value
 
     with quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        module = traced.program.module()
-        _copy_buffers(module)
-        _FingerprintInterpreter(module).run(*pytree.tree_leaves(_cloned(traced)), enable_io_processing=False)
+        given = _program_inputs(traced.program, pytree.tree_leaves(_cloned(traced)))
+        _FingerprintInterpreter(traced.program.graph_module).run(*given, enable_io_processing=False)
     return fingerprints
+
+
+def _program_inputs(program: ExportedProgram, leaves: Sequence[Any]) -> list[Any]:
+    """What the graph of a program takes: parameters, copies of the buffers, which it may write to, and the inputs."""
+    remaining = iter(leaves)
+    given: list[Any] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            given.append(next(remaining))
+            continue
+        name = str(spec.target)
+        stored = program.state_dict[name] if name in program.state_dict else program.constants[name]
+        given.append(stored.clone() if spec.kind is not InputKind.PARAMETER and isinstance(stored, Tensor) else stored)
+    return given
 
 
 def _cloned(traced: Traced) -> Arguments:
@@ -261,10 +271,3 @@ def _cloned(traced: Traced) -> Arguments:
         torch.Tensor, torch.Tensor.clone, (traced.inputs.args, traced.inputs.kwargs)
     )
     return arguments
-
-
-def _copy_buffers(module: nn.Module) -> None:
-    """Replace the buffers, which the program shares with the user's model, by copies that it may write to."""
-    for name, buffer in list(module.named_buffers()):
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, buffer.clone())

@@ -22,6 +22,7 @@ from amct.numerics.arq import (
     map_rows,
     quantize_weight,
 )
+from amct.numerics.rounding.paired_weights import LARGEST, near_limit, rounded_within_limit, within_limit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,36 +67,45 @@ def round_weight(
     return from_channels_first(rounded, weight.shape, kind, groups)
 
 
-def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
+def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int, *, bounded_pairs: bool = False) -> Tensor:
     """Round a weight to int8 steps of its scale; the error of a weight is below one step unless it is clipped.
 
     Args:
         weight: ``[Cout, Cin/groups, ...]``.
         scale: ``[1]`` or ``[Cout]``.
         bits: 2..8.
+        bounded_pairs: The sums of neighbours along the reduction fit kernels that add them in 16 bits
+            (``paired_weights.py``).
     """
-    lowest, highest = integer_range(bits)
+    lowest, highest = (-LARGEST, LARGEST) if bounded_pairs else integer_range(bits)
     per_row = scale.double().reshape(-1, *[1] * (weight.ndim - 1)).expand(weight.shape[0], *[1] * (weight.ndim - 1))
 
     def rounded(rows: Tensor, part: slice) -> Tensor:
         # Clipping errors are not cancelled by other weights.
         exact = (rows.double() / per_row[part]).clamp_(lowest, highest)
-        result = exact.round()
+        result = rounded_within_limit(within_limit(exact)) if bounded_pairs else exact.round()
         kernels = rows.shape[0] * rows.shape[1]
         for groups in (kernels, rows.shape[0]) if rows.ndim > 2 else (rows.shape[0],):
-            result = _cancel_errors(exact.reshape(groups, -1), result.reshape(groups, -1))
+            fixed = near_limit(result.reshape(rows.shape)).reshape(groups, -1) if bounded_pairs else None
+            result = _cancel_errors(exact.reshape(groups, -1), result.reshape(groups, -1), fixed)
         return result.clamp_(lowest, highest).reshape(rows.shape)
 
     return map_rows(rounded, weight.detach(), torch.int8)
 
 
-def _cancel_errors(exact: Tensor, rounded: Tensor) -> Tensor:
-    """Round some values in the other direction, so that the errors of each row sum up to half a step at most."""
+def _cancel_errors(exact: Tensor, rounded: Tensor, fixed: Tensor | None) -> Tensor:
+    """Round some values in the other direction, so that the errors of each row sum up to half a step at most.
+
+    Those that are ``fixed`` do not grow; where they are many, a larger sum of errors is left.
+    """
     errors = rounded - exact
     surplus = errors.sum(1, keepdim=True).round()
     direction = surplus.sign()
     # Changing the largest errors of the same sign costs least; an error of the other sign would exceed one step.
-    chosen = _largest(errors.mul_(direction), surplus.abs().long())
+    errors.mul_(direction)
+    if fixed is not None:
+        errors.masked_fill_(fixed & (rounded * direction <= 0), 0)
+    chosen = _largest(errors, surplus.abs().long().clamp_(max=errors.shape[1]))
     chosen &= errors > 0
     return rounded - chosen * direction
 

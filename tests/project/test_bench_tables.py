@@ -1,0 +1,80 @@
+"""The tables of docs/benchmarks.md are made from what the benchmarks wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench_tables  # noqa: E402  scripts are no package
+
+PAGE = """# Page
+before
+<!-- rows of first -->
+| old |
+<!-- end -->
+between
+<!-- rows of second -->
+| kept |
+<!-- end -->
+after
+"""
+ROWS = [
+    {"what": "time | of it", "measured": "3 s", "wanted": "≤ 2 s", "kept": False},
+    {"what": "size", "measured": "1 MB", "wanted": "≤ 2 MB", "kept": True},
+    {"what": "yardstick", "measured": "5 s", "wanted": "", "kept": None},
+]
+
+
+def results(tmp_path, **documents):
+    for name, document in documents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    return bench_tables.read_results(tmp_path)
+
+
+def test_a_benchmark_replaces_its_own_table_only(tmp_path):
+    found = results(tmp_path, first={"rows": ROWS}, other={"lines": []}, a_list=[1])
+    page = bench_tables.with_tables(PAGE, found)
+    table = page.split("<!-- rows of first -->\n")[1].split("<!-- end -->")[0].splitlines()
+    assert table[2:] == [
+        "| time \\| of it | 3 s | ≤ 2 s | **missed** |",
+        "| size | 1 MB | ≤ 2 MB | yes |",
+        "| yardstick | 5 s |  |  |",
+    ]
+    assert page.replace("\n".join(table), "| old |") == PAGE
+    assert bench_tables.with_tables(page, found) == page
+
+
+def test_a_run_of_some_parts_keeps_the_table(tmp_path):
+    found = results(tmp_path, first={"rows": ROWS[:1], "partial": True})
+    assert bench_tables.with_tables(PAGE, found) == PAGE
+
+
+def test_rows_without_a_place_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match='no "<!-- rows of third -->"'):
+        bench_tables.with_tables(PAGE, results(tmp_path, third={"rows": ROWS}))
+
+
+@pytest.mark.parametrize(("rows", "code"), [(ROWS, 1), (ROWS[1:], 0)])
+def test_missed_rows_are_marked_and_fail(rows, code, tmp_path, monkeypatch, capsys):
+    results(tmp_path, first={"rows": rows})
+    monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_tables.py"])
+    assert bench_tables.main() == code
+    printed = capsys.readouterr().out
+    assert ("MISSED  time | of it: 3 s   wanted ≤ 2 s" in printed) == bool(code)
+    assert printed.splitlines()[-1] == f"{code} missed"
+
+
+def test_every_place_in_the_page_is_that_of_a_benchmark_that_writes_rows():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    names = [match["name"] for match in bench_tables.BLOCK.finditer(page)]
+    assert len(names) == len(set(names)) == len(re.findall("<!-- rows of", page)) >= 5
+    for name in names:
+        assert '"rows":' in (ROOT / "benchmarks" / f"{name}.py").read_text()
