@@ -38,7 +38,15 @@ TORCHVISION = (
     "vit_b_16", "swin_t", "maxvit_t",
 )  # fmt: skip
 TIMM = (
+    "convnext_atto",
+    "dla46_c",
+    "fbnetc_100",
+    "lcnet_050",
+    "resnet10t",
     "resnetv2_50",
+    "semnasnet_075",
+    "spnasnet_100",
+    "tinynet_e",
     "mixer_s32_224",
     "ghostnet_100",
     "repvgg_a0",
@@ -52,12 +60,13 @@ LARGE_PICTURES = ("inception_v3", "vit_b_16", "swin_t", "maxvit_t", "deit_tiny_p
 def network(name: str) -> torch.nn.Module:
     """A network with random weights."""
     torch.manual_seed(0)
-    if name in TIMM:
+    models = torchvision().models  # timm needs it too
+    if name not in TORCHVISION:
         import timm
 
         return timm.create_model(name, pretrained=False).eval()
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    return getattr(torchvision().models, name)(weights=None, **options).eval()
+    return getattr(models, name)(weights=None, **options).eval()
 
 
 def pictures(name: str, count: int) -> torch.Tensor:

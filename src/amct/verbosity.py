@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 SCREEN_VARIABLE = "AMCT_LOG_LEVEL"
 FILE_VARIABLE = "AMCT_LOG_FILE_LEVEL"
+LOCAL_VARIABLE = "AMCT_LOCAL_CALIBRATION"
+"""Set to 1: each of several processes works by itself."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -37,23 +40,33 @@ def few_lines() -> Iterator[None]:
 
 def line_level() -> int:
     """Return the minimum level of log lines on screen: ``AMCT_LOG_LEVEL``, or INFO, or WARNING inside ``few_lines``."""
-    return screen_level() if os.environ.get(SCREEN_VARIABLE, "").strip() else _default_level.get()
+    if os.environ.get(SCREEN_VARIABLE, "").strip() or is_other_process():
+        return screen_level()
+    return _default_level.get()
+
+
+def is_other_process() -> bool:
+    """Return whether this is one of several processes (``torch.distributed``) that are silent, all but the first."""
+    distributed = sys.modules.get("torch.distributed")  # not imported here: torch is large
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return distributed.get_rank() > 0 and os.environ.get(LOCAL_VARIABLE, "") != "1"
 
 
 def screen_level() -> int:
-    """Return the minimum level shown on screen: ``AMCT_LOG_LEVEL``, or INFO if it is not set."""
+    """Return the minimum level shown on screen: ``AMCT_LOG_LEVEL``, or INFO (WARNING in processes but the first)."""
     return _level(SCREEN_VARIABLE)
 
 
 def file_level() -> int:
-    """Return the minimum level written to the log file: ``AMCT_LOG_FILE_LEVEL``, or INFO if it is not set."""
+    """Return the minimum level written to the log file: ``AMCT_LOG_FILE_LEVEL``, or INFO (as on screen)."""
     return _level(FILE_VARIABLE)
 
 
 def _level(variable: str) -> int:
     value = os.environ.get(variable, "").strip()
     if not value:
-        return logging.INFO
+        return logging.WARNING if is_other_process() else logging.INFO
     if value.upper() not in LEVELS:
         raise ArgumentError(
             f"the environment variable {variable} must be one of {', '.join(LEVELS)} (in any case), got {value!r}"

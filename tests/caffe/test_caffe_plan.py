@@ -8,6 +8,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine import packed
+from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.net import Net
 from amct.errors import ArgumentError, ModelError
 
@@ -265,3 +266,57 @@ def test_a_net_can_change_its_input_size_between_merged_forwards(write):
         reference.after_forward(lambda _: None)
         reference.blobs["data"].reshape(*data.shape)
         np.testing.assert_allclose(net.forward(data=data)["conv"], reference.forward(data=data)["conv"], **TOLERANCE)
+
+
+def test_a_parameter_whose_array_is_held_may_change_at_any_time(write):
+    net = randomize(caffe.Net(write(text(IN_PLACE)), caffe.TEST))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    for _ in range(2):  # steps are bound to their parameters
+        net.forward(data=data)
+    held = net.params["bias"][0].data
+    for value in (0.5, 2.0):
+        held[...] = value
+        held_out = net.forward(data=data)["conv"].copy()
+        reference = randomize(caffe.Net(write(text(IN_PLACE)), caffe.TEST))
+        reference.params["bias"][0].data[...] = value
+        np.testing.assert_allclose(held_out, reference.forward(data=data)["conv"], **TOLERANCE)
+
+
+def test_only_parameters_shapes_and_device_bind_a_step_again(write):
+    net = randomize(caffe.Net(write(BRANCHES), caffe.TEST))
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    net.forward(data=data)
+    (plan,) = net._plans.values()
+    bound = [step.bound for step in plan.steps]
+    assert [step.node.layer.name for step in plan.steps if step.bound is None] == ["in"]
+    net.forward(data=2 * data)
+    assert [step.bound for step in plan.steps] == bound
+    net.params["a"][0].data[...] *= 2
+    net.forward()
+    assert [step.bound is old for step, old in zip(plan.steps, bound, strict=True)].count(False) == 1
+    net.blobs["data"].reshape(1, 8, 40, 40)
+    net.forward()
+    assert not any(step.bound is old for step, old in zip(plan.steps[1:], bound[1:], strict=True))
+
+
+def test_a_subclass_that_overrides_forward_alone_is_run_by_it(write):
+    net = caffe.Net(write(HEAD + CONV.format(type="Convolution", more="")), caffe.TEST)
+    layer = net.layer_dict["conv"]
+    assert layer.computes_forward("bind_folded")
+
+    class Doubled(type(layer)):
+        def forward(self, bottoms, parameters):
+            return [2 * top for top in super().forward(bottoms, parameters)]
+
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    once = net.forward(data=data)["conv"].copy()
+    layer.__class__ = Doubled
+    net.params["conv"][0].data  # noqa: B018  an array that is taken binds the step again
+    np.testing.assert_allclose(net.forward(data=data)["conv"], 2 * once, **TOLERANCE)
+
+
+def test_arrays_of_an_input_leave_nothing_behind():
+    blob = Blob(2, 3)
+    for _ in range(5):
+        blob.data[...] = 1
+    assert len(blob.values._views) <= 1

@@ -18,6 +18,8 @@ from ptq_caffe_flow import Flow, batch, forward, text_flow
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine import named_record
+from amct.caffe.engine.named_record import check_named_record
 from amct.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -883,3 +885,29 @@ def test_gpu_mode_without_a_gpu_says_so(caplog):
     amct.set_cpu_mode()
     assert "GPU" in caplog.text or "CUDA" in caplog.text
     caffe.set_mode_cpu()
+
+
+CHANGES = {
+    "nothing": ("", ""),
+    "another layout": ("  value {", "  value  {"),
+    "words": ("}\n}\n", "}\n}\nwords"),
+    "an unknown field": ("scale_w", "scale_x"),
+    "no number": ("scale_w: 0", "scale_w: zero"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_only_a_record_is_written_to(what, flow):
+    """What our writer wrote is recognized without parsing; all else is parsed, and refused if it is no record."""
+    flow.configure(batch_num=1)
+    flow.prepare()
+    before, after = CHANGES[what]
+    text = flow.record.read_text()
+    assert before in text
+    flow.record.write_text(text.replace(before, after, 1))
+    assert bool(named_record._WEIGHTS.fullmatch(flow.record.read_bytes())) is (what == "nothing")
+    if what in ("nothing", "another layout"):
+        check_named_record(str(flow.record))
+        return
+    with pytest.raises(RecordParseError):
+        check_named_record(str(flow.record))

@@ -3,6 +3,9 @@
 create_quant_config → init → weights_quantize_model → (BatchNorm updates by the user's forwards) →
 activation_quantize_model → the user's own forwards of the modified model → save_model. The calibration is done by the
 IFMR layers of the modified model: running it calibrates.
+
+Under ``torch.distributed`` every process calls these functions, with the same files, and runs its share of the batches;
+only that of rank 0 writes, and the functions that write a model wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph
 from amct.caffe.ptq.insertion import insert_ifmr
 from amct.caffe.ptq.quantized_weights import quantize_weights
 from amct.caffe.uninplace import restore_in_place
+from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
 from amct.export.check.batch import batch_path
@@ -147,8 +151,9 @@ def init(
     if plan.update_bn is None:
         check_global_statistics(original.net)
     record = record.absolute()
-    write_record(CaffeRecord(), record, form="text")
-    progress_path(record).unlink(missing_ok=True)
+    if all_ranks().is_first:
+        write_record(CaffeRecord(), record, form="text")
+        progress_path(record).unlink(missing_ok=True)
     return QuantGraph(original=original, plan=plan, record_file=record, model=original.copy())
 
 
@@ -177,11 +182,14 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
         if name in graph.model.weights or graph.plan.find(name) is not None:
             logger.info("left as it is: %s", Skip(name, reason))
     modified = graph.with_quantized_weights()
-    if graph.plan.update_bn is not None:
-        ptq_update_bn.prepare(modified, graph.plan.update_bn)
-    write_record(graph.weights_record(), graph.calibration_file())
-    with FileGroup() as group:
-        write_model(group, modified, *files)
+    ranks = all_ranks()
+    if ranks.is_first:
+        if graph.plan.update_bn is not None:
+            ptq_update_bn.prepare(modified, graph.plan.update_bn)
+        write_record(graph.weights_record(), graph.calibration_file())
+        with FileGroup() as group:
+            write_model(group, modified, *files)
+    ranks.meet("weights_quantize_model")
     graph.stage = Stage.WEIGHTS_QUANTIZED
     logger.info("Quantized the weights of %d layers.", len(graph.weights))
 
@@ -235,20 +243,25 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     log.start("amct_caffe")
     graph.need(Stage.WEIGHTS_QUANTIZED, "activation_quantize_model")
     record = graph.calibration_file()
+    ranks = all_ranks()
+    if graph.plan.update_bn is not None:
+        ranks.meet("statistics of batch norms")  # those of the last layers are written when this process gets here
     if graph.plan.update_bn is not None and graph.stage is Stage.WEIGHTS_QUANTIZED:
         ptq_update_bn.fold_updated_statistics(graph)
     if graph.plan.update_bn is not None:
         record = record.with_name(f"{record.stem}_update{record.suffix}")
-    write_record(graph.weights_record(), record, form="text")
-    progress_path(record).unlink(missing_ok=True)
-    batch_path(record).unlink(missing_ok=True)
     graph.calibration_record = record
     model = graph.with_quantized_weights()
     plans = graph.plans()
     insert_ifmr(model, plans, str(record))
     restore_in_place(model.net)
-    with FileGroup() as group:
-        write_model(group, model, *files)
+    if ranks.is_first:
+        write_record(graph.weights_record(), record, form="text")
+        progress_path(record).unlink(missing_ok=True)
+        batch_path(record).unlink(missing_ok=True)
+        with FileGroup() as group:
+            write_model(group, model, *files)
+    ranks.meet("activation_quantize_model")
     graph.stage = Stage.CALIBRATING
     logger.info("Inserted calibration layers for %d layers; run %d batches.", len(plans), graph.plan.batch_num)
 

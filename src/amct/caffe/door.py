@@ -19,6 +19,7 @@ from amct.caffe.ptq.qdq import qdq_observers
 from amct.caffe.ptq.save import SaveNotes, results_with, save_results
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inputs_by_name, run_net, sample_count
+from amct.calibration import ALONE
 from amct.calibration.layer_records import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
 from amct.config.ptq.quant_config import plan_of
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import Results
     from amct.caffe.running import Batch
-    from amct.calibration import CalibrationResult
+    from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel
+    from amct.ptq.door import ComparedModel, Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
@@ -131,10 +132,10 @@ class CaffePreparation:
         left = [Skip(name, reason) for name, reason in self.graph.not_quantized.items()]
         return (*left, *(Skip(skip.layer, f"not folded: {skip.reason}") for skip in self.graph.fusion.skipped))
 
-    def start_calibration(self) -> Calibration:
+    def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""
         graph = self.graph
-        calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()))
+        calibration = start_calibration(graph, qdq_observers(build_net(graph.model), graph.plans()), ranks)
 
         def run(batches: Iterable[Batch]) -> None:
             for batch in batches:
@@ -235,14 +236,15 @@ class CaffeDoor:
         del plan
         return self._equalize
 
-    def prepare(self, plan: Plan, data: Callable[[], Iterable[Batch]]) -> CaffePreparation:
-        """Fold, equalize, and quantize the weights."""
+    def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> CaffePreparation:
+        """Fold, equalize by all batches in every process, and quantize the weights."""
+        del ranks
         graph = QuantGraph(original=self._original, plan=plan, model=self._original.copy())
         fold(graph)
         if self._equalize:
             weights = {name: layer.weight for name, layer in graph.plans().items()}
             one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}
-            factors = find_factors(graph.model, data(), one_scale=one_scale)
+            factors = find_factors(graph.model, data(ALONE), one_scale=one_scale)
             divide_channels(graph.model, factors)
             graph.equalized = tuple(factors)
         quantize_folded(graph)

@@ -6,15 +6,19 @@ and get factors back. Sessions share no state, so they can be interleaved.
 
 from amct.calibration.balance import BalanceSession
 from amct.calibration.observers import make_observer
+from amct.calibration.ranks import ALONE, Ranks, all_ranks
 from amct.calibration.record_files import RecordFiles, read_progress
 from amct.calibration.session import CalibrationResult, CalibrationSession, Stream
 
 __all__ = [
+    "ALONE",
     "BalanceSession",
     "CalibrationResult",
     "CalibrationSession",
+    "Ranks",
     "RecordFiles",
     "Stream",
+    "all_ranks",
     "make_observer",
     "read_progress",
 ]

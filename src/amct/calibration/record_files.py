@@ -48,11 +48,18 @@ def read_progress(record: str | os.PathLike[str]) -> dict[str, Progress]:
 
 
 class RecordFiles:
-    """Writes the record of one calibration; ``stale`` are files of an earlier calibration, deleted at the beginning."""
+    """Writes the record of one calibration.
 
-    def __init__(self, record: str | os.PathLike[str], *, stale: Iterable[Path] = ()) -> None:
+    Args:
+        record: The record file.
+        stale: Files of an earlier calibration, deleted at the beginning.
+        writes: Whether this process writes; of several that calibrate together only one does.
+    """
+
+    def __init__(self, record: str | os.PathLike[str], *, stale: Iterable[Path] = (), writes: bool = True) -> None:
         self.record = Path(record)
         self._stale = tuple(stale)
+        self._writes = writes
 
     def check(self) -> None:
         """Check that the record can be written.
@@ -66,6 +73,8 @@ class RecordFiles:
 
     def begin(self, record: AnyRecord, progress: Mapping[str, Progress]) -> None:
         """Write the initial record and progress, and delete the stale files."""
+        if not self._writes:
+            return
         with atomic.FileGroup() as group:
             group.write_bytes(self.record, self._encoded(record))
             group.write_text(progress_path(self.record), _text(progress))
@@ -74,6 +83,8 @@ class RecordFiles:
 
     def note(self, progress: Mapping[str, Progress]) -> None:
         """Write the progress; cheap enough to be called after every batch."""
+        if not self._writes:
+            return
         text = _text(progress)
         atomic.modify(progress_path(self.record), lambda _: text.encode())
 
@@ -82,6 +93,8 @@ class RecordFiles:
 
         Each of those files is a text, or made from the content of the record file.
         """
+        if not self._writes:
+            return
         content = self._encoded(record)
         with atomic.FileGroup() as group:
             group.write_bytes(self.record, content)

@@ -6,63 +6,51 @@ need, can be observed too; the session does not wait for them.
 
 The caller wraps each forward pass in ``with session.batch():`` and calls ``observe`` when a layer is executed.
 Activations are passed to the observers immediately and not stored. Batches beyond ``batch_num`` are ignored.
+
+Several processes can calibrate together (``ranks``): each has a session of its own that observes its share of the
+batches; when it has them, it meets those of the other processes, and all end with the same result.
 """
 
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from weakref import finalize
 
+import numpy as np
+
 from amct import progress
-from amct.calibration.observers import make_observer
+from amct.calibration.factor_arrays import factors_as_arrays, factors_from_arrays
+from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
+from amct.calibration.streams import (
+    HIDDEN,
+    INPUT,
+    OUTPUT,
+    Stream,
+    Watched,
+    merge_state,
+    mergeable,
+    need_mergeable,
+    progress_of,
+)
 from amct.config.plan import OPEN_ENDED
 from amct.errors import AmctError, ArgumentError, CalibrationError, did_you_mean
-from amct.numerics.affine import SymmetricScale, round_scale_to_fp16
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
-    from amct.config.settings import ActivationSettings
-    from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.calibration.ranks import Arrays
+    from amct.numerics.observer import ActivationFactors, TensorObserver
     from amct.record import Progress
 
+__all__ = ["HIDDEN", "INPUT", "OPEN_ENDED", "OUTPUT", "CalibrationResult", "CalibrationSession", "Stream"]
+
 logger = logging.getLogger(__name__)
-
-INPUT = "input"
-OUTPUT = "output"
-HIDDEN = "hidden state"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """One activation of a layer to observe.
-
-    Attributes:
-        layer: The name of the layer.
-        name: The name of the stream, unique in the layer: "input", "hidden state", "input 1".
-        settings: The settings of the activation algorithm.
-        batch_num: The number of batches needed.
-        force_fp16: Whether the scale is rounded to half precision.
-        symmetric_scale: The divisor of a symmetric range.
-        channel_axis: The axis with one scale per channel; None: one scale for the tensor.
-        make_observer: Creates the observer; None: it is created from the settings above.
-        same_as: Layer and name of a stream with the same values, whose factors are used instead of observing this one.
-    """
-
-    layer: str
-    name: str = INPUT
-    settings: ActivationSettings
-    batch_num: int = 1
-    force_fp16: bool = False
-    symmetric_scale: SymmetricScale = SymmetricScale.NEGATIVE_SIDE
-    channel_axis: int | None = None
-    make_observer: Callable[[], Observer] | None = None
-    same_as: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +74,9 @@ class CalibrationSession:
         on_progress: Called after each batch except the last, with (observed, needed) batches of every layer.
         on_ready: Called with the result of the complete layers when one of them is executed again while others still
             need batches, because those may never be executed. Called again only when more layers are complete.
-        on_end: Called once, with the result, when the session ends.
+        on_end: Called once, with the result, when the session ends; in every process, first in the one of rank 0.
         show_bar: Whether there is a progress bar.
+        ranks: The processes that calibrate together.
     """
 
     def __init__(
@@ -99,19 +88,22 @@ class CalibrationSession:
         on_ready: Callable[[CalibrationResult], None] | None = None,
         on_end: Callable[[CalibrationResult], None] | None = None,
         show_bar: bool = True,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._layers: dict[str, dict[str, _Watched]] = {}
+        self._ranks = ranks
+        self._layers: dict[str, dict[str, Watched]] = {}
         for stream in (wanted := list(streams)):
             own = self._layers.setdefault(stream.layer, {})
             if stream.name in own:
                 raise ArgumentError(f'layer "{stream.layer}": "{stream.name}" is to be observed twice')
-            own[stream.name] = _Watched(stream)
+            own[stream.name] = Watched(stream, ranks)
         for stream in wanted:
             if stream.same_as is not None:
                 self._find(stream.layer, stream.name).follow(self._find(*stream.same_as))
         if not self._layers:
             raise CalibrationError("there is no layer to calibrate: every layer is switched off")
         self._tensors = dict(tensors or {})
+        self._tensor_names = tuple(self._tensors)
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._on_end = on_end
@@ -122,7 +114,14 @@ class CalibrationSession:
         """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
-        self._bar = _Bar(most if most < OPEN_ENDED else None, shown=show_bar and most > 1)
+        self._bar = _Bar(
+            ranks.share(most) if most < OPEN_ENDED else None, shown=show_bar and most > 1 and ranks.is_first
+        )
+        if not ranks.is_alone:
+            for name, observer in self._tensors.items():
+                need_mergeable(observer, f'tensor "{name}"')
+        self._what = fingerprint([*map(_described, wanted), *self._tensor_names])
+        self._joined: Meeting | None = None
 
     @property
     def done(self) -> bool:
@@ -143,7 +142,7 @@ class CalibrationSession:
     @property
     def progress(self) -> dict[str, Progress]:
         """The number of batches observed and needed, for every layer."""
-        return {layer: _progress(own) for layer, own in self._layers.items()}
+        return {layer: progress_of(own) for layer, own in self._layers.items()}
 
     def missing(self) -> str:
         """Return a sentence that names the layers that still need batches and their number; "" if there are none."""
@@ -166,7 +165,8 @@ class CalibrationSession:
             self._batches += 1
         self._depth += 1
         try:
-            yield
+            with nullcontext() if self.done else self._together():
+                yield
         finally:
             self._depth -= 1
         if self._depth == 0:
@@ -195,7 +195,8 @@ class CalibrationSession:
         if watched.has_enough and not again:
             self._tell_ready()
             return
-        watched.observe(x, counts=not again)
+        with self._together():
+            watched.observe(x, counts=not again)
         watched.last_batch = self._batches
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
@@ -215,14 +216,26 @@ class CalibrationSession:
         if self._tensors.pop(name, None) is not None:
             logger.info('tensor "%s" is not observed: %s', name, reason)
 
-    def finish(self) -> None:
+    def finish(self, *, complete: bool = False) -> None:
         """End the session with the batches observed so far; does nothing if it has already ended.
 
+        Args:
+            complete: Every layer must have observed all its batches, in all processes together.
+
         Raises:
-            CalibrationError: A layer has not observed any batch; the message names it.
+            CalibrationError: A layer has not observed any batch, or not all; the message names it.
         """
-        if self.done:
-            return
+        if not self.done:
+            self._end(self._check_complete if complete else self._check_seen)
+
+    def _check_complete(self) -> None:
+        for own in self._layers.values():
+            for watched in own.values():
+                watched.needed = watched.stream.batch_num
+        if missing := self.missing():
+            raise CalibrationError(missing)
+
+    def _check_seen(self) -> None:
         unseen = [layer for layer, (seen, _) in self.progress.items() if seen == 0]
         if unseen:
             shown = ", ".join(f'"{layer}"' for layer in unseen[:_SHOWN_LAYERS])
@@ -230,7 +243,6 @@ class CalibrationSession:
                 f"{len(unseen)} of {len(self._layers)} layers were reached by no batch: {shown}; "
                 "calibrate with data that reaches them, or leave them in float"
             )
-        self._end()
 
     def close(self) -> None:
         """Remove the progress bar of a session that is aborted."""
@@ -247,7 +259,7 @@ class CalibrationSession:
             self._on_ready(_result_of(ready))
             self._ready = len(ready)
 
-    def _find(self, layer: str, name: str) -> _Watched:
+    def _find(self, layer: str, name: str) -> Watched:
         own = self._layers.get(layer)
         if own is None:
             raise ArgumentError(f'layer "{layer}" is not being calibrated.{did_you_mean(layer, self._layers)}')
@@ -260,33 +272,154 @@ class CalibrationSession:
             return
         progress_now = self.progress
         self._bar.move_to(min(seen for seen, _ in progress_now.values()))
+        if self._meeting is not None:
+            seen, needed = min(progress_now.values(), key=lambda each: each[0] - each[1])
+            self._meeting.beat(f"{seen} batches run" if needed >= OPEN_ENDED else f"{seen} of its {needed} batches run")
         if any(seen < needed for seen, needed in progress_now.values()):
             if self._on_progress is not None:
                 self._on_progress(progress_now)
             return
         self._end()
 
-    def _end(self) -> None:
+    def _end(self, check: Callable[[], None] | None = None) -> None:
         self._bar.close()
-        result = replace(_result_of(self._layers), tensors=self._tensor_factors())
-        if self._on_end is not None:
-            self._on_end(result)
+        with self._together():
+            result = self._own_result(check) if self._meeting is None else self._common_result(self._meeting, check)
         self._result = result
         batches = max(seen for seen, _ in self.progress.values())
         count = len(self._layers)
-        logger.info("calibrated %d of %d layers (%d %s)", count, count, batches, "batch" if batches == 1 else "batches")
+        if self._ranks.is_first:
+            form = "batch" if batches == 1 else "batches"
+            logger.info("calibrated %d of %d layers (%d %s)", count, count, batches, form)
         self._tensors = {}
+
+    def _own_result(self, check: Callable[[], None] | None) -> CalibrationResult:
+        if check is not None:
+            check()
+        result = replace(_result_of(self._layers, self._beat), tensors=self._tensor_factors())
+        if self._on_end is not None:
+            self._on_end(result)
+        return result
+
+    # -- several processes ---------------------------------------------------------------------------------------------
+
+    def _common_result(self, meeting: Meeting, check: Callable[[], None] | None) -> CalibrationResult:
+        """Meet the other processes: the first one computes and writes, then all have the same result."""
+        streams = self._streams()
+        observers = [each.observer for each in streams]
+        totals = meeting.enter([0 if observer is None else mergeable(observer).count for observer in observers])
+        for each, total in zip(streams, totals, strict=True):
+            each.settle(total)
+        meeting.collect(self.state, self._merge)
+        if self._ranks.is_first:
+            result = self._own_result(check)
+            meeting.publish(_result_as_arrays(result, self._tensor_names))
+            return result
+        result = _result_from_arrays(meeting.receive(), self._layers, self._tensor_names)
+        if self._on_end is not None:
+            self._on_end(result)
+        return result
+
+    def _together(self) -> AbstractContextManager[None]:
+        """The context of work whose failure ends the other processes too."""
+        return nullcontext() if self._meeting is None else self._meeting.together()
+
+    def _beat(self) -> None:
+        if self._meeting is not None:
+            self._meeting.beat("computes the factors")
+
+    def _streams(self) -> list[Watched]:
+        return [watched for own in self._layers.values() for watched in own.values()]
+
+    @property
+    def _meeting(self) -> Meeting | None:
+        """The meeting with the other processes; None if there are none. It begins with the first batch."""
+        if self._joined is None and not self._ranks.is_alone:
+            self._joined = Meeting(self._ranks, self._what)
+        return self._joined
+
+    def state(self) -> Arrays:
+        """What was observed so far, as arrays that files hold without pickle."""
+        arrays: Arrays = {}
+        for number, watched in enumerate(self._streams()):
+            arrays |= {f"{number}/{name}": array for name, array in watched.state().items()}
+        for number, name in enumerate(self._tensor_names):
+            if name in self._tensors:
+                found = mergeable(self._tensors[name]).state()
+                arrays |= {f"tensor {number}/{key}": array for key, array in found.items()}
+        return arrays
+
+    def _merge(self, arrays: Arrays) -> None:
+        """Add the state of another process; a tensor that one of them has given up is left out."""
+        for number, watched in enumerate(self._streams()):
+            watched.merge(_part(arrays, f"{number}/"))
+        for number, name in enumerate(self._tensor_names):
+            observer = self._tensors.get(name)
+            part = _part(arrays, f"tensor {number}/")
+            if observer is not None and part:
+                merge_state(mergeable(observer), mergeable(_without_data(observer)), part)
+            else:
+                self.give_up_tensor(name, "another process has given it up")
 
     def _tensor_factors(self) -> dict[str, ActivationFactors]:
         seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
         return {name: factors for name, observer in seen.items() if (factors := _tensor_factors(name, observer))}
 
 
-def _result_of(layers: Mapping[str, Mapping[str, _Watched]]) -> CalibrationResult:
+def _result_of(
+    layers: Mapping[str, Mapping[str, Watched]], beat: Callable[[], None] = lambda: None
+) -> CalibrationResult:
+    def factors(each: Watched) -> ActivationFactors:
+        beat()
+        return each.factors()
+
     return CalibrationResult(
-        layers={layer: {name: each.factors() for name, each in own.items()} for layer, own in layers.items()},
+        layers={layer: {name: factors(each) for name, each in own.items()} for layer, own in layers.items()},
         shapes={layer: {name: each.last_shape for name, each in own.items()} for layer, own in layers.items()},
     )
+
+
+def _without_data(observer: TensorObserver) -> TensorObserver:
+    """A new observer of the same settings."""
+    fresh: TensorObserver = replace(observer)  # type: ignore[type-var]  # observers of tensors are dataclasses
+    return fresh
+
+
+def _described(stream: Stream) -> str:
+    return repr((stream.layer, stream.name, stream.settings, stream.batch_num))
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _result_as_arrays(result: CalibrationResult, tensors: Sequence[str]) -> Arrays:
+    arrays: Arrays = {}
+    streams = [(layer, name) for layer, own in result.layers.items() for name in own]
+    for number, (layer, name) in enumerate(streams):
+        found = factors_as_arrays(result.layers[layer][name])
+        arrays |= {f"{number}/{key}": array for key, array in found.items()}
+        arrays[f"{number}/shape"] = np.array(result.shapes[layer][name], np.int64)
+    for number, name in enumerate(tensors):
+        if name in result.tensors:
+            found = factors_as_arrays(result.tensors[name])
+            arrays |= {f"tensor {number}/{key}": array for key, array in found.items()}
+    return arrays
+
+
+def _result_from_arrays(
+    arrays: Arrays, layers: Mapping[str, Mapping[str, Watched]], tensors: Sequence[str]
+) -> CalibrationResult:
+    streams = [(layer, name) for layer, own in layers.items() for name in own]
+    found: dict[str, dict[str, ActivationFactors]] = {layer: {} for layer in layers}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {layer: {} for layer in layers}
+    for number, (layer, name) in enumerate(streams):
+        part = _part(arrays, f"{number}/")
+        shapes[layer][name] = tuple(part.pop("shape").tolist())
+        found[layer][name] = factors_from_arrays(part)
+    parts = {name: _part(arrays, f"tensor {number}/") for number, name in enumerate(tensors)}
+    between = {name: factors_from_arrays(part) for name, part in parts.items() if part}
+    return CalibrationResult(layers=found, tensors=between, shapes=shapes)
 
 
 def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
@@ -298,83 +431,6 @@ def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | 
 
 
 _SHOWN_LAYERS = 5
-
-
-@dataclass
-class _Watched:
-    """The state of a stream: its observer and batch count, or the leader stream whose factors it uses."""
-
-    stream: Stream
-    leader: _Watched | None = None
-    observer: Observer | None = None
-    shape: tuple[int, ...] = ()
-    last_batch: int = 0
-    """The number of the last forward pass in which it was observed."""
-    _seen: int = 0
-    _found: ActivationFactors | None = None
-
-    def __post_init__(self) -> None:
-        stream = self.stream
-        if stream.make_observer is not None:
-            self.observer = stream.make_observer()
-        else:
-            self.observer = make_observer(
-                stream.settings, channel_axis=stream.channel_axis, symmetric_scale=stream.symmetric_scale
-            )
-
-    def follow(self, leader: _Watched) -> None:
-        self.leader, self.observer = leader, None
-
-    @property
-    def described(self) -> str:
-        what = "" if self.stream.name == INPUT else f", {self.stream.name}"
-        return f'layer "{self.stream.layer}"{what}'
-
-    @property
-    def seen(self) -> int:
-        return self._seen if self.leader is None else self.leader.seen
-
-    @property
-    def has_enough(self) -> bool:
-        return self.seen >= self.stream.batch_num
-
-    @property
-    def last_shape(self) -> tuple[int, ...]:
-        return self.shape or (self.leader.last_shape if self.leader is not None else ())
-
-    def observe(self, x: Tensor, *, counts: bool) -> None:
-        assert self.observer is not None, "the factors of a leader are not searched twice"
-        try:
-            self.observer.observe(x)
-        except AmctError as error:
-            raise CalibrationError(f"{self.described}, batch {self.seen + 1}: {error}") from error
-        self._seen += counts
-        logger.debug("%s: %d/%d batches", self.described, self.seen, self.stream.batch_num)
-
-    def factors(self) -> ActivationFactors:
-        """Return the factors; they are computed once, and the observer and its data are then freed."""
-        if self._found is None:
-            self._found = self._search() if self.leader is None else self.leader.factors()
-            self.observer = None
-            if bool(self._found.near_zero.any()):
-                logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.described)
-        return self._found
-
-    def _search(self) -> ActivationFactors:
-        assert self.observer is not None, "searched once"
-        try:
-            found = self.observer.result()
-        except AmctError as error:
-            raise CalibrationError(f"{self.described}: {error}") from error
-        if self.stream.force_fp16:
-            found = replace(found, scale=round_scale_to_fp16(found.scale))
-        return found
-
-
-def _progress(own: Mapping[str, _Watched]) -> Progress:
-    """Return the progress of a layer, that of its stream with the most missing batches."""
-    slowest = min(own.values(), key=lambda each: each.seen - each.stream.batch_num)
-    return slowest.seen, slowest.stream.batch_num
 
 
 class _Bar:

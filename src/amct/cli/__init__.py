@@ -26,11 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 success, 1 an exception in the user's own code, 2 bad input, 130 interrupted.
     """
     from amct.cli.app import app
+    from amct.cli.processes import rank_prefix
 
     try:
         result = app(args=None if arguments is None else list(arguments), prog_name="amct", standalone_mode=False)
     except AmctError as error:
-        sys.stderr.write(f"error: {printable(str(error))}\n")
+        sys.stderr.write(f"{rank_prefix()}error: {printable(str(error))}\n")
         return USAGE_OR_INPUT_ERROR
     except KeyboardInterrupt:
         return _interrupted()

@@ -51,6 +51,11 @@ class DataOptions:
         for values, _ in self.labelled():
             yield values
 
+    def part(self, first: int, step: int) -> Iterator[NDArray[np.float32]]:
+        """Return batches first, first + step, first + 2 · step, …; the others are not decoded."""
+        count = None if self.batches is None else len(range(first, self.batches, step))
+        return (values for values, _ in islice(self._batches(first, step), count))
+
     def labelled(self) -> Iterator[LabelledBatch]:
         """Return an iterator over the batches with the labels of their samples; a missing label is None.
 
@@ -96,10 +101,10 @@ class DataOptions:
         show(f"pictures    used as they are, the first {shape[1]} x {shape[2]}: no --size given, and {why}", err=True)
         return self
 
-    def _batches(self) -> Iterator[LabelledBatch]:
+    def _batches(self, first: int = 0, step: int = 1) -> Iterator[LabelledBatch]:
         from amct.data import batches, open_samples
 
-        yield from batches(open_samples(self.data, self._preparation()), self.batch_size)
+        yield from batches(open_samples(self.data, self._preparation()), self.batch_size, first=first, step=step)
 
     def _preparation(self) -> Preparation:
         import numpy as np
@@ -115,18 +120,34 @@ class DataOptions:
         )
 
 
-def full_batches(batches: Iterable[Any], size: int | None, source: Path) -> Iterator[Any]:
+@dataclass(frozen=True)
+class ConvertedBatches:
+    """The batches of some data, each converted; they can be read repeatedly and in parts."""
+
+    data: DataOptions
+    convert: Callable[[Any], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.convert, self.data)
+
+    def part(self, first: int, step: int) -> Iterator[Any]:
+        """Return every ``step``-th batch, from number ``first`` on."""
+        return map(self.convert, self.data.part(first, step))
+
+
+def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, first: int = 0) -> Iterator[Any]:
     """Yield the batches, without an incomplete last one.
 
     Args:
         batches: Each an array, a dict of arrays by input name, or an array with its labels.
         size: The fixed batch size of the model; None: all batches are yielded.
         source: The data, for error messages.
+        first: The number of the first of these batches in the data.
 
     Raises:
-        CalibrationError: The first batch has fewer samples than ``size``.
+        CalibrationError: The first batch of the data has fewer samples than ``size``.
     """
-    for count, batch in enumerate(batches):
+    for count, batch in enumerate(batches, first):
         parts = list(batch.values()) if isinstance(batch, dict) else batch
         length = len(parts[0]) if isinstance(parts, (list, tuple)) else len(parts)
         if size is not None and length < size:

@@ -7,6 +7,7 @@ ids) takes an array file: an .npz with arrays named as the inputs, or a .npy for
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,14 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
         options = replace(options, batch_size=size)
     if is_plain(proto):
         sized = options.with_size(input_shape(proto, proto.graph.input[0].name) or ())
-        return _Batches(lambda: full_batches(sized, size, sized.data))
+        return _Batches(lambda first, step: full_batches(sized.part(first, step), size, sized.data, first=first))
     if not is_array_file(options.data):
         names = ", ".join(value.name for value in proto.graph.input)
         raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")
     arrays = _arrays(proto, options)
+    slices = partial(_slices, arrays, options.batch_size)
     return _Batches(
-        lambda: islice(full_batches(_slices(arrays, options.batch_size), size, options.data), options.batches)
+        lambda first, step: islice(full_batches(slices(), size, options.data), first, options.batches, step)
     )
 
 
@@ -65,12 +67,16 @@ def is_plain(proto: ModelProto) -> bool:
 
 @dataclass(frozen=True)
 class _Batches:
-    """An iterable that can be iterated repeatedly; ``start`` returns an iterator over all batches."""
+    """An iterable that can be iterated repeatedly; ``start`` returns an iterator over every so many-th batch."""
 
-    start: Callable[[], Iterator[Any]]
+    start: Callable[[int, int], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return self.start()
+        return self.start(0, 1)
+
+    def part(self, first: int, step: int) -> Iterator[Any]:
+        """Return every ``step``-th batch, from number ``first`` on."""
+        return self.start(first, step)
 
 
 def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str, NDArray[Any]]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from amct.cli.data_options import DataOptions, takes_data
+from amct.cli.data_options import ConvertedBatches, DataOptions, takes_data
 from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
 from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, short_name, show, show_json
+from amct.cli.processes import is_alone, processes
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 
@@ -80,7 +81,11 @@ def quantize(  # noqa: PLR0913  the options of a command
         files.check()
         data.check()
         caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
-        result = _result(*_quantized(model, weights, data, config, caffe), files)
+        with processes() as prints:
+            quantized, batches = _quantized(model, weights, data, config, caffe)
+        if not prints:
+            return
+        result = _result(quantized, batches, files)
     if as_json:
         show_json(result)
     else:
@@ -164,7 +169,7 @@ def _quantized(
         import amct.caffe
         from amct.caffe.layer_list import input_shape
 
-        batches = list(data.with_size(input_shape(model, caffe["custom_proto"])))
+        batches = _held(data.with_size(input_shape(model, caffe["custom_proto"])))
         return amct.caffe.quantize(model, weights, batches, config=config, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
@@ -177,8 +182,13 @@ def _quantized(
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = [torch.from_numpy(batch) for batch in data.with_size(None)]
+    batches = _held(ConvertedBatches(data.with_size(None), torch.from_numpy))
     return amct.pytorch.quantize(load_reference(model), batches, config=config), batches
+
+
+def _held(batches: Iterable[Any]) -> Iterable[Any]:
+    """Batches in memory, to be read once; one of several processes does not read them all."""
+    return list(batches) if is_alone() else batches
 
 
 def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) -> dict[str, Any]:

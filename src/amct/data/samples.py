@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from amct.atomic import is_file, is_folder
 from amct.data.arrays import DATA_NAMES, LABEL_NAMES, choose, is_array_file, read_array, read_arrays
-from amct.data.datum import to_bgr
+from amct.data.datum import parse_datum, to_bgr
 from amct.data.idx import is_idx_file, labels_beside, read_idx
 from amct.data.images import list_images, read_image
 from amct.data.lmdb import LmdbReader, is_lmdb
@@ -19,10 +21,12 @@ from amct.errors import ArgumentError, FileError, ParseError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
+Read = Callable[[], "tuple[npt.NDArray[Any], int | None]"]
+"""Reads the values of a sample and its label."""
 ColorOrder = Literal["bgr", "rgb", "gray"]
 _PICTURE_AXES = 3
 
@@ -83,10 +87,21 @@ class Sample:
 
 
 class SampleSource:
-    """A collection of samples with a length; it can be iterated repeatedly and reads one sample at a time."""
+    """A collection of samples with a length; it can be iterated repeatedly and reads one sample at a time.
+
+    Args:
+        name: The name in error messages.
+        count: The number of samples.
+        raw: Starts a pass: the name of each sample, and a function that reads its values and its label.
+        prepare: The preprocessing.
+    """
 
     def __init__(
-        self, name: str, count: int, raw: Callable[[], Iterator[tuple[str, Any, int | None]]], prepare: Preparation
+        self,
+        name: str,
+        count: int,
+        raw: Callable[[], Iterator[tuple[str, Read]]],
+        prepare: Preparation,
     ) -> None:
         self.name = name
         self._count = count
@@ -97,8 +112,14 @@ class SampleSource:
         return self._count
 
     def __iter__(self) -> Iterator[Sample]:
-        for name, values, label in self._raw():
-            yield Sample(name, self._prepare.apply(values, name), label)
+        return self.chosen(lambda _: True)
+
+    def chosen(self, wanted: Callable[[int], bool]) -> Iterator[Sample]:
+        """Yield the samples whose index is wanted; the others are not decoded."""
+        for index, (name, read) in enumerate(self._raw()):
+            if wanted(index):
+                values, label = read()
+                yield Sample(name, self._prepare.apply(values, name), label)
 
 
 def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = None) -> SampleSource:
@@ -176,9 +197,11 @@ def read_image_list(path: str | os.PathLike[str]) -> list[tuple[str, int | None]
 
 
 def batches(
-    source: SampleSource, size: int, *, drop_last: bool = False
+    source: SampleSource, size: int, *, drop_last: bool = False, first: int = 0, step: int = 1
 ) -> Iterator[tuple[npt.NDArray[np.float32], list[int | None]]]:
     """Stack samples to batches of ``size``, with their labels; a smaller last batch is kept unless ``drop_last``.
+
+    With ``first`` and ``step`` only batches first, first + step, first + 2 · step, … are read.
 
     Raises:
         ArgumentError: The size is not positive, or samples of one batch have different shapes.
@@ -186,7 +209,7 @@ def batches(
     if size < 1:
         raise ArgumentError(f"a batch has at least one sample, got size {size}")
     waiting: list[Sample] = []
-    for sample in source:
+    for sample in source.chosen(lambda index: index // size % step == first):
         if waiting and sample.values.shape != waiting[0].values.shape:
             raise ArgumentError(
                 f"{source.name}: {sample.name} has shape {sample.values.shape} and {waiting[0].name} "
@@ -201,11 +224,13 @@ def batches(
 
 
 def _picture_source(name: str, entries: list[tuple[Path, int | None]], prepare: Preparation) -> SampleSource:
-    def raw() -> Iterator[tuple[str, Any, int | None]]:
+    def read(path: Path, label: int | None) -> tuple[npt.NDArray[Any], int | None]:
+        picture = read_image(path, color=prepare.color != "gray")
+        return (picture.transpose(2, 0, 1) if prepare.color == "rgb" else to_bgr(picture)), label
+
+    def raw() -> Iterator[tuple[str, Read]]:
         for path, label in entries:
-            picture = read_image(path, color=prepare.color != "gray")
-            ordered = picture.transpose(2, 0, 1) if prepare.color == "rgb" else to_bgr(picture)
-            yield str(path), ordered, label
+            yield str(path), partial(read, path, label)
 
     return SampleSource(name, len(entries), raw, prepare)
 
@@ -240,10 +265,12 @@ def _stacked_source(
     if labels is not None and labels.shape[:1] != values.shape[:1]:
         raise ParseError(f"{path}: {len(values)} samples but labels of shape {labels.shape}")
 
-    def raw() -> Iterator[tuple[str, Any, int | None]]:
-        for index, each in enumerate(values):
-            label = None if labels is None else int(np.asarray(labels[index]).reshape(-1)[0])
-            yield f"{path}[{index}]", each, label
+    def read(index: int) -> tuple[npt.NDArray[Any], int | None]:
+        return values[index], None if labels is None else int(np.asarray(labels[index]).reshape(-1)[0])
+
+    def raw() -> Iterator[tuple[str, Read]]:
+        for index in range(len(values)):
+            yield f"{path}[{index}]", partial(read, index)
 
     return SampleSource(str(path), len(values), raw, prepare)
 
@@ -251,9 +278,13 @@ def _stacked_source(
 def _lmdb_source(path: Path, prepare: Preparation) -> SampleSource:
     reader = LmdbReader(path)
 
-    def raw() -> Iterator[tuple[str, Any, int | None]]:
-        for index, datum in enumerate(reader.datums()):
-            yield f"{path}[{index}]", datum.values, datum.label
+    def read(key: str, value: bytes) -> tuple[npt.NDArray[Any], int | None]:
+        datum = parse_datum(value, f'{path}: entry "{key}"')
+        return datum.values, datum.label
+
+    def raw() -> Iterator[tuple[str, Read]]:
+        for index, (key, value) in enumerate(reader.items()):
+            yield f"{path}[{index}]", partial(read, key, value)
 
     return SampleSource(str(path), len(reader), raw, prepare)
 

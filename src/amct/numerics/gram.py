@@ -8,8 +8,9 @@ A transposed convolution is computed as a plain one: zeros inserted into its inp
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,6 +116,19 @@ class GramStatistics:
             self.gram[:, end:, begin:end] += stripe[:, :, end - begin :].transpose(1, 2)
         self.cross += torch.bmm(self.unfolding.group_outputs(y.float()), columns.transpose(1, 2))
         self.positions += columns.shape[2]
+
+    def part(self, rows: slice) -> GramStatistics:
+        """Return the statistics of some output channels: of one group, or whole groups."""
+        part = copy.copy(self)
+        if self.unfolding.groups == 1:
+            part.cross = self.cross[:, rows]
+            return part
+        geometry, size = self.unfolding.geometry, self.cross.shape[1]
+        assert geometry is not None, "linear layers have one group"
+        groups = slice(rows.start // size, rows.stop // size)
+        part.unfolding = replace(self.unfolding, geometry=replace(geometry, groups=groups.stop - groups.start))
+        part.gram, part.cross = self.gram[groups], self.cross[groups]
+        return part
 
     def half_gradient(self, weight: Tensor) -> Tensor:
         """Return half the gradient of the squared error, ``w G - C``, in float64."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.calibration import BalanceSession, CalibrationSession
+from amct.calibration import ALONE, BalanceSession, CalibrationSession
 from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
 from amct.export.binding import placeholder_factors
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import Tensor
 
+    from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
@@ -55,7 +56,7 @@ class Watched:
         return as_tensor(np.concatenate([first.reshape(-1), outputs[:-1].reshape(-1)]))
 
 
-def start_calibration(prepared: OnnxPreparation) -> Calibration:
+def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibration:
     """Start the calibration of a prepared model in onnxruntime.
 
     Raises:
@@ -63,7 +64,7 @@ def start_calibration(prepared: OnnxPreparation) -> Calibration:
     """
     recurrent = [name for name, layer in prepared.onnx_layers.items() if layer.kind.is_recurrent]
     observers = prepared.tensor_observers()
-    session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers)
+    session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers, ranks=ranks)
     model, watched = watch_layers(prepared.rounded_model(), prepared)
     runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])
 
@@ -120,8 +121,10 @@ def _watched(layer: Layer) -> Watched:
     )
 
 
-def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> dict[str, Tensor]:
+def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds], ranks: Ranks = ALONE) -> dict[str, Tensor]:
     """Compute the DMQ factors of the layers that the plan balances; without such layers nothing is run.
+
+    Of several processes each runs its share of the batches, and all get the same factors.
 
     Raises:
         CalibrationError: the data of a layer cannot be used; the message names the layer.
@@ -131,13 +134,14 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds]) -> 
         return {}
     layers = {name: found.layer for name, found in find_all_layers(model).found.items() if name in plans}
     maxima: dict[str, Tensor] = {}
-    session = BalanceSession(layers, maxima.update)
+    session = BalanceSession(layers, maxima.update, ranks=ranks)
     runner = Runner(model, [layer.node.input[0] for layer in layers.values()])
     for feeds in batches:
         values = runner.run(feeds)
         with session.batch():
             for name, layer in layers.items():
                 session.observe(name, as_tensor(values[layer.node.input[0]]), layer.kind.channel_axis)
+    session.finish()
     return {
         name: layer_balance_factors(plans[name], weight_parts(layers[name])[0], maximum)
         for name, maximum in maxima.items()

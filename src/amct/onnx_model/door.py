@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from amct.calibration import ALONE
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
@@ -28,11 +29,12 @@ from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.binding import LayerBinding
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from amct.onnx_model.layers import Layers
     from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Calibration, ComparedModel, ModelOutput
+    from amct.ptq.door import Calibration, ComparedModel, ModelOutput, Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import Record
 
@@ -102,9 +104,9 @@ class OnnxPreparation(Preparation):
 
     # -- interface of the quantization flow ----------------------------------------------------------------------------
 
-    def start_calibration(self) -> Calibration:
+    def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration in onnxruntime with the quantized weights."""
-        return start_calibration(self)
+        return start_calibration(self, ranks)
 
     def simulation(self, record: Record, *, deploy: bool = False) -> ModelProto:
         """The fake-quant model, built from standard operators."""
@@ -176,7 +178,7 @@ class OnnxDoor:
         """True with DMQ, which needs the activations of all batches before the weights are quantized."""
         return bool(plan.balanced)
 
-    def prepare(self, plan: Plan, data: Callable[[], Iterable[Feeds]]) -> OnnxPreparation:
+    def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> OnnxPreparation:
         """Fold, balance, and quantize the weights.
 
         Raises:
@@ -186,7 +188,7 @@ class OnnxDoor:
         _refuse_adaround(plan)
         chosen = enabled_layers(plan, self._found.found)
         folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
-        balance = balance_factors(folded.model, plan, data())
+        balance = balance_factors(folded.model, plan, data(ranks), ranks)
         after = find_all_layers(folded.model).found
         weights = {
             layer.name: quantize_weights(

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
+from amct.calibration.ranks import ALONE
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import LARGEST_BATCH, MOST_BATCHES, MOST_SAMPLES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from amct.calibration import Ranks
 
 BatchInputs = Callable[[Any], Any]
 """Turns a batch of the user's data into the inputs of the model, where its form does not tell them."""
@@ -76,9 +80,18 @@ class Batches:
             raise CalibrationError("calibration_data is empty; at least one batch is needed")
         return self._convert(batch)
 
-    def limited(self, count: int | None) -> Iterator[Any]:
-        """The first ``count`` batches as arguments; all of them when ``count`` is None."""
-        return itertools.islice(self, count)
+    def limited(self, count: int | None, ranks: Ranks = ALONE) -> Iterator[Any]:
+        """The first ``count`` batches as arguments, all of them when ``count`` is None; of several processes its share.
+
+        Only the batches of the share are read where the data allows it: a sequence, a DataLoader over a data set with
+        indices, an object with a method ``part(first, step)``. Otherwise the others are read and left out.
+        """
+        if ranks.is_alone:
+            return itertools.islice(self, count)
+        share = None if count is None else ranks.share(count)
+        if self._once is not None:
+            return map(self._convert, itertools.islice(self._originals(), ranks.rank, count, ranks.size))
+        return map(self._convert, itertools.islice(data_part(self._data, ranks.rank, ranks.size), share))
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._convert, self._originals())  # no frame keeps a batch while the model runs
@@ -105,6 +118,39 @@ class Batches:
         for batch in self._once:
             self._read.append(batch)
             yield batch
+
+
+def data_part(data: Any, first: int, step: int) -> Iterator[Any]:  # noqa: ANN401  any iterable of batches
+    """Every ``step``-th batch of some data, from number ``first`` on; the others are read only if there is no way."""
+    if hasattr(data, "part"):
+        return iter(data.part(first, step))
+    if isinstance(data, (list, tuple)):
+        return iter(data[first::step])
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        loader: DataLoader[Any] = DataLoader(
+            data.dataset,
+            batch_sampler=_SomeBatches(data.batch_sampler, first, step),
+            num_workers=data.num_workers,
+            collate_fn=data.collate_fn,
+            pin_memory=data.pin_memory,
+            timeout=data.timeout,
+            worker_init_fn=data.worker_init_fn,
+            multiprocessing_context=data.multiprocessing_context,
+            generator=data.generator,
+            prefetch_factor=data.prefetch_factor,
+        )
+        return iter(loader)
+    return itertools.islice(iter(data), first, None, step)
+
+
+class _SomeBatches:
+    """Every so many-th batch of indices that a batch sampler of a data loader gives."""
+
+    def __init__(self, sampler: Iterable[list[int]], first: int, step: int) -> None:
+        self._sampler, self._first, self._step = sampler, first, step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(iter(self._sampler), self._first, None, self._step)
 
 
 class KeptBatches:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from amct.calibration import ALONE
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.calibration import CalibrationResult, CalibrationSession
+    from amct.calibration import CalibrationResult, CalibrationSession, Ranks
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from amct.report.network import Network
 
 _Record = Any  # each door takes records of its own dialect only
+Passes = Callable[["Ranks"], Iterable[Any]]
+"""Starts a pass over the batches: all of them (``ALONE``), or the share of one of several processes."""
 OnTensor = Callable[[str, Tensor], None]
 """Called with the name of a layer, or the key of one of its inputs, and the tensor."""
 
@@ -116,8 +120,8 @@ class PreparedModel(Protocol):
     def skips(self) -> tuple[Skip, ...]:
         """Every layer that stays float and every batch norm that was not folded, with the reason."""
 
-    def start_calibration(self) -> Calibration:
-        """A new calibration of the model."""
+    def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
+        """A new calibration of the model, by one process or several together."""
 
     def complete_record(self, result: CalibrationResult) -> AnyRecord:
         """The factors of weights and activations."""
@@ -182,5 +186,5 @@ class Door(Protocol):
     def reads_data_first(self, plan: Plan) -> bool:
         """Whether ``prepare`` needs a pass over the data of its own (DMQ, AdaRound, equalization)."""
 
-    def prepare(self, plan: Plan, data: Callable[[], Iterable[Any]]) -> PreparedModel:
-        """Fold, balance or equalize, and quantize the weights; ``data`` starts a pass over the batches."""
+    def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> PreparedModel:
+        """Fold, balance or equalize, and quantize the weights."""

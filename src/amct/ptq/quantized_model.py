@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amct import atomic
+from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
@@ -146,7 +147,8 @@ class QuantizedModel:
             check: Whether the written files are run; without, a file that cannot be used is not noticed.
 
         Returns:
-            The files written.
+            The files written. Of several processes that calibrated together only that of rank 0 writes; the others
+            write nothing and return an empty list at once.
 
         Raises:
             ArgumentError: An unknown format, placement, target or opset, or an impossible path.
@@ -155,6 +157,8 @@ class QuantizedModel:
         """
         options = ExportOptions(placement=placement, target=target)
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
+        if not all_ranks().is_first:
+            return []
         compared = None
         if check and request.formats:
             compared = reference(self.prepared, self.record, self._examples, self._seconds)

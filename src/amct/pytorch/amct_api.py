@@ -23,7 +23,7 @@ from torch import nn
 from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
-from amct.calibration import read_progress
+from amct.calibration import all_ranks, read_progress
 from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.check.batch import batch_beside
@@ -134,11 +134,16 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
         )
 
     def write(factors: Mapping[str, Tensor]) -> None:
+        if not ranks.is_first:
+            return
         entries = {name: LayerRecord(tensor_balance_factor=tuple(values.tolist())) for name, values in factors.items()}
         write_record(Record(entries), path)
 
-    balancing = balancing_model(traced, plan, write)
-    write_record(Record(), path)
+    ranks = all_ranks()
+    ranks.need_a_batch_each(plan.batch_num)
+    balancing, _ = balancing_model(traced, plan, write, ranks=ranks, batch_num=plan.batch_num)
+    if ranks.is_first:
+        write_record(Record(), path)
     return balancing
 
 
@@ -155,6 +160,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     """Fold, quantize the weights, and return the calibration model, to be run on ``batch_num`` batches.
 
     The weight factors are written to the record at once, the activation factors when every layer has enough batches.
+    Under ``torch.distributed`` every process calls this function and runs its share of the batches: process r of n runs
+    batches r, r + n, r + 2n, … of ``batch_num``; only that of rank 0 writes.
 
     Args:
         config_file: the JSON config of ``create_quant_config``.
@@ -189,7 +196,9 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes
     )
     plan = _plan(content, config_file, traced)
-    preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path))
+    ranks = all_ranks()
+    ranks.need_a_batch_each(plan.batch_num)
+    preparation = prepare(traced, plan, balance=_recorded_balance(plan, record_path), ranks=ranks)
     for skip in preparation.skips:
         logger.info("left as it is: %s", skip)
     onnx = preparation.default_onnx
@@ -198,18 +207,20 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
             raise onnx
         # Data-dependent control flow: the model can be calibrated but not saved; the file holds the reason.
         logger.warning("calibration works, but save_model will not: %s", onnx)
-        write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
-        return start_calibration(preparation, record_file=record_path).model
-    write_modified(onnx_path, onnx.model, file_notes(preparation))
+        if ranks.is_first:
+            write_modified(onnx_path, None, file_notes(preparation, failure=str(onnx)))
+        return start_calibration(preparation, record_file=record_path, ranks=ranks).model
+    if ranks.is_first:
+        write_modified(onnx_path, onnx.model, file_notes(preparation))
     watch = preparation.intermediate_watch(onnx)
-    return start_calibration(preparation, record_file=record_path, intermediate=watch).model
+    return start_calibration(preparation, record_file=record_path, intermediate=watch, ranks=ranks).model
 
 
 def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyPath) -> None:
     """Write the deploy, fake-quant and QDQ models and a report, as ``<save_path>_deploy_model.onnx`` and so on.
 
     The files are first run on the calibration batch kept beside the record (``<record>.check.npz``), or on random
-    inputs, and compared with the float model.
+    inputs, and compared with the float model. Under ``torch.distributed`` only the process of rank 0 does anything.
 
     Args:
         modfied_onnx_file: written by ``quantize_model``.
@@ -233,6 +244,8 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         },
     )
     where = SavePath.parse(save_path)
+    if not all_ranks().is_first:
+        return
     atomic.check_writable(where.folder)
     model, notes = read_modified(modfied_onnx_file)
     record = read_record(record_file)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from amct.calibration import ALONE
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError
@@ -19,11 +20,13 @@ from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.watch.balancing import balance_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.door import Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.preparation import AdaRoundMode
@@ -103,8 +106,10 @@ class TorchDoor:
         """True with DMQ or AdaRound, which need the activations of all batches before the weights are quantized."""
         return bool(plan.balanced) or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled)
 
-    def prepare(self, plan: Plan, data: Callable[[], Iterable[Arguments]]) -> TorchPreparation:
-        """Fold, balance, and quantize the weights."""
+    def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> TorchPreparation:
+        """Fold, balance, and quantize the weights; AdaRound learns from all batches in every process."""
         assert self._traced is not None, "plan comes first"
-        balance = balance_of(self._traced, plan, data())
-        return prepare(self._traced, plan, balance=balance, data=data, adaround=self._adaround)
+        balance = balance_of(self._traced, plan, data(ranks), ranks)
+        return prepare(
+            self._traced, plan, balance=balance, data=lambda: data(ALONE), adaround=self._adaround, ranks=ranks
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from amct.calibration import ALONE
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ExportError, ModelError
 from amct.export.onnx.runtime import as_tensor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
+    from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.export.qdq.exporter import FastTensors
     from amct.ptq.batches import Batches, BatchInputs
@@ -118,11 +120,11 @@ class TorchPreparation(Preparation):
 
     # -- interface of the quantization flow ----------------------------------------------------------------------------
 
-    def start_calibration(self) -> Calibration:
+    def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration of a copy of the model with fake-quantized weights."""
         onnx = self.default_onnx
         intermediate = self.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
-        calibrated = start_calibration(self, intermediate=intermediate)
+        calibrated = start_calibration(self, intermediate=intermediate, ranks=ranks)
 
         def run(batches: Iterable[Arguments]) -> None:
             for args, kwargs in batches:
@@ -206,6 +208,7 @@ def prepare(
     balance: Mapping[str, Tensor] | None = None,
     data: Callable[[], Iterable[Arguments]] | None = None,
     adaround: AdaRoundMode = "plain",
+    ranks: Ranks = ALONE,
 ) -> TorchPreparation:
     """Fold, and quantize the weights; the user's model is not changed.
 
@@ -215,6 +218,7 @@ def prepare(
         balance: DMQ factors by layer, for the layers that are balanced.
         data: returns the inputs that AdaRound learns from; by default the example input.
         adaround: the AdaRound method.
+        ranks: the processes that quantize together; in its fast mode AdaRound divides the work among them.
 
     Raises:
         CalibrationError: no layer is to be quantized, or weights cannot be quantized; the message names the layer.
@@ -245,6 +249,6 @@ def prepare(
     )
     if any(isinstance(layer.weight, AdaRoundSettings) for layer in chosen):
         inputs = (traced.inputs.args, traced.inputs.kwargs)
-        learned = learn_rounding(preparation, data or (lambda: [inputs]), fast=adaround == "fast")
+        learned = learn_rounding(preparation, data or (lambda: [inputs]), fast=adaround == "fast", ranks=ranks)
         preparation = replace(preparation, weights={**weights, **learned})
     return preparation

@@ -70,6 +70,29 @@ class LastMlp(nn.Module):
         return (x + self.down(functional.gelu(self.up(x)))).permute(0, 3, 1, 2)
 
 
+class NormedMlp(LastMlp):
+    """The same behind a LayerNorm over the channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.norm = nn.LayerNorm(channels)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return (x + self.down(functional.gelu(self.up(self.norm(x))))).permute(0, 3, 1, 2)
+
+
+class ComputedParts(nn.Module):
+    """A split by sizes that follow the tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        a, b = torch.split(x, [half, x.shape[1] - half], 1)
+        return torch.cat([b, functional.hardswish(a)], 1)
+
+
 class Flat(nn.Module):
     """The end of a network: all channels and positions to a linear layer."""
 
@@ -156,7 +179,7 @@ class RandomNet(nn.Module):
         return "one", (place,), nn.Sequential(inner, groups), 24
 
     def same_size(self, place, channels):
-        kind = self.random.choice([Gate, LastMlp, Scale, LiteralParts, nn.PReLU, nn.MaxPool2d])
+        kind = self.random.choice([Gate, LastMlp, NormedMlp, Scale, LiteralParts, nn.PReLU, nn.MaxPool2d])
         layer = nn.MaxPool2d(3, 1, 1) if kind is nn.MaxPool2d else kind(channels)
         return "one", (place,), layer, channels
 
@@ -164,8 +187,10 @@ class RandomNet(nn.Module):
         return ("one", (place,), Shuffle(), channels) if channels % 2 == 0 else None
 
     def halves(self, place, channels):
-        layer = self.random.choice([GatedHalves, FrontHalf])()
-        return ("one", (place,), layer, channels // 2) if channels % 2 == 0 else None
+        if channels % 2:
+            return None
+        layer = self.random.choice([GatedHalves, FrontHalf, ComputedParts])()
+        return "one", (place,), layer, channels if isinstance(layer, ComputedParts) else channels // 2
 
     def padded(self, place, channels):
         return "one", (place,), ChannelPad(), channels + 3

@@ -22,7 +22,29 @@ def zeroed(model, removal):
             for axis, labels in enumerate(removal.channel_map.parameters.get(name, ())):
                 if labels is not None:
                     parameter.index_fill_(axis, torch.from_numpy(removal.removed(labels)), 0.0)
+    for name, module in list(duplicate.named_modules()):
+        labels = removal.channel_map.parameters.get(f"{name}.weight", (None,))[0]
+        if isinstance(module, nn.LayerNorm) and labels is not None:
+            parent, _, leaf = name.rpartition(".")
+            setattr(duplicate.get_submodule(parent), leaf, NormOfOthers(module, removal.removed(labels)))
     return duplicate
+
+
+class NormOfOthers(nn.Module):
+    """A LayerNorm over the channels that are not removed: zeros would count in its mean and variance."""
+
+    def __init__(self, norm, removed):
+        super().__init__()
+        self.norm = norm
+        self.kept = [place for place in range(len(norm.weight)) if place not in set(removed.tolist())]
+
+    def forward(self, x):
+        kept, norm = x[..., self.kept], self.norm
+        spread = (kept.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
+        found = torch.zeros_like(x)
+        values = (kept - kept.mean(-1, keepdim=True)) / spread
+        found[..., self.kept] = values * norm.weight[self.kept] + norm.bias[self.kept]
+        return found
 
 
 @given(st.integers(0, 2**31))

@@ -76,6 +76,8 @@ class Buffer:
             ArgumentError: The engine freed the memory (``keep_blobs=False``).
         """
         tensor = self._tensor
+        if tensor is not None and tensor.device == current_device() and tensor.shape == shape:
+            return tensor
         if tensor is None:
             if self._released:
                 raise ArgumentError(
@@ -118,9 +120,10 @@ class Buffer:
             tensor = tensor.to("cpu", torch.float32).contiguous()
         self._tensor = tensor
         self.epoch += 1
-        for reference in self._views:
-            view = reference()
-            if view is not None and view.shape == shape and view.ctypes.data == tensor.data_ptr():
+        alive = [(reference, view) for reference in self._views if (view := reference()) is not None]
+        self._views = [reference for reference, _ in alive]
+        for _, view in alive:
+            if view.shape == shape and view.ctypes.data == tensor.data_ptr():
                 return view
         array: FloatArray = tensor.detach().numpy()
         self._views.append(weakref.ref(array))
@@ -139,13 +142,13 @@ class Buffer:
 
     def release(self) -> None:
         """Free the memory; reading is an error until the next write."""
-        if not self.is_exposed:
+        if not (self._views and self.is_exposed):
             self._tensor = None
             self._released = True
 
     def forget(self) -> None:
         """Free the memory before a write; without a write, zeros are read."""
-        if not self.is_exposed:
+        if not (self._views and self.is_exposed):
             self._tensor = None
 
 

@@ -15,9 +15,10 @@ from amct.caffe.engine.layer import Folded
 from amct.numerics.arq import channels_first, from_channels_first
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from amct.caffe.engine.build.graph import Node
+    from amct.caffe.engine.layer import Call
 
 
 @dataclass(eq=False)
@@ -29,15 +30,19 @@ class FusedChain:
     activation: Node | None = None
     """The last layer, if it is an activation."""
 
-    def run(self, bottom: torch.Tensor) -> torch.Tensor:
-        """Return the result of the last layer."""
-        head = self.nodes[0].layer
+    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+        """A call that computes the result of the last layer; valid as long as one of ``Layer.bind``."""
         code = self.activation.layer.activation() if self.activation is not None else None
-        result, is_activated = head.forward_folded(bottom, self._folded(), code)
+        call, is_activated = self.nodes[0].layer.bind_folded(bottoms[0], self._folded(), code)
         if self.activation is None or is_activated:
-            return result
-        self.activation.layer.may_overwrite = True
-        return self.activation.layer.forward([result], [])[0]
+            return lambda given: (call(given[0]),)
+        last = self.activation.layer
+
+        def activated(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            last.may_overwrite = True
+            return last.forward([call(given[0])], [])
+
+        return activated
 
     @property
     def affine(self) -> list[Node]:

@@ -30,6 +30,8 @@
 * Random numbers: use torch's global generator (seeded by ``caffe.set_random_seed``). ``self.is_training`` is the phase.
 * Errors: ``raise self.error("kernel_size must be > 0, got 0")`` adds the layer's name. Check everything in ``setup`` or
   ``reshape``: building a net finds all mistakes before memory is allocated.
+* ``bind`` may prepare what stays the same from one forward to the next (a kernel, packed weights); by default it calls
+  ``forward``.
 * ``channel_affine`` lets the engine fold a layer into the convolution before it; ``shares_memory`` marks layers whose
   top has the same memory as the bottom in Caffe (Reshape, Flatten, Split).
 * ``moves_values`` marks layers that only move or select values: deploy models run them on integers.
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.packed import Activation
     from amct.numerics.weight_kind import WeightKind
+
+    #: Computes the tops from the bottoms.
+    Call: TypeAlias = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 TRAIN, TEST = 0, 1
 #: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
@@ -165,12 +170,23 @@ class Layer:
         """The element-wise function of the layer, as named in ``packed.py``, else None."""
         return None
 
-    def forward_folded(
+    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+        """Forward without gradients as a call for bottoms like these, with the parameters as they are now.
+
+        The engine keeps the call until a bottom's shape, a parameter or the device changes. A layer overrides this to
+        choose its kernel and prepare its arguments once.
+        """
+        del bottoms
+        parameters = [blob.tensor for blob in self.blobs]
+        return lambda given: self.forward(given, parameters)
+
+    def bind_folded(
         self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
-    ) -> tuple[torch.Tensor, bool]:
-        """Run with folded parameters; return the result and whether the activation was applied too."""
-        del activation
-        return self.forward([bottom], folded.parameters)[0], False
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+        """``bind`` with folded parameters, for one bottom; and whether the call applies the activation too."""
+        del bottom, activation
+        parameters = folded.parameters
+        return lambda given: self.forward([given], parameters)[0], False
 
     def fold_groups(self) -> int:
         """The number of groups of a foldable layer."""
@@ -187,10 +203,7 @@ class Layer:
     def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
         """Run forward on blobs, without gradients."""
         given = [blob.tensor for blob in bottoms]
-        results = self.forward_on_integers(given)
-        if results is None:
-            results = self.forward(given, [blob.tensor for blob in self.blobs])
-        for blob, value in zip(tops, results, strict=True):
+        for blob, value in zip(tops, self.bind(given)(given), strict=True):
             blob.set_tensor(value)
 
     #: A layer that computes its own gradients on blobs sets this to a method ``(tops: list[Blob], propagate_down:
@@ -234,6 +247,11 @@ class Layer:
         made = make()
         self._derived[key] = (_state(sources, condition), made)
         return made
+
+    def computes_forward(self, method: str) -> bool:
+        """Whether a method that stands in for ``forward`` is as special as it: no subclass overrides forward alone."""
+        definers = [next(each for each in type(self).__mro__ if name in vars(each)) for name in (method, "forward")]
+        return issubclass(*definers)
 
     @contextmanager
     def naming_errors(self, bottoms: list[Shape]) -> Iterator[None]:

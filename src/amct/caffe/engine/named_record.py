@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from amct.atomic import is_file
+import re
+
+from amct.atomic import is_file, read_bytes
 from amct.errors import FileError
 from amct.record import read_caffe_record
+
+#: A record of weights as it is written here. Parsing its thousands of scales takes as long as some forward passes.
+_WEIGHTS = re.compile(
+    rb'(?:record \{\n  key: "[^"\\\n]+"\n  value \{\n'
+    rb'(?:    (?:(?:scale|offset|num_bits)_w: -?[0-9][0-9.e+-]*|object_layer: "[^"\\\n]*")\n)+'
+    rb"  \}\n\}\n)+"
+)
 
 
 def check_named_record(path: str) -> None:
@@ -19,4 +28,5 @@ def check_named_record(path: str) -> None:
             f'record_file_path: the record "{path}" does not exist; a prototxt creates no files. Make the model again '
             "with the functions of amct_caffe"
         )
-    read_caffe_record(path)
+    if not _WEIGHTS.fullmatch(read_bytes(path)):
+        read_caffe_record(path)

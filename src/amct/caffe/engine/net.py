@@ -14,10 +14,11 @@ from amct.caffe.engine.build.filter_rules import filter_net
 from amct.caffe.engine.build.graph import GraphBuilder
 from amct.caffe.engine.build.insert_splits import insert_splits
 from amct.caffe.engine.build.upgrade import upgrade_net
+from amct.caffe.engine.device import current_device
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
 from amct.caffe.engine.messages import read_message
-from amct.caffe.engine.plan import Plan, Step, build_plan
+from amct.caffe.engine.plan import BoundStep, Plan, Step, build_plan, parameters_of
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Net:
         self._kept = self._kept_blobs(keep_blobs)
         check_net_memory(self.graph, self._kept)
         self._records: dict[int, Record] = {}
-        self._plans: dict[tuple[int, int, frozenset[int], bool], Plan] = {}
+        self._plans: dict[tuple[int, int, frozenset[int], bool, torch.device], Plan] = {}
         self._check_size = size_check()
         self._callbacks: dict[str, list[Callable[[int], object]]] = {
             "before_forward": [], "after_forward": [], "before_backward": [], "after_backward": []
@@ -152,13 +153,15 @@ class Net:
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
         loss, memory = 0.0, NetMemory(plan)
+        before, after = self._callbacks["before_forward"], self._callbacks["after_forward"]
         with torch.no_grad():
             for step in plan.steps:
-                for callback in self._callbacks["before_forward"]:
+                for callback in before:
                     callback(step.node.index)
                 self._run_step(step, memory)
-                loss += _loss_of(step.node)
-                for callback in self._callbacks["after_forward"]:
+                if step.has_loss:
+                    loss += _loss_of(step.node)
+                for callback in after:
                     callback(step.node.index)
         return loss
 
@@ -255,7 +258,7 @@ class Net:
         return index
 
     def _plan(self, start: int, end: int, keep: frozenset[int], *, literal: bool) -> Plan:
-        key = (start, end, keep, literal)
+        key = (start, end, keep, literal, current_device())
         plan = self._plans.get(key)
         if plan is None:
             kept = None if self._kept is None else self._kept | keep
@@ -266,38 +269,49 @@ class Net:
         return [self.graph.blobs[index] for index in indices]
 
     def _run_step(self, step: Step, memory: NetMemory) -> None:
-        node, layer = step.node, step.node.layer
+        layer, bound = step.node.layer, step.bound
+        if bound is None or memory.is_counting or not bound.is_current():
+            self._reshape_step(step, memory)
+            bound = step.bound = None
+        try:
+            if bound is None:
+                self._compute(step)
+            else:
+                bound.run()
+        except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
+            if isinstance(error, AmctError) or layer.type == "Python":  # errors of the user's own code stay as they are
+                raise
+            raise layer.error(f"cannot run on its bottoms {step.shapes}: {str(error).splitlines()[0]}") from error
+        for blob in step.mirrors:
+            blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
+
+    def _reshape_step(self, step: Step, memory: NetMemory) -> None:
+        """Check and adapt the layers of a step whose bottoms changed shape."""
         shapes = [blob.shape for blob in step.bottoms]
         is_new = shapes != step.shapes
         if is_new:
-            for each in [node] if step.chain is None else step.chain.nodes:
+            for each in [step.node] if step.chain is None else step.chain.nodes:
                 self._reshape_node(each)
         if is_new or memory.is_counting:
             memory.count_until(step)
         step.shapes = shapes
-        try:
-            self._compute(step)
-        except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
-            if isinstance(error, AmctError) or layer.type == "Python":  # errors of the user's own code stay as they are
-                raise
-            raise layer.error(f"cannot run on its bottoms {shapes}: {str(error).splitlines()[0]}") from error
-        for blob in step.mirrors:
-            blob.set_tensor(step.tops[0].tensor.reshape(blob.shape))
-        for blob in step.release:
-            blob.values.release()
 
     def _compute(self, step: Step) -> None:
         node, layer = step.node, step.node.layer
-        if step.chain is not None:
-            step.tops[0].set_tensor(step.chain.run(step.bottoms[0].tensor))
-        elif node.needs_backward and layer.uses_autograd:
+        if step.chain is None and node.needs_backward and layer.uses_autograd:
             record = record_forward(node, step.bottoms)
             self._records[node.index] = record
             for blob, value in zip(step.tops, record.tops, strict=True):
                 blob.set_tensor(value.detach())
-        else:
-            layer.may_overwrite = step.overwrite
+        elif step.chain is None and not layer.replaces_tops:
             layer.run(step.bottoms, step.tops)
+            for blob in step.release:
+                blob.values.release()
+        else:
+            bound = BoundStep(step)
+            bound.run()
+            if not any(blob.values.is_exposed for blob in parameters_of(step)):
+                step.bound = bound
 
     def _reshape_node(self, node: Node) -> None:
         layer = node.layer

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from amct.caffe.engine.layers.convolution import Window
 
 #: An activation: its name for the operator, and its arguments.
 Activation: TypeAlias = tuple[str, tuple[float, ...]]
 
-#: With fewer input values the plain convolution is faster.
+#: torch's own limits: one small image with a small kernel is convolved by a matrix product.
 SMALLEST_INPUT = 20480
+LARGEST_SMALL_KERNEL = 3
 
 
 @cache
@@ -33,10 +36,19 @@ def is_available() -> bool:
     return bool(torch.equal(result, torch.zeros(1, 4, 3, 3)))
 
 
-def is_worthwhile(bottom: torch.Tensor) -> bool:
-    """Whether the packed convolution can run on this input and is faster."""
+def is_worthwhile(bottom: torch.Tensor, window: Window, group: int) -> bool:
+    """Whether the packed convolution can run on this input and is faster.
+
+    That is where torch itself uses oneDNN, which then need not reorder the weights each time, and with dilation.
+    """
     return (
-        bottom.numel() > SMALLEST_INPUT
+        (
+            bottom.numel() > SMALLEST_INPUT
+            or bottom.shape[0] > 1
+            or group > 1
+            or min(window.kernel) > LARGEST_SMALL_KERNEL
+            or max(window.dilation) > 1
+        )
         and bottom.device.type == "cpu"
         and bottom.dtype == torch.float32
         and not torch.is_grad_enabled()
@@ -52,17 +64,17 @@ def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.S
     return packed
 
 
-def convolve(
-    bottom: torch.Tensor,
-    packed: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-    group: int,
-    activation: Activation = ("none", ()),
-) -> torch.Tensor:
-    """The convolution, bias and activation in one pass; the result is channels_last."""
+def bind(
+    packed: torch.Tensor, bias: torch.Tensor | None, window: Window, group: int, activation: Activation
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A call that convolves, adds the bias and applies the activation in one pass; its result is channels_last."""
     name, numbers = activation
-    result: torch.Tensor = torch.ops.mkldnn._convolution_pointwise(
-        bottom, packed, bias, window.pad, window.stride, window.dilation, group, name, list(numbers), ""
-    )
-    return result
+    kernel = torch.ops.mkldnn._convolution_pointwise.default
+    rest = packed, bias, list(window.pad), list(window.stride), list(window.dilation), group, name, list(numbers), ""
+    channels_last = torch.channels_last
+
+    def call(bottom: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = kernel(bottom.contiguous(memory_format=channels_last), *rest)
+        return result
+
+    return call

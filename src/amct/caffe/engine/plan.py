@@ -36,6 +36,59 @@ class Step:
     """Blobs that in Caffe share memory with the one this in-place layer changes (such as Reshape's bottom)."""
     shapes: list[tuple[int, ...]] | None = None
     """The bottoms' shapes at the last reshape of the layer."""
+    bound: BoundStep | None = None
+    """The step as it was last run, if it can be run again in the same way."""
+    has_loss: bool = False
+
+
+class BoundStep:
+    """A step of which nothing changes from one forward pass to the next: only its call is left to do.
+
+    Small nets take less time in their kernels than in finding them. So a layer chooses its kernel and prepares its
+    parameters once (``Layer.bind``), and the call is used until a bottom's shape or a parameter changes (a plan is for
+    one device). Parameters of which a NumPy array is alive may change at any time: such steps are not kept.
+    """
+
+    __slots__ = ("_bottoms", "_call", "_layer", "_overwrite", "_parameters", "_release", "_tops")
+
+    def __init__(self, step: Step) -> None:
+        self._layer, self._overwrite = step.node.layer, step.overwrite
+        self._bottoms, self._tops = [(blob, blob.shape) for blob in step.bottoms], step.tops
+        self._release = [blob.values for blob in step.release]
+        maker = self._layer if step.chain is None else step.chain
+        self._layer.may_overwrite = step.overwrite
+        self._call = maker.bind([blob.tensor for blob in step.bottoms])
+        # An array that is taken later counts as a change.
+        self._parameters = [(blob, blob.values, blob.values.epoch) for blob in parameters_of(step)]
+
+    def is_current(self) -> bool:
+        """Whether no parameter and no shape has changed."""
+        for blob, values, epoch in self._parameters:
+            if blob.values is not values or values.epoch != epoch:
+                return False
+        for blob, shape in self._bottoms:  # noqa: SIM110  all() with a generator takes three times as long
+            if blob.shape != shape:
+                return False
+        return True
+
+    def run(self) -> None:
+        """Compute the tops and free what has no other reader."""
+        self._layer.may_overwrite = self._overwrite
+        results = self._call([blob.tensor for blob, _ in self._bottoms])
+        if len(results) == 1:
+            self._tops[0].set_tensor(results[0])
+        else:
+            for blob, value in zip(self._tops, results, strict=True):
+                blob.set_tensor(value)
+        del results
+        for values in self._release:
+            values.release()
+
+
+def parameters_of(step: Step) -> list[Blob]:
+    """The parameters of all layers of a step."""
+    nodes = [step.node] if step.chain is None else step.chain.nodes
+    return [blob for node in nodes for blob in node.layer.blobs]
 
 
 @dataclass(eq=False, frozen=True)
@@ -72,6 +125,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
                 bottoms=[graph.blobs[index] for index in node.bottoms],
                 tops=[graph.blobs[index] for index in last.tops],
                 chain=chain,
+                has_loss=any(node.layer.loss_weights),
             )
         )
     _allow_overwriting(graph, steps, kept)

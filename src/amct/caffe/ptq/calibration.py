@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.ifmr import IFMR, start_session
 from amct.caffe.ptq.insertion import insert_ifmr
 from amct.caffe.running import build_net
+from amct.calibration import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amct.caffe.engine.net import Net
     from amct.caffe.ptq.graph import QuantGraph
-    from amct.calibration import CalibrationSession
+    from amct.calibration import CalibrationSession, Ranks
     from amct.numerics.observer import TensorObserver
 
 
@@ -39,12 +40,13 @@ class Calibration:
                 self.session.observe_tensor(name, self.net.blob(name).tensor)
 
 
-def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver]) -> Calibration:
+def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], ranks: Ranks = ALONE) -> Calibration:
     """Build the calibration net of a graph whose weights are quantized.
 
     Args:
         graph: the graph.
         tensors: observers of blobs between layers, by name.
+        ranks: the processes that calibrate together.
 
     Raises:
         CalibrationError: every layer is disabled.
@@ -52,5 +54,5 @@ def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver]) 
     model = graph.with_quantized_weights()
     insert_ifmr(model, graph.plans())
     net = build_net(model, keep_blobs=tensors)
-    session = start_session([layer for layer in net.layers if isinstance(layer, IFMR)], tensors=tensors)
+    session = start_session([layer for layer in net.layers if isinstance(layer, IFMR)], tensors=tensors, ranks=ranks)
     return Calibration(net=net, session=session, tensors=tuple(tensors))

@@ -15,6 +15,7 @@ from amct.caffe.ptq.checking import check_onnx, check_save, pair_of, reference_b
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.caffe.ptq.qdq import add_onnx_formats
+from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, RecordError
@@ -47,6 +48,8 @@ CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": ("
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     """Write the quantized model, after ``batch_num`` forwards of the calibration model.
 
+    Under ``torch.distributed`` only the process of rank 0 does so.
+
     Args:
         graph: The graph after ``activation_quantize_model``.
         save_type: ``Fakequant``, ``Deploy`` or ``Both``.
@@ -63,6 +66,8 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     check_save_type("save_model", save_type)
     log.start("amct_caffe")
     graph.need(Stage.CALIBRATING, "save_model")
+    if not all_ranks().is_first:
+        return
     request = SaveRequest(
         where=prefix_of(save_path),
         formats=CAFFE_FORMATS[save_type],

@@ -176,9 +176,8 @@ class Net(EngineNet):
         Raises:
             ArgumentError: A layer or input is unknown, inputs are missing, or the first axis does not fit.
         """
-        names = self._layer_names
-        first = _index(names, start) if start is not None else 0
-        last = _index(names, end) if end is not None else len(names) - 1
+        first = 0 if start is None else _index(self._layer_names, start)
+        last = len(self.graph.nodes) - 1 if end is None else _index(self._layer_names, end)
         wanted = list(dict.fromkeys([*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]))
         if inputs:
             for blob, value in self._paired(

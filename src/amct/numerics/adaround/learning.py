@@ -11,6 +11,7 @@ learned rounding has a larger error on the data than rounding to nearest, the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ Progress = Callable[[int, int, float], None]
 _LARGEST_GRAM = 1 << 26  # entries of G; 512 MB
 _SWEEPS = 20
 _REPORTS = 100
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,38 @@ class CachedData:
         """Return the inputs and outputs of the samples at ``indices``."""
         indices = indices.to(self.inputs.device)
         return self.inputs.index_select(0, indices), self.outputs.index_select(0, indices)
+
+
+@dataclass(frozen=True)
+class RowShare:
+    """The output channels of a layer that one of several processes learns.
+
+    Attributes:
+        index: The number of the process.
+        count: How many there are.
+        gather: Exchanges the tensors of all processes: returns them in the order of the processes.
+    """
+
+    index: int
+    count: int
+    gather: Callable[[Tensor], list[Tensor]]
+
+    def rows(self, rows: int, inputs: int, groups: int) -> slice:
+        """Return the rows of this process: whole blocks, so that every row has the same bits as when all are learned.
+
+        Matrix products treat rows in blocks and the rows of an incomplete last block differently; so do operations on
+        each element, in blocks of 32 numbers.
+        """
+        block = _ROWS if inputs % 2 == 0 else 2 * _ROWS
+        if groups > 1:
+            block = math.lcm(block, rows // groups)
+        blocks = -(-rows // block)
+        begin, end = (min(rows, blocks * index // self.count * block) for index in (self.index, self.index + 1))
+        return slice(begin, end)
+
+    def join(self, learned: Tensor) -> Tensor:
+        """Return the rows of all processes."""
+        return torch.cat(self.gather(learned))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +162,7 @@ class AdaRoundResult:
 
 
 @torch.no_grad()
-def adaround(
+def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
     layer: AdaRoundLayer,
     data: CachedData,
     settings: AdaRoundSettings | None = None,
@@ -137,6 +171,7 @@ def adaround(
     channel_wise: bool = True,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
+    share: RowShare | None = None,
 ) -> AdaRoundResult:
     """Round the weight of a layer so that its output on the data changes least.
 
@@ -148,6 +183,7 @@ def adaround(
         channel_wise: whether ``initial_scale`` chooses one scale per output channel.
         generator: random generator of the mini-batches.
         progress: called about a hundred times during the learning.
+        share: the output channels that this process learns in the fast mode; None: all.
 
     Raises:
         CalibrationError: there is no data, or the loss is not finite.
@@ -167,7 +203,7 @@ def adaround(
     if obstacle:
         learned = _learn_by_forwards(layer, data, rounding, settings, generator, progress)
     else:
-        learned = _learn_by_gram(layer, data, rounding, settings, progress)
+        learned = _learn_by_gram(layer, data, rounding, settings, progress, share)
     final_loss = _loss_on(layer, data, rounding, learned, settings.batch_size)
     notes = _notes(layer, settings, obstacle, worse=final_loss > initial_loss)
     if final_loss > initial_loss:
@@ -265,9 +301,23 @@ def _learn_by_gram(
     rounding: SoftRounding,
     settings: AdaRoundSettings,
     progress: Progress | None,
+    share: RowShare | None,
 ) -> Tensor:
     """Learn from the Gram matrix of all data; return integer steps ``[Cout, K]``."""
     statistics = _statistics(layer, data, rounding, settings.batch_size)
+    if share is None:
+        return _learn_rows(statistics, rounding, settings, progress)
+    outputs, inputs = rounding.floor.shape
+    rows = share.rows(outputs, inputs, layer.groups)
+    if rows.start == rows.stop:
+        return share.join(rounding.floor[rows])
+    return share.join(_learn_rows(statistics.part(rows), rounding.part(rows), settings, progress))
+
+
+def _learn_rows(
+    statistics: GramStatistics, rounding: SoftRounding, settings: AdaRoundSettings, progress: Progress | None
+) -> Tensor:
+    """Learn the rounding of the rows of some output channels."""
     unfolding = statistics.unfolding
     gram = (statistics.gram / statistics.positions).float()
     cross = (statistics.cross / statistics.positions).float()

@@ -7,6 +7,7 @@ half a cosine, after a warm start without any regularizer.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -74,6 +75,13 @@ class SoftRounding:
         self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
         # A weight beyond the grid is clipped for every h, so its gradient is zero.
         self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
+
+    def part(self, rows: slice) -> SoftRounding:
+        """Return the rounding of some rows, which is learned independently of this one."""
+        part = copy.copy(self)
+        for name in ("scale", "nearest", "floor", "alpha", "_step"):
+            setattr(part, name, getattr(self, name)[rows].clone())
+        return part
 
     def h(self) -> Tensor:
         """Return the distance of each weight from its floor, 0..1."""

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amct import progress
+from amct.calibration import ALONE
+from amct.calibration.ranks import Meeting, fingerprint
 from amct.config.settings import AdaRoundSettings
 from amct.errors import AmctError, CalibrationError
-from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
+from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, RowShare, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.numerics.integer import ConvolutionGeometry
 from amct.ptq.weights import layer_error
@@ -32,6 +34,7 @@ from amct.pytorch.watch.layer_hooks import Balance, given_input
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
     from amct.ptq.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
@@ -44,7 +47,7 @@ _SEED = 0
 
 
 def learn_rounding(
-    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool
+    preparation: TorchPreparation, data: Callable[[], Iterable[Arguments]], *, fast: bool, ranks: Ranks = ALONE
 ) -> dict[str, LayerWeights]:
     """Learn the rounding of every layer that the plan gives to AdaRound.
 
@@ -52,6 +55,7 @@ def learn_rounding(
         preparation: the model with ARQ's weights everywhere.
         data: returns the batches to learn from.
         fast: learn from the Gram matrix of the layer's input.
+        ranks: the processes that do so together: in the fast mode each learns some output channels of every layer.
 
     Raises:
         CalibrationError: no data reaches a layer, or its loss is not finite; the message names the layer.
@@ -71,7 +75,7 @@ def learn_rounding(
             advance(0, description=f"AdaRound {layer.name}")
             target = outputs.of(layer.name)
             inputs = _collect(quantized, [layer.name], batches, inputs=True, begin=cache.begin)[layer.name]
-            found = _learn_layer(layer, preparation, inputs, target, fast=fast)
+            found = _learn_layer(layer, preparation, inputs, target, _Division(ranks, fast=fast))
             put_weights(layer_module(quantized, layer.name), found.rounded)
             cache.finish(layer.name)
             learned[layer.name] = found
@@ -80,7 +84,7 @@ def learn_rounding(
 
 
 def _learn_layer(
-    layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], *, fast: bool
+    layer: LayerPlan, preparation: TorchPreparation, inputs: list[Tensor], target: list[Tensor], division: _Division
 ) -> LayerWeights:
     before = preparation.weights[layer.name]
     module = layer_module(preparation.fused.model, layer.name)
@@ -95,7 +99,7 @@ def _learn_layer(
         geometry=_geometry(module),
         activation=activation_after(layer.name, preparation.traced, preparation.fused),
     )
-    result = _learn(layer, described, pairs, fast=fast)
+    result = _learn(layer, described, pairs, division)
     for note in (*notes, *result.notes):
         logger.info('layer "%s": %s', layer.name, note)
     logger.debug('layer "%s": loss %g, was %g', layer.name, result.final_loss, result.initial_loss)
@@ -104,7 +108,32 @@ def _learn_layer(
     )
 
 
-def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fast: bool) -> AdaRoundResult:
+@dataclass(frozen=True)
+class _Division:
+    """How the work is done: in the fast mode or not, by which processes."""
+
+    ranks: Ranks
+    fast: bool
+
+    def meeting(self, layer: str) -> Meeting | None:
+        """The meeting of the processes after they have learned a layer; None if there are no others."""
+        if self.ranks.is_alone or not self.fast:
+            return None
+        return Meeting(self.ranks, fingerprint(["AdaRound", layer]))
+
+    def share(self, meeting: Meeting | None) -> RowShare | None:
+        """The output channels of this process."""
+        if meeting is None:
+            return None
+
+        def gather(rows: Tensor) -> list[Tensor]:
+            found = meeting.exchange({"rows": rows.cpu().numpy()})
+            return [torch.from_numpy(each["rows"]).to(rows.device) for each in found]
+
+        return RowShare(self.ranks.rank, self.ranks.size, gather)
+
+
+def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, division: _Division) -> AdaRoundResult:
     settings = layer.weight
     assert isinstance(settings, AdaRoundSettings)
     learning = LearningSettings(
@@ -113,8 +142,9 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
         reg_param=settings.reg_param,
         beta_range=settings.beta_range,
         warm_start=settings.warm_start,
-        fast=fast,
+        fast=division.fast,
     )
+    meeting = division.meeting(layer.name)
     with progress.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
         done = 0
 
@@ -122,6 +152,8 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
             nonlocal done
             advance(iteration - done)
             done = iteration
+            if meeting is not None:
+                meeting.beat(f'AdaRound of layer "{layer.name}", {iteration} iterations')
 
         try:
             return adaround(
@@ -131,6 +163,7 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, *, fas
                 channel_wise=settings.channel_wise,
                 generator=torch.Generator().manual_seed(_SEED),
                 progress=report,
+                share=division.share(meeting),
             )
         except AmctError as error:
             raise layer_error(layer.name, error) from error

@@ -19,7 +19,7 @@ from torch import nn
 from amct import atomic, log
 from amct.arguments import FILE, check_types, output_file
 from amct.atomic import read_bytes
-from amct.calibration import RecordFiles
+from amct.calibration import RecordFiles, all_ranks
 from amct.calibration.layer_records import kv_cache_entries
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.ptq.kv_cache import LAYERS_ARGUMENT, default_config, expand_config, make_plan, read_config
@@ -116,13 +116,17 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
     config = read_config(content, os.fspath(config_file), _layers(model))
     for warning in config.warnings:
         logger.warning("%s", warning)
-    files = RecordFiles(path)
+    ranks = all_ranks()
+    plan = make_plan(config)
+    ranks.need_a_batch_each(min(layer.batch_num for layer in plan.layers))
+    files = RecordFiles(path, writes=ranks.is_first)
 
     def end(result: CalibrationResult) -> None:
         files.complete(Record(kv_cache=kv_cache_entries(result)))
-        logger.info("wrote %s", path)
+        if ranks.is_first:
+            logger.info("wrote %s", path)
 
-    session = watch_outputs(model, make_plan(config), record=os.fspath(path), on_progress=files.note, on_end=end)
+    session = watch_outputs(model, plan, record=os.fspath(path), on_progress=files.note, on_end=end, ranks=ranks)
     files.begin(Record(), session.progress)
     return model
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from amct import log
 from amct.arguments import FILE, check_types, output_file
-from amct.calibration import CalibrationSession, RecordFiles
+from amct.calibration import CalibrationSession, RecordFiles, all_ranks
 from amct.calibration.layer_records import kv_cache_entries, kv_cache_stream
 from amct.config.ptq.kv_cache import plan_from_parameters
 from amct.errors import CalibrationArgumentError
@@ -81,7 +81,8 @@ class QuantCalibrationOp(nn.Module):
             )
         plan = plan_from_parameters(quant_algo_params or {}, "quant_algo_params")
         path = output_file(record_file, "record_file")
-        RecordFiles(path).complete(Record())  # empty; the progress of an earlier calibration is deleted
+        if all_ranks().is_first:
+            RecordFiles(path).complete(Record())  # empty; the progress of an earlier calibration is deleted
         self._calibration = _Calibration(plan, path)
 
     def forward(self, layer_name: str, tensor: Tensor) -> Tensor:
@@ -103,6 +104,8 @@ class _Calibration:
         self._plan = plan
         self._record = record
         self._sessions: dict[str, CalibrationSession] = {}
+        self._ranks = all_ranks()
+        self._ranks.need_a_batch_each(plan.batch_num)
         # An observer is Python code with side effects: compiled models call it as it is.
         self.observe: Callable[[str, Tensor], None] = torch.compiler.disable(self._observe)  # type: ignore[no-untyped-call]
 
@@ -121,7 +124,10 @@ class _Calibration:
 
     def _new_session(self, layer: str) -> CalibrationSession:
         session = CalibrationSession(
-            [kv_cache_stream(replace(self._plan, name=layer))], on_end=partial(_write, self._record), show_bar=False
+            [kv_cache_stream(replace(self._plan, name=layer))],
+            on_end=partial(_write, self._record) if self._ranks.is_first else None,
+            show_bar=False,
+            ranks=self._ranks,
         )
         finalize(self, warn_if_incomplete, session, os.fspath(self._record))
         return session

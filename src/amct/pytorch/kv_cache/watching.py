@@ -13,7 +13,7 @@ from weakref import finalize
 
 from torch import Tensor, nn
 
-from amct.calibration import CalibrationSession
+from amct.calibration import ALONE, CalibrationSession
 from amct.calibration.layer_records import kv_cache_stream
 from amct.calibration.session import OUTPUT
 from amct.errors import CalibrationError
@@ -22,7 +22,7 @@ from amct.pytorch.watch.layer_hooks import hidden_from_modes, run_own_model_in_c
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from amct.calibration import CalibrationResult
+    from amct.calibration import CalibrationResult, Ranks
     from amct.config.ptq.kv_cache import KvCachePlan
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import Progress
@@ -37,6 +37,7 @@ def watch_outputs(
     record: str,
     on_progress: Callable[[Mapping[str, Progress]], None],
     on_end: Callable[[CalibrationResult], None],
+    ranks: Ranks = ALONE,
 ) -> CalibrationSession:
     """Observe the outputs of the planned layers in each forward of the model, until each has its batches.
 
@@ -46,6 +47,7 @@ def watch_outputs(
         record: the name of the record file, for messages.
         on_progress: called after each forward except the last, with (observed, needed) batches of every layer.
         on_end: called once, with the result.
+        ranks: the processes that calibrate together.
     """
     undo: list[Callable[[], None]] = []
 
@@ -54,7 +56,7 @@ def watch_outputs(
         for step in undo:
             step()
 
-    session = CalibrationSession(map(kv_cache_stream, plan.layers), on_progress=on_progress, on_end=end)
+    session = CalibrationSession(map(kv_cache_stream, plan.layers), on_progress=on_progress, on_end=end, ranks=ranks)
     watch = _Watch(session)
     for layer in plan.layers:
         hook = _OutputHook(watch, layer.name)

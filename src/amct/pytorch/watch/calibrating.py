@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from amct.calibration import CalibrationSession, RecordFiles
+from amct.calibration import ALONE, CalibrationSession, RecordFiles
 from amct.calibration.layer_records import plan_streams
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.utils.hooks import RemovableHandle
 
-    from amct.calibration import CalibrationResult
+    from amct.calibration import CalibrationResult, Ranks
     from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments
@@ -41,7 +41,11 @@ class CalibrationModel:
 
 
 def start_calibration(
-    preparation: TorchPreparation, *, record_file: Path | None = None, intermediate: TensorWatch | None = None
+    preparation: TorchPreparation,
+    *,
+    record_file: Path | None = None,
+    intermediate: TensorWatch | None = None,
+    ranks: Ranks = ALONE,
 ) -> CalibrationModel:
     """Create the calibration model.
 
@@ -49,6 +53,7 @@ def start_calibration(
         preparation: the model with its plan and quantized weights.
         record_file: the record file: weight factors are written at once, the others when calibration ends.
         intermediate: the intermediate tensors to observe.
+        ranks: the processes that calibrate together; the first one writes.
 
     Raises:
         FileError: the record cannot be written.
@@ -56,7 +61,8 @@ def start_calibration(
     model = preparation.quantized_copy()
     files = None
     if record_file is not None:
-        files = RecordFiles(record_file, stale=[tensor_factors_path(record_file), batch_path(record_file)])
+        stale = [tensor_factors_path(record_file), batch_path(record_file)]
+        files = RecordFiles(record_file, stale=stale, writes=ranks.is_first)
     kept = KeptBatch(preparation) if record_file is not None else None
     cleanup: list[Callable[[], None]] = []
 
@@ -79,6 +85,7 @@ def start_calibration(
         tensors=intermediate.observers() if intermediate is not None else None,
         on_progress=files.note if files is not None else None,
         on_end=end,
+        ranks=ranks,
     )
     cleanup += _attach(model, preparation, session, intermediate, kept)
     if files is not None:

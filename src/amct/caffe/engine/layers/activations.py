@@ -201,4 +201,5 @@ class PReLU(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """max(x, 0) + a * min(x, 0)."""
-        return [functional.prelu(bottoms[0], parameters[0].reshape(-1))]
+        slopes = parameters[0]
+        return [torch.prelu(bottoms[0], slopes.reshape(1) if self.shared else slopes)]

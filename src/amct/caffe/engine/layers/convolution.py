@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine import packed
-from amct.caffe.engine.layer import Folded
 from amct.caffe.engine.layers.fake_quantized import FakeQuantized
 from amct.caffe.engine.layers.one_channel import convolve_one_channel
 from amct.caffe.engine.registry import register
@@ -23,13 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Layer
+    from amct.caffe.engine.layer import Folded, Layer
     from amct.caffe.engine.messages import ProtoMessage
 
     Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 IMAGE_AXES = 2
 MAX_SPATIAL_AXES = 3
+#: Converting so few values to channels_last takes longer than it saves.
+SMALLEST_REORDERED = 1024
 _CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 _TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}
 
@@ -222,27 +223,22 @@ class Convolution(_BaseConvolution):
         """(num_output, C / group, kernel...)."""
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
-    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Without gradients, use the packed or channels_last weights cached for this layer."""
-        own = all(given is blob.tensor for given, blob in zip(parameters, self.blobs, strict=False))
-        if torch.is_grad_enabled() or not own or self.weight_quantizer is not None:
-            return super().forward(bottoms, parameters)
-        folded = Folded(self, lambda: parameters, self.blobs)
-        return [self.forward_folded(bottom, folded, None)[0] for bottom in bottoms]
-
-    def forward_folded(
+    def bind_folded(
         self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
-    ) -> tuple[torch.Tensor, bool]:
-        """Run with folded weights. The packed kernel applies the activation too; returns (top, activation applied)."""
-        if self.axis == 1 and self.spatial_axes == IMAGE_AXES and packed.is_worthwhile(bottom):
-            return self._packed(bottom, folded, activation), True
-        kept = self.derived("channels_last", folded.sources, lambda: _to_channels_last(folded.compute()))
-        return super().forward([bottom], kept)[0], False
-
-    def _packed(self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None) -> torch.Tensor:
-        bottom = bottom.contiguous(memory_format=torch.channels_last)
-        weight, bias = self.derived("packed", folded.sources, lambda: self._pack(folded, bottom.shape), bottom.shape)
-        return packed.convolve(bottom, weight, bias, self.window, self.group, activation or ("none", ()))
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+        """The packed kernel, which applies the activation too; else torch's convolution."""
+        if self.axis != 1 or self.spatial_axes != IMAGE_AXES:
+            return super().bind_folded(bottom, folded, activation)
+        window, group = self.window, self.group
+        if packed.is_worthwhile(bottom, window, group):
+            shape = bottom.shape
+            weight, bias = self.derived("packed", folded.sources, lambda: self._pack(folded, shape), shape)
+            return packed.bind(weight, bias, window, group, activation or ("none", ())), True
+        is_tiny = bottom.numel() < SMALLEST_REORDERED and bottom.is_contiguous()
+        layout = torch.contiguous_format if is_tiny else torch.channels_last
+        weight, bias = self.derived("plain", folded.sources, lambda: _in_layout(folded.compute(), layout), layout)
+        rest = weight, bias, window.stride, window.pad, window.dilation, group
+        return lambda given: torch.conv2d(given.contiguous(memory_format=layout), *rest), False
 
     def _pack(self, folded: Folded, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         parameters = folded.compute()
@@ -262,11 +258,9 @@ class Convolution(_BaseConvolution):
         return _CONVOLVE[axes](bottom, weight, bias, window.stride, window.pad, window.dilation, self.group)
 
 
-def _to_channels_last(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The parameters with a 2-D convolution weight in channels_last memory format."""
-    if parameters[0].dim() != IMAGE_AXES + 2:
-        return parameters
-    return [parameters[0].contiguous(memory_format=torch.channels_last), *parameters[1:]]
+def _in_layout(parameters: list[torch.Tensor], layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight in a memory format, and the bias."""
+    return parameters[0].contiguous(memory_format=layout), parameters[1] if len(parameters) > 1 else None
 
 
 @register("Deconvolution")

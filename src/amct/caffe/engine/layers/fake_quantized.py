@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layer import Folded, Layer
 from amct.caffe.engine.layers.quantization import real_sums
 from amct.numerics.weight_grid import find_integer_weights, integer_bias, sum_scale
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amct.caffe.engine.layer import LayerContext
+    from amct.caffe.engine.layer import Call, LayerContext
     from amct.caffe.engine.layers.quantization import InputFactors
     from amct.caffe.engine.messages import ProtoMessage
 
@@ -98,6 +98,27 @@ class FakeQuantized(Layer):
             bias = self.blobs[1].tensor if index and found.bias is not None else None
             tops.append(real_sums(sums, found.steps[index], self.axis, bias))
         return tops
+
+    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+        """The sums of integers where the bottoms are fake-quantized, else the layer with its own parameters."""
+        if not self.input_factors:
+            return self._bind_float(bottoms)
+
+        def call(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            results = self.forward_on_integers(given)
+            return self._bind_float(given)(given) if results is None else results
+
+        return call
+
+    def _bind_float(self, bottoms: list[torch.Tensor]) -> Call:
+        if self.weight_quantizer is not None or not self.computes_forward("bind_folded"):
+            return super().bind(bottoms)
+        own = Folded(self, lambda: [blob.tensor for blob in self.blobs], self.blobs)
+        calls = [self.bind_folded(bottom, own, None)[0] for bottom in bottoms]
+        if len(calls) == 1:
+            call = calls[0]
+            return lambda given: (call(given[0]),)
+        return lambda given: [call(bottom) for call, bottom in zip(calls, given, strict=True)]
 
     def _find(self) -> _Found | None:
         weight, *rest = (blob.tensor.detach() for blob in self.blobs)

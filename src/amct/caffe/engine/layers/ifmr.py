@@ -19,7 +19,7 @@ from amct.atomic import read_bytes, write_bytes
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.named_record import check_named_record
 from amct.caffe.engine.registry import register
-from amct.calibration import CalibrationSession, RecordFiles, Stream, make_observer
+from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amct.caffe.engine.blob import Shape
-    from amct.calibration import CalibrationResult
+    from amct.calibration import CalibrationResult, Ranks
     from amct.config.settings import ActivationSettings
     from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
     from amct.record import Progress
@@ -72,7 +72,9 @@ class IFMR(Layer):
         file = self.options.record_file_path
         sharing = [each for each in layers.values() if isinstance(each, IFMR) and each.options.record_file_path == file]
         if file and sharing[-1] is self:
-            start_session(sharing, record_file=file, inputs=_plain_inputs(layers))
+            ranks = all_ranks()
+            ranks.need_a_batch_each(max(layer.options.batch_num for layer in sharing))
+            start_session(sharing, record_file=file, inputs=_plain_inputs(layers), ranks=ranks)
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Let the session observe the bottom, and return it."""
@@ -181,6 +183,7 @@ def start_session(
     tensors: Mapping[str, TensorObserver] | None = None,
     record_file: str = "",
     inputs: Collection[str] = (),
+    ranks: Ranks = ALONE,
 ) -> CalibrationSession:
     """Start the session shared by the IFMR layers of a net.
 
@@ -189,6 +192,7 @@ def start_session(
         tensors: observers of blobs between layers.
         record_file: the file for the factors; empty: the factors are only in the session's result.
         inputs: the input blobs of the net; their first batch is kept beside the record file, if IFMR layers see them.
+        ranks: the processes that calibrate together; the first one writes.
 
     Raises:
         CalibrationError: there is no IFMR layer.
@@ -201,11 +205,14 @@ def start_session(
         for layer in layers:
             layer.kept = kept
         file = _RecordFile(record_file, kept)
-        session = CalibrationSession(
-            streams, tensors=tensors, on_progress=file.note, on_ready=file.write, on_end=file.complete
-        )
+        calls: dict[str, Any] = {}
+        if ranks.is_first:
+            calls = {"on_progress": file.note, "on_end": file.complete}
+        if ranks.is_alone:
+            calls["on_ready"] = file.write
+        session = CalibrationSession(streams, tensors=tensors, ranks=ranks, **calls)
     else:
-        session = CalibrationSession(streams, tensors=tensors)
+        session = CalibrationSession(streams, tensors=tensors, ranks=ranks)
     for layer in layers:
         layer.session = session
     return session

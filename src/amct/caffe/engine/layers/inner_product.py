@@ -15,9 +15,11 @@ from amct.numerics.integer import integer_linear
 from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import Folded
+    from amct.caffe.engine.packed import Activation
 
 
 @register("InnerProduct")
@@ -61,6 +63,18 @@ class InnerProduct(FakeQuantized):
         bias = parameters[1] if len(parameters) > 1 else None
         flat = bottom.reshape(count(bottom.shape, 0, self.axis), self.inputs)
         return [functional.linear(flat, weight, bias).reshape(*bottom.shape[: self.axis], self.outputs)]
+
+    def bind_folded(
+        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+        """The matrix product, with the shapes known."""
+        del activation
+        weight, *bias = folded.parameters
+        rows, lead = self.weight_rows(weight), bottom.shape[: self.axis]
+        flat, top = (count(lead), self.inputs), (*lead, self.outputs)
+        if len(lead) == 1:
+            return lambda given: functional.linear(given.reshape(flat), rows, *bias), False
+        return lambda given: functional.linear(given.reshape(flat), rows, *bias).reshape(top), False
 
     def weight_rows(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight as (num_output, inputs)."""

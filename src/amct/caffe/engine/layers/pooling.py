@@ -18,9 +18,10 @@ from amct.caffe.engine.registry import register
 from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import Call
     from amct.caffe.engine.messages import ProtoMessage
 
 MAX, AVE, STOCHASTIC = 0, 1, 2
@@ -98,14 +99,20 @@ def max_pool(bottom: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, to
 
 def max_pool_values(bottom: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     """The largest value of each window."""
+    return bind_max_pool(bottom, window)(bottom)
+
+
+def bind_max_pool(bottom: torch.Tensor, window: PoolWindow) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``max_pool_values`` for bottoms of this shape."""
     sizes = bottom.shape[2:]
     output = window.output(sizes)
     if not window.is_torch_like(sizes, output):
-        return max_pool(bottom, window)[0]
+        return lambda given: max_pool(given, window)[0]
     pictures = max(1, INDICES_AT_ONCE // max(1, bottom.shape[1] * math.prod(output)))
     if torch.is_grad_enabled() or bottom.device.type != "cpu" or pictures >= bottom.shape[0]:
-        return functional.max_pool2d(bottom, window.kernel, window.stride, window.pad, ceil_mode=not window.floor)
-    return _max_pool_in_parts(bottom, window, output, pictures)
+        arguments = window.kernel, window.stride, window.pad, (1, 1), not window.floor
+        return lambda given: torch.max_pool2d(given, *arguments)
+    return lambda given: _max_pool_in_parts(given, window, output, pictures)
 
 
 def _max_pool_in_parts(
@@ -231,6 +238,13 @@ class Pooling(Layer):
             values, places = max_pool(bottom, self.window)
             return [values, places.to(bottom.dtype)]
         return [max_pool_values(bottom, self.window)]
+
+    def bind(self, bottoms: list[torch.Tensor]) -> Call:
+        """MAX without the places: torch's function with the window for these sizes."""
+        if self.options.pool != MAX or len(self.top_blobs) > 1 or not self.computes_forward("bind"):
+            return super().bind(bottoms)
+        pool = bind_max_pool(bottoms[0], self.window)
+        return lambda given: (pool(given[0]),)
 
     def _stochastic(self, bottom: torch.Tensor) -> torch.Tensor:
         """Training: draw one value per window with probability x / sum(x). Testing: sum(x^2) / sum(x)."""

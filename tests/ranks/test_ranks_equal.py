@@ -1,0 +1,69 @@
+"""Calibration in several processes under torchrun gives the files of one process, byte for byte."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_cases import CASES
+
+HERE = Path(__file__).parent
+WITH_THREE = ("ifmr", "counted", "hfmg", "dmq", "kv_cache", "caffe_batch_norms", "torch_one_batch")
+
+
+def torchrun(folder, processes, *arguments):
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "AMCT_LOG_LEVEL": "error"}
+    return subprocess.run(
+        [sys.executable, *command, "--nproc-per-node", str(processes), *map(str, arguments)],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("processes", "names"), [(2, [case.__name__ for case in CASES]), (3, WITH_THREE)], ids=["2 ranks", "3 ranks"]
+)
+def test_the_files_are_those_of_one_process(tmp_path, processes, names):
+    done = torchrun(tmp_path, processes, HERE / "rank_cases.py", tmp_path / "work", *names)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert [line for line in done.stdout.splitlines() if line.startswith("equal: ")] == [f"equal: {n}" for n in names]
+
+
+def test_the_command_line(tmp_path):
+    """Only the first process prints and writes; the record is that of the command alone."""
+    made = subprocess.run(
+        [sys.executable, HERE / "command_files.py", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    arguments = ["quantize", "net.onnx", "--data", "images.npy", "--batch-size", "2", "--formats", "record"]
+    alone = subprocess.run(
+        [sys.executable, "-m", "amct", *arguments, "-o", "alone/net"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode == 0, alone.stderr
+    done = torchrun(tmp_path, 2, "-m", "amct", *arguments, "-o", "together/net")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.replace("together", "alone") == alone.stdout
+    files = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert {path.name for path in (tmp_path / "together").iterdir()} == files
+    (record,) = [name for name in files if name.endswith(".txt")]
+    assert (tmp_path / "together" / record).read_bytes() == (tmp_path / "alone" / record).read_bytes()
+
+
+def test_an_error_of_the_command_names_the_process(tmp_path):
+    done = torchrun(tmp_path, 2, "-m", "amct", "quantize", "missing.onnx", "--data", "x.npy", "-o", "out/net")
+    assert done.returncode != 0
+    assert "rank 1: error: " in done.stderr
+    assert "missing.onnx" in done.stderr
+    assert not (tmp_path / "out").exists()
