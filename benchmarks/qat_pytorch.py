@@ -1,7 +1,7 @@
 """Quantization-aware training of the CIFAR-10 ResNet-20: cost of a step, memory, accuracy.
 
     python benchmarks/qat_pytorch.py                      everything, three seeds
-    python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, w4a4, int8
+    python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, w4a4, int8, file
     python benchmarks/qat_pytorch.py w4a4 --seeds 1       one seed
 
 Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Recipe: 10 000 training images, flip and crop,
@@ -9,6 +9,10 @@ SGD with momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; le
 the first convolution have 8 bits. Times are CPU seconds of one thread, float and quantized steps in turn. Memory is the
 growth of the process over its size before the first step, each model in a process of its own. The table is printed, and
 written to ``benchmarks/results/qat_pytorch.json``.
+
+At 8 bits the loss of the row with a teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the
+start is as good as the float network, which the recipe itself harms (row "float"). Part ``file`` is the default QDQ
+file: of a normally trained network, and of one trained for it (``target="portable"``).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +34,9 @@ os.environ.setdefault("AMCT_LOG_LEVEL", "ERROR")
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "pytorch"))
 
+import onnxruntime  # noqa: E402  the networks of the tests are found through the path above
 import torch  # noqa: E402  the networks of the tests are found through the path above
-from real_models import cifar_images, cifar_resnet, torch_top1  # noqa: E402
+from real_models import cifar_images, cifar_resnet, onnx_top1, torch_top1  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -38,14 +44,17 @@ from torch.nn import functional  # noqa: E402
 import amct.pytorch as amct  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
 ASSETS = Path(os.environ.get("AMCT_ASSETS", HERE.parent.parent / "shared" / "assets"))
 RESULTS = HERE / "results" / "qat_pytorch.json"
 BATCH, CALIBRATION = 64, 512
-PARTS = ("step", "memory", "w4a4", "int8")
+PARTS = ("step", "memory", "w4a4", "int8", "file")
+GENTLE = 1 / 16
 W4A4 = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"conv1": (8, 8)})
 Row = tuple[str, str, str, bool]
 
@@ -120,8 +129,8 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.stack([each[:, y : y + 32, x : x + 32] for each, (y, x) in zip(padded, places, strict=True)])
 
 
-def train(model: amct.QatModel, epochs: int, seed: int, *, distill: bool) -> None:
-    """The recipe."""
+def train(model: nn.Module, epochs: int, seed: int, loss_of: Callable[..., Tensor]) -> None:
+    """The recipe; the loss is a function of inputs, outputs and labels."""
     images, labels = cifar_images(ASSETS, "train_10000")
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
@@ -133,28 +142,45 @@ def train(model: amct.QatModel, epochs: int, seed: int, *, distill: bool) -> Non
         for chosen in torch.randperm(len(images), generator=generator)[: steps // epochs * BATCH].split(BATCH):
             x = augmented(images[chosen], generator).contiguous(memory_format=torch.channels_last)
             optimizer.zero_grad()
-            output = model(x)
-            loss = functional.cross_entropy(output, labels[chosen])
-            if distill:
-                loss = 0.1 * loss + model.distillation_loss(x, output)
-            loss.backward()
+            loss_of(x, model(x), labels[chosen]).backward()
             optimizer.step()
             schedule.step()
     model.eval()
 
 
-def accuracies(config: amct.QatConfig | None, epochs: int, seeds: int, *, distill: bool = False) -> list[float]:
+def own_loss(_: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
+    """Without a teacher."""
+    return functional.cross_entropy(outputs, labels)
+
+
+def calibration() -> list[Tensor]:
+    """The batches that training starts from."""
+    return list(cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH))
+
+
+def prepared(config: amct.QatConfig | None, epochs: int, seed: int, *, loss: str = "labels", target: str = "exact8"):  # noqa: ANN201  a model of a class derived from the network's
+    """A trained model; ``loss``: of the labels, of labels and teacher, or of the teacher alone with frozen norms."""
+    original = cifar_resnet(ASSETS, 20)
+    model = amct.prepare_qat(
+        original, calibration(), config, teacher=original, target=target, freeze_norms=loss == "teacher"
+    )
+    losses = {
+        "labels": own_loss,
+        "both": lambda x, y, labels: 0.1 * own_loss(x, y, labels) + model.distillation_loss(x, y),
+        "teacher": lambda x, y, _: GENTLE * model.distillation_loss(x, y),
+    }
+    if epochs:
+        train(model, epochs, seed, losses[loss])
+    return model.eval()
+
+
+def accuracies(config: amct.QatConfig | None, epochs: int, seeds: int, *, loss: str = "labels") -> list[float]:
     """Top-1 in percent after training, for each seed."""
     test = cifar_images(ASSETS, "test_6000")
-    calibration = cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH)
     found = []
     for seed in range(seeds if epochs else 1):
-        original = cifar_resnet(ASSETS, 20)
-        model = amct.prepare_qat(original, list(calibration), config, teacher=original if distill else None)
-        if epochs:
-            train(model, epochs, seed, distill=distill)
-        found.append(torch_top1(model.eval(), *test))
-        print(f"  {epochs} epochs, seed {seed}{', with teacher' if distill else ''}: {found[-1]:.2f}", file=sys.stderr)
+        found.append(torch_top1(prepared(config, epochs, seed, loss=loss), *test))
+        print(f"  {epochs} epochs, seed {seed}, loss of {loss}: {found[-1]:.2f}", file=sys.stderr)
     return found
 
 
@@ -170,18 +196,64 @@ def w4a4(seeds: int) -> Iterator[Row]:
     yield accuracy_row("W4A4 before training", accuracies(W4A4, 0, 1), 88.4)
     yield accuracy_row("W4A4 after 1 epoch", accuracies(W4A4, 1, seeds), 89.1)
     yield accuracy_row("W4A4 after 2 epochs", accuracies(W4A4, 2, seeds), 89.8)
-    yield accuracy_row("W4A4 after 2 epochs, with teacher", accuracies(W4A4, 2, seeds, distill=True), 90.2)
+    yield accuracy_row("W4A4 after 2 epochs, with teacher", accuracies(W4A4, 2, seeds, loss="both"), 90.2)
 
 
 def int8(seeds: int) -> Iterator[Row]:
-    """Eight bits after one epoch, beside post-training quantization."""
-    calibration = cifar_images(ASSETS, "train_10000", CALIBRATION)[0].split(BATCH)
-    quantized = amct.quantize(cifar_resnet(ASSETS, 20), list(calibration))
-    before = torch_top1(quantized.model, *cifar_images(ASSETS, "test_6000"))
+    """Eight bits after one epoch, beside post-training quantization and the float network after the same epoch."""
+    test = cifar_images(ASSETS, "test_6000")
+    quantized = amct.quantize(cifar_resnet(ASSETS, 20), calibration())
+    before = torch_top1(quantized.model, *test)
     yield accuracy_row(
-        "INT8 after 1 epoch, with teacher (wanted: PTQ)", accuracies(None, 1, seeds, distill=True), before
+        "INT8 after 1 epoch, with teacher (wanted: PTQ)", accuracies(None, 1, seeds, loss="teacher"), before
     )
     yield accuracy_row("INT8 after 1 epoch (wanted: PTQ)", accuracies(None, 1, seeds), before)
+    floats = []
+    for seed in range(seeds):
+        model = cifar_resnet(ASSETS, 20)
+        train(model, 1, seed, own_loss)
+        floats.append(torch_top1(model, *test))
+    yield accuracy_row("float after 1 epoch (wanted: as before)", floats, torch_top1(cifar_resnet(ASSETS, 20), *test))
+
+
+def default_file() -> Iterator[Row]:
+    """The default QDQ file of trained networks in onnxruntime: accuracy, and speed beside that of PTQ's."""
+    test = cifar_images(ASSETS, "test_6000")
+    options = amct.IoOptions(dynamic_axes={"x": {0: "n"}})
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        amct.quantize(cifar_resnet(ASSETS, 20), calibration(), io=options).save(place / "ptq", formats=["qdq"])
+        for target in ("exact8", "portable"):
+            model = prepared(None, 1, 0, loss="teacher", target=target)
+            own = torch_top1(model, *test)
+            model.save(place / target, formats=["qdq"], data=calibration()[:4])
+            found = onnx_top1(place / f"{target}_qdq_model.onnx", *test)
+            what = f"default file, trained for {target}: accuracy beside the model's {own:.2f}"
+            yield accuracy_row(what, [found], own - 0.2)
+        sessions = {name: session_of(place / f"{name}_qdq_model.onnx") for name in ("ptq", "exact8", "portable")}
+        seconds = latencies(sessions, test[0][:BATCH].numpy())
+        for name in ("exact8", "portable"):
+            ratio = seconds[name] / seconds["ptq"]
+            what = f"default file, trained for {name}: time / that of PTQ's file"
+            yield what, f"{ratio:.2f} ({1e3 * seconds[name]:.1f} ms for {BATCH})", "<= 1.05", ratio <= 1.05
+
+
+def session_of(file: Path) -> onnxruntime.InferenceSession:
+    """A file in onnxruntime on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def latencies(sessions: dict[str, onnxruntime.InferenceSession], batch: NDArray[np.float32]) -> dict[str, float]:
+    """CPU seconds of a forward of each, in turn; the least of 30."""
+    found: dict[str, float] = {}
+    for _ in range(30):
+        for name, session in sessions.items():
+            begin = time.process_time()
+            session.run(None, {session.get_inputs()[0].name: batch})
+            found[name] = min(found.get(name, float("inf")), time.process_time() - begin)
+    return found
 
 
 def main() -> None:
@@ -201,6 +273,7 @@ def main() -> None:
         "memory": memory_ratio,
         "w4a4": lambda: w4a4(arguments.seeds),
         "int8": lambda: int8(arguments.seeds),
+        "file": default_file,
     }
     rows = []
     for part in arguments.parts:

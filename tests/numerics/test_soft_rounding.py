@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import Adam, AdaRoundSettings, SoftRounding
 
 ROWS = hnp.arrays(np.float32, (3, 7), elements=st.floats(-4, 4, width=32))
 
@@ -88,3 +88,17 @@ def test_beta_waits_for_the_warm_start_and_falls_along_a_cosine():
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ArgumentError, match=message):
         AdaRoundSettings(**settings)
+
+
+def test_adam_takes_the_steps_of_torch():
+    generator = torch.Generator().manual_seed(4)
+    ours = torch.randn(5, 6, generator=generator)
+    theirs = ours.clone().requires_grad_()
+    adam, reference = Adam(ours, 1e-2), torch.optim.Adam([theirs], lr=1e-2)
+    for _ in range(50):
+        slope = torch.randn(5, 6, generator=generator)
+        adam.step(slope)
+        theirs.grad = slope.clone()
+        reference.step()
+    # Fifty steps of at most 0.01, each rounded in float32 near values of 1.
+    assert torch.allclose(ours, theirs.detach(), rtol=0, atol=50 * 2**-23)

@@ -5,7 +5,7 @@ A front door creates them; everything else (weight, bias, groups, a bias added b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,6 +128,7 @@ class TensorFactors:
 
     With ``mean`` (per channel), the tensor is the input of a layer whose factors are in the record. These factors then
     apply to linear layers only, and only with ``balance`` (one factor per channel), to the input divided by it.
+    ``layer``, while a placement is planned: the layer whose record the factors are from.
     """
 
     scale: float
@@ -135,6 +136,7 @@ class TensorFactors:
     bits: int = 8
     balance: tuple[float, ...] | None = None
     mean: tuple[float, ...] | None = None
+    layer: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", float(_positive("scale", self.scale)[0]))

@@ -12,7 +12,7 @@ import torch
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
-from amct.export.qdq.exporter import observed_tensors
+from amct.export.qdq.exporter import fast_tensors
 from amct.export.saving import save_files
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.binding import LayerBinding
+    from amct.export.qdq.exporter import FastTensors
     from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.weights import LayerWeights
     from amct.record import LayerRecord
@@ -130,10 +131,17 @@ class Preparation(ABC):
         self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
     ) -> tuple[str, ...] | None:
         """The tensors between layers that are observed for the fast placement, by ONNX name; None: it is impossible."""
+        placed = self.fast_placement(model, bindings, is_float32=is_float32)
+        return None if placed is None else placed.observed
+
+    def fast_placement(
+        self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
+    ) -> FastTensors | None:
+        """What the fast placement quantizes beside what layers read; None: it is impossible."""
         if not is_float32:
             logger.info("the QDQ file will quantize layer inputs only (placement exact): the model is not float32")
             return None
-        return observed_tensors(
+        return fast_tensors(
             model,
             bindings,
             balanced=[name for name, weights in self.weights.items() if weights.balance is not None],

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
+    from amct.export.qdq.exporter import FastTensors
     from amct.ptq.batches import Batches, BatchInputs
     from amct.ptq.door import ComparedModel, ModelOutput
     from amct.ptq.weights import LayerWeights
@@ -102,16 +103,20 @@ class TorchPreparation(Preparation):
 
     def intermediate_watch(self, onnx: FloatOnnx) -> TensorWatch | None:
         """The tensors to observe for the fast placement of the QDQ file; None if that placement is impossible."""
-        wanted = self.fast_tensors(
+        placed = self.placed_tensors(onnx)
+        if placed is None:
+            return None
+        watch = find_tensors(self.traced, self.fused.fusions, placed.observed, onnx.tensors)
+        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
+        return replace(watch, given=self.layer_inputs(inputs))
+
+    def placed_tensors(self, onnx: FloatOnnx) -> FastTensors | None:
+        """What the fast placement of the QDQ file quantizes beside what layers read; None if it is impossible."""
+        return self.fast_placement(
             onnx.model,
             [binding for binding in onnx.bindings if binding.layer in self.weights],
             is_float32=all(self.traced.layers[name].dtype == "float32" for name in self.weights),
         )
-        if wanted is None:
-            return None
-        watch = find_tensors(self.traced, self.fused.fusions, wanted, onnx.tensors)
-        inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
-        return replace(watch, given=self.layer_inputs(inputs))
 
     # -- interface of the quantization flow ----------------------------------------------------------------------------
 

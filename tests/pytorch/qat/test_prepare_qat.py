@@ -208,6 +208,18 @@ def test_the_portable_target_trains_seven_bit_weights(tmp_path):
     assert 'wts_type: "INT7"' in (tmp_path / "net_record.txt").read_text()
 
 
+def test_frozen_batch_norms_keep_their_statistics_and_are_trained_otherwise():
+    original = net()
+    model = amct.prepare_qat(original, batches(1), freeze_norms=True)
+    train(model, range(2))
+    assert model.drop.training
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(getattr(model.b1, name), getattr(original.b1, name))
+    assert not torch.equal(model.b1.weight, original.b1.weight)
+    assert not copy.deepcopy(model).eval().train().b1.training
+    assert amct.prepare_qat(original.train(), batches(1)).b1.training
+
+
 def test_a_pickled_model_is_saved_in_another_process(tmp_path):
     model = amct.prepare_qat(net(), batches(1))
     train(model, [0])

@@ -69,14 +69,19 @@ def test_prefixes_of_parallel_training_and_names_of_entries_are_understood(train
     assert torch.equal(evaluate(restored, images()), evaluate(model, images()))
 
 
-def test_a_fresh_process_restores_continues_and_saves_bit_by_bit(tmp_path):
-    """Two steps, a checkpoint with the optimizer, one step more: the same in one process and in two."""
-    flow = Flow(tmp_path, ULQ)
+@pytest.mark.parametrize("batch_num", [1, 3])
+def test_a_fresh_process_restores_continues_and_saves_bit_by_bit(tmp_path, batch_num):
+    """Two steps, a checkpoint with the optimizer, two steps more: the same in one process and in two.
+
+    With ``batch_num`` 3 the checkpoint falls between the batches that determine the clips.
+    """
+    flow = Flow(tmp_path, f"batch_num: {batch_num} {ULQ}")
     flow.model.drop.p = 0.0
     model = flow.create()
     torch.save(flow.model.state_dict(), tmp_path / "float.pth")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     train(model, range(2), optimizer)
+    assert any("observed" in name for name in model.state_dict()) == (batch_num == 3)
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}, flow.state
     )
@@ -103,6 +108,7 @@ def test_a_fresh_process_restores_continues_and_saves_bit_by_bit(tmp_path):
     )
     end = torch.load(tmp_path / "end.pth", weights_only=True)
     assert list(end["state"]) == list(expected)
+    assert not any("observed" in name for name in expected)
     assert all(torch.equal(end["state"][key], expected[key]) for key in expected)
     assert torch.equal(end["output"], evaluate(model, images(9)))
     found = run_onnx(tmp_path / "out" / "net_fake_quant_model.onnx", images(9))
@@ -136,7 +142,8 @@ def test_all_ranks_have_the_same_clips_from_the_first_batch_on(tmp_path):
                 torch.nn.functional.cross_entropy(parallel(x), labels(step)).backward()
                 optimizer.step()
                 state = model.state_dict()
-                seen.append({{name: state[name].clone() for name in state if "quantizer" in name}})
+                clips = [name for name in state if "quantizer" in name and "observed" not in name]
+                seen.append({{name: state[name].clone() for name in clips}})
             torch.save(seen, f"seen{{rank}}.pth")
             dist.destroy_process_group()
 
@@ -194,6 +201,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(trained, tmp_path, content, m
     torch.save(content(model), tmp_path / "wrong.pth")
     with pytest.raises(RuntimeError, match=message):
         flow.restore(state=tmp_path / "wrong.pth")
+
+
+def test_damaged_observations_in_a_checkpoint_are_refused(tmp_path):
+    flow = Flow(tmp_path, "batch_num: 3")
+    model = flow.create()
+    train(model, [0])
+    state = model.state_dict()
+    for damaged in (torch.zeros(2), torch.zeros(5, dtype=torch.int64), torch.tensor([-1, 5])):
+        torch.save({**state, "c1.input_quantizer.observed_seen": damaged}, flow.state)
+        with pytest.raises(RuntimeError, match=r'layer "c1": the state of an observer does not fit.*load another'):
+            flow.restore()
 
 
 def test_other_wrong_checkpoints(trained, tmp_path):

@@ -238,6 +238,27 @@ def test_a_model_in_training_is_not_prepared_twice(model):
         amct.prepare_qat(model, images())
 
 
+def saved_bytes(model):
+    """The memory of all tensors that a forward keeps for its gradient."""
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = functional.cross_entropy(model.train()(images(count=64)), labels(count=64))
+    del loss
+    return sum(kept.values())
+
+
+def test_a_step_keeps_little_more_than_a_float_step():
+    """Per layer the input as it was and on its grid, nothing else of its size."""
+    original = net()
+    assert saved_bytes(amct.prepare_qat(original, images())) <= 1.6 * saved_bytes(original)
+
+
 # -- other features of torch -------------------------------------------------------------------------------------------
 
 

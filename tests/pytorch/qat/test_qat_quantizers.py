@@ -102,11 +102,21 @@ def test_factors_before_the_range_is_known_say_what_to_do():
         ActivationQuantizer("c", 8, batch_num=2).factors()
 
 
-def test_a_state_in_the_middle_of_the_first_batches_begins_them_anew():
+def test_a_state_in_the_middle_of_the_first_batches_goes_on():
     first, other = (ActivationQuantizer("c", 8, batch_num=2) for _ in range(2))
     first(values(0))
     other.load_state_dict(first.state_dict())
     assert other.clips == first.clips
+    assert not other.is_ready
+    other(values(1))
+    assert other.clips == best_clips(values(0), values(1))
+    assert not any("observed" in name for name in other.state_dict())
+
+
+def test_a_state_without_the_first_batches_begins_them_anew():
+    first, other = (ActivationQuantizer("c", 8, batch_num=2) for _ in range(2))
+    first(values(0))
+    other.load_state_dict({name: value for name, value in first.state_dict().items() if "observed" not in name})
     other(values(1))
     assert not other.is_ready
     other(values(2))

@@ -125,6 +125,19 @@ def qdq_model(
     )
 
 
+@dataclass(frozen=True)
+class FastTensors:
+    """What placement ``fast`` quantizes beside what layers read, by ONNX name.
+
+    Attributes:
+        observed: Tensors whose factors are observed.
+        shared: Tensors with the factors of a layer's input that others read too, with that layer.
+    """
+
+    observed: tuple[str, ...]
+    shared: Mapping[str, str]
+
+
 def observed_tensors(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
@@ -132,7 +145,18 @@ def observed_tensors(
     balanced: Collection[str] = (),
     other_bits: Collection[str] = (),
 ) -> tuple[str, ...]:
-    """The tensors between layers whose factors placement ``fast`` would use, by ONNX name.
+    """The tensors between layers whose factors placement ``fast`` would use; arguments as for ``fast_tensors``."""
+    return fast_tensors(model, bindings, balanced=balanced, other_bits=other_bits).observed
+
+
+def fast_tensors(
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    *,
+    balanced: Collection[str] = (),
+    other_bits: Collection[str] = (),
+) -> FastTensors:
+    """The tensors that placement ``fast`` would quantize beside what layers read.
 
     Args:
         model: the float model that will be exported.
@@ -163,7 +187,13 @@ def observed_tensors(
         imprecise_sums(graph),
     ).run()
     used = (*placed.float_tensors.values(), *placed.integer_tensors.values())
-    return tuple(dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors)))
+    shared = {
+        tensor: factors.layer
+        for tensor, factors in placed.integer_tensors.items()
+        if factors.layer is not None and graph.only_consumer(tensor) is None
+    }
+    requested = dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors))
+    return FastTensors(tuple(requested), shared)
 
 
 def _leave_float(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Skip]:

@@ -119,7 +119,7 @@ class FastPlanner:
             if layer.factors.act_bits != 8:
                 self._exclude(tensor)
             elif layer.factors.balance is None:
-                self._required.setdefault(tensor, layer_input_factors(layer.factors))
+                self._required.setdefault(tensor, replace(layer_input_factors(layer.factors), layer=layer.layer))
 
     def _exclude(self, tensor: str) -> None:
         """Exclude a tensor that a layer without 8-bit activations reads, and the tensors its values come from."""

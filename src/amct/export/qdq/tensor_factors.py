@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -73,7 +73,7 @@ def tensor_factors_text(tensors: Mapping[str, TensorFactors]) -> str:
     """The content of the file; scales keep the exact float32 value."""
     lines = []
     for name, factors in sorted(tensors.items()):
-        entry = {key: value for key, value in asdict(factors).items() if value is not None}
+        entry = {key: value for key, value in asdict(replace(factors, layer=None)).items() if value is not None}
         lines.append(f"    {json.dumps(name)}: {json.dumps(entry)}")
     return '{\n  "version": 1,\n  "tensors": {\n' + ",\n".join(lines) + "\n  }\n}\n"
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.scale import initial_scale
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import Adam, AdaRoundSettings, SoftRounding
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first, factors_per_row, from_channels_first
 from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
 
@@ -320,18 +320,18 @@ def _learn_rows(
     """Learn the rounding of the rows of some output channels."""
     unfolding = statistics.unfolding
     gram = (statistics.gram / statistics.positions).float()
-    cross = (statistics.cross / statistics.positions).float()
-    optimizer = torch.optim.Adam([rounding.alpha], lr=settings.learning_rate, fused=True)
+    double_cross = (2 * statistics.cross / statistics.positions).float()
+    adam = Adam(rounding.alpha, settings.learning_rate)
     report_every = max(1, settings.num_iteration // _REPORTS)
     for iteration in range(settings.num_iteration):
-        weight = unfolding.group_rows(rounding.soft())
-        slope = torch.bmm(weight, gram).sub_(cross)
+        sigmoid = torch.sigmoid(rounding.alpha)
+        weight = unfolding.group_rows(rounding.soft(sigmoid))
+        slope = torch.baddbmm(double_cross, weight, gram, beta=-1, alpha=2)
         beta = settings.beta_at(iteration)
-        rounding.alpha.grad = rounding.gradient(2 * unfolding.ungroup_rows(slope), beta, settings.reg_param)
-        optimizer.step()
+        adam.step(rounding.gradient(unfolding.ungroup_rows(slope), beta, settings.reg_param, sigmoid))
         if progress is not None and (iteration + 1) % report_every == 0:
             # w·G w - 2 w·C is the loss without its constant part, which does not depend on the weight.
-            progress(iteration + 1, settings.num_iteration, float((weight * (slope - cross)).sum()))
+            progress(iteration + 1, settings.num_iteration, float((weight * (slope - double_cross)).sum()) / 2)
     return _switch_greedily(statistics, rounding)
 
 

@@ -19,6 +19,8 @@ from amct.numerics.affine import integer_range
 
 _STRETCH = 1.2
 _SHIFT = -0.1
+_BETAS = (0.9, 0.999)
+_EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class SoftRounding:
         self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
         # A weight beyond the grid is clipped for every h, so its gradient is zero.
         self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
+        self._base = self.floor.clamp(self.lowest, self.highest) * self.scale
 
     def part(self, rows: slice) -> SoftRounding:
         """Return the rounding of some rows, which is learned independently of this one."""
@@ -85,26 +88,61 @@ class SoftRounding:
 
     def h(self) -> Tensor:
         """Return the distance of each weight from its floor, 0..1."""
-        return torch.sigmoid(self.alpha).mul_(_STRETCH).add_(_SHIFT).clamp_(0, 1)
+        return _stretched(torch.sigmoid(self.alpha)).clamp_(0, 1)
 
-    def soft(self) -> Tensor:
-        """Return the soft-rounded weights, in real values, used during the learning."""
-        return (self.floor + self.h()).clamp_(self.lowest, self.highest).mul_(self.scale)
+    def soft(self, sigmoid: Tensor | None = None) -> Tensor:
+        """Return the soft-rounded weights, in real values, used during the learning.
+
+        ``sigmoid`` is that of ``alpha``, if the caller has it already.
+        """
+        h = _stretched(torch.sigmoid(self.alpha) if sigmoid is None else sigmoid).clamp_(0, 1)
+        return torch.addcmul(self._base, h, self._step)
 
     def hard(self) -> Tensor:
         """Return the final integers: the ceiling where ``h >= 0.5``, else the floor."""
         return (self.floor + (self.h() >= 0.5)).clamp(self.lowest, self.highest)
 
-    def gradient(self, weight_gradient: Tensor, beta: float | None, reg_param: float) -> Tensor:
-        """Return d(loss + regularizer)/d(alpha) from d(loss)/d(weight); same as autograd, in fewer passes."""
-        sigmoid = torch.sigmoid(self.alpha)
-        stretched = sigmoid.mul(_STRETCH).add_(_SHIFT)
-        h = stretched.clamp(0, 1)
+    def gradient(
+        self, weight_gradient: Tensor, beta: float | None, reg_param: float, sigmoid: Tensor | None = None
+    ) -> Tensor:
+        """Return d(loss + regularizer)/d(alpha) from d(loss)/d(weight); same as autograd, in fewer passes.
+
+        ``sigmoid`` is that of ``alpha``, if the caller has it already.
+        """
+        sigmoid = torch.sigmoid(self.alpha) if sigmoid is None else sigmoid
+        stretched = _stretched(sigmoid)
         result = weight_gradient * self._step
         if beta is not None:
-            centred = h.mul(2).sub_(1)
+            centred = stretched.mul(2).sub_(1)  # beyond 0..1 the gradient is dropped below
             # |centred|^(beta - 1) by log and exp, which torch vectorizes, unlike pow.
             power = centred.abs().log_().mul_(beta - 1).exp_()
-            result.addcmul_(centred.sign_(), power, value=-2 * beta * reg_param)
-        result *= h == stretched
-        return result.mul_(sigmoid).mul_(sigmoid.neg_().add_(1)).mul_(_STRETCH)
+            result.sub_(power.copysign_(centred), alpha=2 * beta * reg_param)
+        inner: Tensor = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
+        slope: Tensor = torch.ops.aten.sigmoid_backward(inner, sigmoid)
+        return slope.mul_(_STRETCH)
+
+
+class Adam:
+    """Adam with torch's defaults for one tensor: the same steps as ``torch.optim.Adam``, without its bookkeeping.
+
+    For small weights that bookkeeping costs as much as the rest of an iteration.
+    """
+
+    def __init__(self, parameter: Tensor, learning_rate: float) -> None:
+        self._parameter, self._rate = parameter, learning_rate
+        self._mean, self._square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        self._steps = 0
+
+    def step(self, gradient: Tensor) -> None:
+        """Change the parameter in place."""
+        self._steps += 1
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        first, second = (1 - beta**self._steps for beta in _BETAS)
+        divisor = self._square.sqrt().div_(math.sqrt(second)).add_(_EPSILON)
+        self._parameter.addcdiv_(self._mean, divisor, value=-self._rate / first)
+
+
+def _stretched(sigmoid: Tensor) -> Tensor:
+    """1.2 · sigmoid - 0.1, a new tensor."""
+    return sigmoid.mul(_STRETCH).add_(_SHIFT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -43,6 +43,11 @@ class LayerSource:
     with_bias: bool = False
     calls: int = 1
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells the calls on one parameter apart."""
+        return self.channels, self.type, self.settings, self.with_bias
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionalLayer:
@@ -68,19 +73,15 @@ class FunctionalLayers:
     def by_call(self, model: nn.Module) -> dict[tuple[int, Any], nn.Module]:
         """The layers by the identity of their parameter in ``model``, and the rest of their source."""
         return {
-            (id(_stored(model, source.parameter)), _kind(source)): model.get_submodule(_path(name))
+            (id(_stored(model, source.parameter)), source.kind): model.get_submodule(child_path(name))
             for name, source in self.sources.items()
         }
 
 
-def _path(name: str) -> str:
+def child_path(name: str) -> str:
     """The path of the child that computes a layer; the part in brackets has no points."""
     owner, point, last = name.rpartition(".")
     return f"{owner}{point}{_PREFIX}{last}"
-
-
-def _kind(source: LayerSource) -> tuple[object, ...]:
-    return source.channels, source.type, source.settings, source.with_bias
 
 
 def _stored(model: nn.Module, parameter: str) -> Any:  # noqa: ANN401  a parameter, or what replaces it while capturing
@@ -112,7 +113,7 @@ def with_functional_layers(model: nn.Module, layers: Sequence[FunctionalLayer], 
     """A copy that shares the model's tensors and calls these layers in place of the torch functions."""
     duplicate = copy_model(model, share_tensors=True)
     for layer in layers:
-        owner, _, child = _path(layer.name).rpartition(".")
+        owner, _, child = child_path(layer.name).rpartition(".")
         module = _as_module(layer, _stored(duplicate, layer.source.parameter))
         duplicate.get_submodule(owner).add_module(child, module)
     sources = {layer.name: layer.source for layer in layers}
@@ -121,6 +122,21 @@ def with_functional_layers(model: nn.Module, layers: Sequence[FunctionalLayer], 
     redirected = functools.partial(_redirected_forward, duplicate, forward)  # unlike a closure it is copied and pickled
     duplicate.forward = functools.update_wrapper(redirected, forward)  # keeps the signature
     return duplicate
+
+
+def take_functional_layers(model: nn.Module) -> FunctionalLayers | None:
+    """Take the functional layers out of a copy again, in place: its functions compute as the user wrote them."""
+    layers = functional_layers(model)
+    if layers is None:
+        return None
+    for name in layers.sources:
+        owner, _, child = child_path(name).rpartition(".")
+        del model.get_submodule(owner)._modules[child]
+    delattr(model, _LAYERS)
+    _, forward = cast("functools.partial[Any]", vars(model).pop("forward")).args
+    if getattr(forward, "__func__", None) is not type(model).forward:
+        model.forward = forward  # the user's own, of this object only
+    return layers
 
 
 def _redirected_forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -186,7 +202,7 @@ def layer_module(model: nn.Module, name: str) -> nn.Module:
         AttributeError: there is none.
     """
     layers = functional_layers(model)
-    return model.get_submodule(_path(name) if layers is not None and name in layers.sources else name)
+    return model.get_submodule(child_path(name) if layers is not None and name in layers.sources else name)
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -34,8 +34,9 @@ from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import unwrap
 from amct.pytorch.qat.building import build
 from amct.pytorch.qat.checkpoint import load_state
-from amct.pytorch.qat.deployment import observe_tensors, trained_record
+from amct.pytorch.qat.deployment import trained_record
 from amct.pytorch.qat.model import QatModel
+from amct.pytorch.qat.placement import tensors_between_layers
 from amct.record import Record, encode_record, write_record
 from amct.record.files import form_of
 
@@ -222,7 +223,7 @@ def save_trained(
     """
     example = (preparation.traced.inputs.args, preparation.traced.inputs.kwargs)
     record = replace(trained_record(preparation, trained), prune=tuple(prune))
-    tensors = observe_tensors(preparation, [trained.seen or example])
+    tensors = tensors_between_layers(trained, preparation, [trained.seen or example])
     compared = reference(preparation, record, [example])
     with atomic.FileGroup() as group:
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))

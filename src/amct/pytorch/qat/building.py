@@ -12,35 +12,25 @@ from torch import nn
 from amct.config.qat.settings import UlqRetrainSettings
 from amct.errors import ModelError
 from amct.ptq.preparation import enabled_layers
+from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.folding import fuse
-from amct.pytorch.layer_weights import weight_parts
+from amct.pytorch.functional.layers import child_path, take_functional_layers
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.qat.layers import as_quantized
+from amct.pytorch.qat.functional import QuantizedCall, trained_parts
+from amct.pytorch.qat.layers import as_quantized, put_quantizers
 from amct.pytorch.qat.model import QatState, as_qat_model
+from amct.pytorch.qat.operations import add_calls, instrument
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
+from amct.pytorch.qat.signs import not_negative
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
-    from amct.model import Graph, Node
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.qat.model import QatModel
 
 logger = logging.getLogger(__name__)
-
-_RECTIFIERS = frozenset({"relu", "relu6"})
-_KEEP_SIGN = frozenset(
-    {
-        "AvgPool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
-        "adaptive_max_pool2d", "adaptive_max_pool3d", "alpha_dropout", "avg_pool1d", "avg_pool2d", "avg_pool3d", "cat",
-        "channel_shuffle", "chunk", "clone", "constant_pad_nd", "contiguous", "dropout", "expand", "feature_dropout",
-        "flatten", "identity", "max_pool1d", "max_pool2d", "max_pool3d", "mean", "pad", "permute", "pixel_shuffle",
-        "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "transpose", "unflatten",
-        "unsqueeze", "upsample_nearest2d", "view",
-    }
-)  # fmt: skip
-"""Operations whose results are not negative where their inputs are not."""
 
 
 def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] | None = None) -> QatModel:
@@ -65,21 +55,49 @@ def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] |
     model = copy_model(traced.model)
     for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
         duplicate.training = original.training
+    calls = _functional_calls(model, {layer.name for layer in chosen})
     leaders: dict[object, ActivationQuantizer] = {}
     for layer in chosen:
-        module = model.get_submodule(layer.name)
+        module = calls.get(layer.name) or model.get_submodule(layer.name)
         _check(layer.name, module)
         norm = norms.fusions.get(layer.name)
         own = _weight_quantizers(layer, module, None if norm is None else model.get_submodule(norm), weight_bits or {})
         source = _source(traced, layer)
         leader = leaders.get(source) if source is not None else None
         if leader is None:
-            quantizer = activation_quantizer(layer, fixed_min=is_fixed_min(layer, traced.graph))
+            quantizer = activation_quantizer(layer, fixed_min=is_fixed_min(layer, traced))
             own["input_quantizer"] = quantizer.to(_device(module))
             leaders[source if source is not None else layer.name] = quantizer
-        as_quantized(module, own, leader)
+        if isinstance(module, QuantizedCall):
+            put_quantizers(module, own, leader)
+        else:
+            as_quantized(module, own, leader)
     kept = replace(plan, not_quantized=dict(plan.not_quantized))  # a dict can be pickled
     return as_qat_model(model, QatState(plan=kept, not_folded=norms.skips))
+
+
+def _functional_calls(model: nn.Module, chosen: Collection[str]) -> dict[str, QuantizedCall]:
+    """Give a copied model the modules that will quantize its functional calls; by layer."""
+    layers = take_functional_layers(model)
+    if layers is None:
+        return {}
+    made: dict[str, QuantizedCall] = {}
+    known: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for name, source in layers.sources.items():
+        path = child_path(name)
+        holder, _, child = path.rpartition(".")
+        owner, _, parameter = source.parameter.rpartition(".")
+        known.setdefault("", {})[path] = source.parameter, source.kind
+        known.setdefault(owner, {})[child] = parameter, source.kind
+        if name in chosen:
+            module = model.get_submodule(holder)
+            made[name] = QuantizedCall(module, source).train(module.training)
+            module.add_module(child, made[name])
+    for owner, calls in known.items():
+        add_calls(model.get_submodule(owner), calls)
+        if owner:
+            instrument(model.get_submodule(owner))
+    return made
 
 
 def activation_quantizer(plan: RetrainLayerPlan, *, fixed_min: bool, trained: bool = True) -> ActivationQuantizer:
@@ -104,7 +122,7 @@ def _weight_quantizers(
 ) -> dict[str, nn.Module]:
     settings = plan.weight
     made: dict[str, nn.Module] = {}
-    for name, part in zip(("weight_quantizer", "state_weight_quantizer"), weight_parts(module), strict=False):
+    for name, part in zip(("weight_quantizer", "state_weight_quantizer"), trained_parts(module), strict=False):
         quantizer = WeightQuantizer(
             part,
             bits.get(settings.num_bits, settings.num_bits),
@@ -120,7 +138,7 @@ def _weight_quantizers(
 
 
 def _check(name: str, module: nn.Module) -> None:
-    for part in weight_parts(module):
+    for part in trained_parts(module):
         if part.tensor.dtype is not torch.float32:
             raise ModelError(
                 f'layer "{name}": weights are trained in float32, got {str(part.tensor.dtype).removeprefix("torch.")}; '
@@ -132,7 +150,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+    return trained_parts(module)[0].tensor.device
 
 
 # -- facts of the graph ------------------------------------------------------------------------------------------------
@@ -140,41 +158,22 @@ def _device(module: nn.Module) -> torch.device:
 
 def _source(traced: Traced, layer: RetrainLayerPlan) -> object:
     """What layers have in common that share one input quantizer: the tensor they read, and how it is quantized."""
-    if traced.graph is None or layer.name not in traced.graph:
+    if traced.graph is None or layer.name not in traced.graph or traced.layers[layer.name].calls > 1:
         return None
     tensor = traced.graph[layer.name].inputs[0]
     return tensor, layer.activation, layer.force_fp16, layer.batch_num
 
 
-def is_fixed_min(layer: RetrainLayerPlan, graph: Graph | None) -> bool:
+def is_fixed_min(layer: RetrainLayerPlan, traced: Traced) -> bool:
     """Whether the lower clip of a layer's input stays 0: as its plan says, by default after a ReLU.
 
-    Pooling, reshaping and the like in between do not matter.
+    Pooling, reshaping and the like in between do not matter. A layer that is called several times must read such a
+    tensor each time.
     """
+    graph = traced.graph
     if layer.activation.fixed_min is not None:
         return layer.activation.fixed_min
-    if graph is None or layer.name not in graph:
+    calls = [call_name(layer.name, call) for call in range(traced.layers[layer.name].calls)]
+    if graph is None or any(call not in graph for call in calls):
         return False
-    known: dict[str, bool] = {}
-    return _not_negative(graph, graph[layer.name].inputs[0], known)
-
-
-def _not_negative(graph: Graph, tensor: str, known: dict[str, bool]) -> bool:
-    """Whether a tensor is made by a ReLU, through operations that keep the sign."""
-    pending = [tensor]
-    while pending:
-        current = pending.pop()
-        if current in known:
-            continue
-        node = graph.producer(current)
-        known[current] = node is not None and (_rectifies(node) or node.op in _KEEP_SIGN)
-        if not known[current]:
-            return False
-        if node is not None and not _rectifies(node):
-            pending.extend(node.inputs)
-    return True
-
-
-def _rectifies(node: Node) -> bool:
-    settings: Any = node.attributes.get("settings", ())
-    return node.op in _RECTIFIERS or (node.op == "hardtanh" and bool(settings) and settings[0] == 0)
+    return all(not_negative(graph, graph[call].inputs[0]) for call in calls)

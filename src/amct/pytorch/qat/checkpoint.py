@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amct.errors import CheckpointError, MissingFileError, TrainingError, did_you_mean
 from amct.pytorch.qat.amct_state import from_amct_state, is_amct_state
-from amct.pytorch.qat.quantizers import ActivationQuantizer
+from amct.pytorch.qat.quantizers import ActivationQuantizer, is_observation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,7 +83,7 @@ def _read(file: str | os.PathLike[str], name: str | None) -> dict[str, Any]:
 
 def _problems(own: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     missing = [key for key in own if key not in given]
-    unknown = [key for key in given if key not in own]
+    unknown = [key for key in given if key not in own and not is_observation(key)]
     shapes = [
         f'"{key}" has shape {list(given[key].shape)}, expected {list(own[key].shape)}'
         for key in own

@@ -25,10 +25,11 @@ from amct.numerics.training.deployed import fold_into_integers
 from amct.ptq.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.folding import fuse
+from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights, weight_parts
-from amct.pytorch.onnx.float_onnx import FloatOnnx
 from amct.pytorch.preparation import TorchPreparation
 from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
+from amct.pytorch.qat.operations import remove_operations
 from amct.pytorch.qat.quantizers import ActivationQuantizer
 from amct.record import Record
 from amct.retrain.plans import deployment_plan
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from amct.ptq.weights import WeightPart
     from amct.pytorch.door import IoOptions
     from amct.pytorch.qat.quantizers import WeightQuantizer
+    from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import LayerRecord
 
@@ -68,12 +70,13 @@ def check_trained(model: nn.Module) -> None:
 
 def as_float_model(model: nn.Module) -> None:
     """Make every quantized layer of a copied model a float one again, in place."""
+    remove_operations(model)
     for layer in quantized_layers(model).values():
         as_float(layer)
 
 
 def prepare_trained(
-    trained: nn.Module, plain: nn.Module, plan: RetrainPlan, example: Arguments, io: IoOptions
+    trained: nn.Module, plain: nn.Module, plan: RetrainPlan, example: Arguments, io: IoOptions, *, all_layers: bool
 ) -> TorchPreparation:
     """The folded model with the trained integers.
 
@@ -83,6 +86,7 @@ def prepare_trained(
         plan: The plan it was trained with.
         example: Arguments with which it can be run.
         io: Names and dynamic axes of the exported models.
+        all_layers: Whether functional calls and modules called several times can be layers.
 
     Raises:
         ExportError: A trained layer is not a layer of the model any more.
@@ -93,6 +97,7 @@ def prepare_trained(
         input_names=io.input_names,
         output_names=io.output_names,
         dynamic_axes=io.dynamic_axes,
+        all_layers=all_layers,
     )
     layers = quantized_layers(trained)
     lost = [name for name in layers if name not in traced.layers]
@@ -108,7 +113,7 @@ def prepare_trained(
         norm = fused.fusions.get(name)
         multiplier = None if norm is None else _multiplier(trained.get_submodule(norm))
         weights[name] = _trained_weights(
-            layers[name], fused.model.get_submodule(name), multiplier, can_pack=traced.layers[name].can_pack
+            layers[name], layer_module(fused.model, name), multiplier, can_pack=traced.layers[name].can_pack
         )
     return TorchPreparation(
         name=type(traced.model).__name__,
@@ -191,12 +196,10 @@ def _entry(entry: LayerRecord, layer: QuantizedLayer) -> LayerRecord:
     return entry.for_retraining()
 
 
-def observe_tensors(preparation: TorchPreparation, batches: Iterable[Arguments]) -> Mapping[str, TensorFactors] | None:
-    """Factors of the tensors between the layers, for the fast placement of the QDQ file; None if it is impossible."""
-    onnx = preparation.default_onnx
-    watch = preparation.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
-    if watch is None:
-        return None
+def observe_tensors(
+    preparation: TorchPreparation, batches: Iterable[Arguments], watch: TensorWatch
+) -> Mapping[str, TensorFactors]:
+    """Factors of the tensors between the layers, for the fast placement of the QDQ file."""
     model = preparation.quantized_copy()
     # Layer inputs have their trained factors: the session only counts batches, of one number each.
     counted = Stream(layer=_BATCHES, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=MinMaxObserver)

@@ -17,7 +17,8 @@ from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
 from amct.pytorch.qat.building import build
-from amct.pytorch.qat.model import first_samples, with_state
+from amct.pytorch.qat.model import first_samples, keep_statistics, with_state
+from amct.pytorch.qat.placement import train_placement
 from amct.pytorch.qat.start import start_activations, start_weights
 
 if TYPE_CHECKING:
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 
 
 @log.screen_only()
-def prepare_qat(
+def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     model: nn.Module,
     batches: object,
     config: AnyQatConfig = None,
     teacher: nn.Module | None = None,
     target: str = Target.EXACT8.value,
     *,
+    freeze_norms: bool = False,
     inputs: BatchInputs | None = None,
     io: IoOptions | None = None,
 ) -> QatModel:
@@ -47,8 +49,12 @@ def prepare_qat(
         batches: Calibration data: a tensor, an iterable of batches or a DataLoader.
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QatConfig``.
         teacher: A float model, for ``distillation_loss``; usually ``model`` itself.
-        target: The machine to train for: "exact8" and "vnni" keep the bits of the config, "portable" trains 8-bit
-            weights with 7 bits, which the QDQ file for every CPU has as they are.
+        target: The QDQ file to train for. "exact8": layer inputs and weights as the record has them (placement
+            ``exact``). "portable", the default file of ``save``: also the tensors between layers that placement
+            ``fast`` quantizes, and 8-bit weights with 7 bits, which every CPU's file has as they are; "vnni": the
+            same with 8 bits. Such a file computes what the trained model computes.
+        freeze_norms: Let batch norms use and keep their running statistics in train mode too. At 8 bits, where the
+            start is as good as the float model, the noise of batch statistics does harm; at 4 bits new statistics help.
         inputs: Turns a batch into the model's inputs, for batches in other forms.
         io: Names and dynamic axes of the exported models.
 
@@ -73,11 +79,26 @@ def prepare_qat(
         input_names=options.input_names,
         output_names=options.output_names,
         dynamic_axes=options.dynamic_axes,
+        all_layers=True,
     )
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
+    with_state(trainable, all_layers=True)
     put_sparse(trainable, masks)
     start_weights(trainable)
     start = start_activations(trainable, data)
+    if target != Target.EXACT8.value:
+        train_placement(trainable, trainable.preparation(example, options), data)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
-    return with_state(trainable, io=options, example=first_samples(example) or example, start=start, teacher=teachers)
+    kept = first_samples(example) or example
+    if freeze_norms:
+        keep_statistics(trainable)
+    return with_state(
+        trainable,
+        io=options,
+        example=kept,
+        start=start,
+        teacher=teachers,
+        target=target,
+        freeze_norms=freeze_norms,
+    )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from amct.pytorch.functional.layers import named_layers
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -241,6 +243,13 @@ def as_quantized(
     """
     layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]  # as above
     assert isinstance(layer, QuantizedLayer)
+    put_quantizers(layer, quantizers, leader)
+
+
+def put_quantizers(
+    layer: QuantizedLayer, quantizers: Mapping[str, nn.Module], leader: ActivationQuantizer | None
+) -> None:
+    """Give a layer its quantizers, or the input quantizer of another layer."""
     for name, quantizer in quantizers.items():
         layer.add_module(name, quantizer.train(layer.training))
     if leader is not None:
@@ -257,4 +266,4 @@ def as_float(layer: QuantizedLayer) -> None:
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """The quantized layers of a model by name, in model order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+    return {name: module for name, module in named_layers(model) if isinstance(module, QuantizedLayer)}

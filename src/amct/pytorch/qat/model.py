@@ -21,8 +21,10 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
-from amct.pytorch.qat.deployment import as_float_model, check_trained, observe_tensors, prepare_trained, trained_record
+from amct.pytorch.qat.deployment import as_float_model, check_trained, prepare_trained, trained_record
 from amct.pytorch.qat.layers import quantized_layers
+from amct.pytorch.qat.operations import has_operations, inside, quantized_inputs
+from amct.pytorch.qat.placement import tensors_between_layers
 from amct.report.content import TrainedClips, TrainingContent
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ class QatState:
         start: By layer: the clips before training.
         teacher: The float model to learn from, inside a tuple.
         temperature: How much the teacher's probabilities are softened.
+        all_layers: Whether functional calls and modules called several times can be layers; not in AMCT's functions.
+        target: The QDQ file that it is trained for.
+        freeze_norms: Whether batch norms use and keep their running statistics in train mode too.
     """
 
     plan: RetrainPlan
@@ -65,6 +70,9 @@ class QatState:
     start: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     teacher: tuple[nn.Module, ...] = ()
     temperature: float = 4.0
+    all_layers: bool = False
+    target: str = Target.EXACT8.value
+    freeze_norms: bool = False
 
     def __deepcopy__(self, _: dict[int, Any]) -> QatState:
         """A copy of the model shares what is never changed: plan, batches and teacher."""
@@ -89,13 +97,20 @@ class QatModel(nn.Module):
         """The user's forward; a batch in eval mode is kept, to observe the tensors between layers when saving."""
         if not self.training and not torch.compiler.is_compiling() and self._qat.seen is None:
             self._qat.seen = first_samples((args, kwargs))
-        return super().forward(*args, **kwargs)
+        if not has_operations(self):
+            return super().forward(*args, **kwargs)
+        args, kwargs = quantized_inputs(self, (args, kwargs))
+        with inside(self):
+            return super().forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> QatModel:
-        """Switch between training and evaluation."""
+        """Switch between training and evaluation; frozen batch norms stay in eval mode."""
+        super().train(mode)
         if mode and "_qat" in vars(self):
             self._qat.seen = None
-        return super().train(mode)
+            if self._qat.freeze_norms:
+                keep_statistics(self)
+        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  the pickle protocol
         """Pickle the class as what it is made of: classes that are made while a program runs have no name."""
@@ -127,7 +142,7 @@ class QatModel(nn.Module):
         if example is None:
             raise ArgumentError("data: a batch is needed to trace the model; give data, or run the model in eval mode")
         preparation = self.preparation(example, state.io)
-        tensors = observe_tensors(preparation, [example] if batches is None else batches)
+        tensors = tensors_between_layers(self, preparation, [example] if batches is None else batches)
         return QuantizedModel(preparation, trained_record(preparation, self), tensors, [example])
 
     def preparation(self, example: Arguments, io: IoOptions) -> TorchPreparation:
@@ -145,7 +160,7 @@ class QatModel(nn.Module):
         del plain._qat
         plain.__class__ = self.float_class
         as_float_model(plain)
-        return prepare_trained(trained, plain, self._qat.plan, example, io)
+        return prepare_trained(trained, plain, self._qat.plan, example, io, all_layers=self._qat.all_layers)
 
     @property
     def not_folded(self) -> tuple[Skip, ...]:
@@ -176,15 +191,18 @@ class QatModel(nn.Module):
         data: object = None,
         inputs: BatchInputs | None = None,
         placement: str = Placement.FAST.value,
-        target: str = Target.PORTABLE.value,
+        target: str | None = None,
         opset: int | None = None,
         check: bool = True,
     ) -> list[Path]:
         """Write the trained model; arguments, files and errors are those of ``QuantizedModel.save``.
 
-        ``data`` and ``inputs`` are those of ``quantized``.
+        ``data`` and ``inputs`` are those of ``quantized``. The default of ``target`` is the one that the model was
+        prepared for, or "portable".
         """
         quantized = self.quantized(data, inputs=inputs)
+        if target is None:
+            target = Target.PORTABLE.value if self._qat.target == Target.EXACT8.value else self._qat.target
         return quantized.save(path, formats, placement=placement, target=target, opset=opset, check=check)
 
     @log.screen_only()
@@ -305,6 +323,13 @@ def first_samples(arguments: Arguments) -> Arguments | None:
             Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
         )
     return kept
+
+
+def keep_statistics(model: nn.Module) -> None:
+    """Let the batch norms of a model use their running statistics, whatever mode the model is in."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.training = False
 
 
 def with_state(model: QatModel, **changes: Any) -> QatModel:  # noqa: ANN401  fields of QatState

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from amct.ptq.weights import WeightPart
 
 _NAN = float("nan")
+OBSERVED = "observed_"
+"""Begins the names of what the first batches held in a ``state_dict``; these entries exist only between them."""
+
+
+def is_observation(key: str) -> bool:
+    """Whether an entry of a ``state_dict`` belongs to the first batches."""
+    return key.rpartition(".")[2].startswith(OBSERVED)
 
 
 class ActivationQuantizer(nn.Module):
@@ -170,16 +177,17 @@ class ActivationQuantizer(nn.Module):
 
     def _observe(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._observer is None:
-            self.batches.zero_()  # what earlier batches held is not in a checkpoint: begin anew
-            self._observer = IfmrObserver(
-                bits=self.bits, asymmetric=False, symmetric_scale=SymmetricScale.NEGATIVE_SIDE
-            )
+            self.batches.zero_()  # a checkpoint without the earlier batches: begin anew
+            self._observer = self._new_observer()
         self._observer.observe(x)
         if int(self.batches) + 1 < self.batch_num:
             low, high = finite_range(x.detach().float().reshape(1, -1))
             return low.clamp(max=0).reshape(()), high.clamp(min=0).reshape(())
         found = self._observer.result()
         return found.clip_min, found.clip_max
+
+    def _new_observer(self) -> IfmrObserver:
+        return IfmrObserver(bits=self.bits, asymmetric=False, symmetric_scale=SymmetricScale.NEGATIVE_SIDE)
 
     def _find_ready(self) -> bool:
         """Whether the clips are known: after loading a checkpoint, or because a copy was given averaged clips."""
@@ -226,9 +234,26 @@ class ActivationQuantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:  # noqa: ANN401  torch's protocol
         if not any(key.startswith(prefix) for key in state_dict):
             return  # the state of a float model: the clips stay as they are
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        before = f"{prefix}{OBSERVED}"
+        kept = {key: value for key, value in state_dict.items() if key.startswith(before)}
+        arrays = {key.removeprefix(before): value.numpy(force=True) for key, value in kept.items()}
+        rest = {key: value for key, value in state_dict.items() if key not in kept}
+        super()._load_from_state_dict(rest, prefix, *arguments)
         self._observer = None
+        if arrays:
+            self._observer = self._new_observer()
+            try:
+                self._observer.restore(arrays)
+            except AmctError as error:
+                raise TrainingError(f'layer "{self.layer}": {error}; load another checkpoint') from error
         self._find_ready()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Between the first batches also what they held, so that training can go on in the middle of them."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._observer is not None and not self._ready:
+            for name, array in self._observer.state().items():
+                destination[f"{prefix}{OBSERVED}{name}"] = torch.from_numpy(array)
 
 
 class WeightQuantizer(nn.Module):

@@ -14,7 +14,7 @@ from amct.config.plan import OPEN_ENDED
 from amct.config.settings import IfmrSettings
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
-from amct.pytorch.layer_weights import weight_parts
+from amct.pytorch.qat.functional import trained_parts
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.quantizers import ActivationQuantizer
 from amct.pytorch.watch.layer_hooks import observe_inputs
@@ -36,7 +36,7 @@ def start_weights(model: nn.Module) -> None:
     """Let the learned scale of every weight start where its squared rounding error is least."""
     for layer in quantized_layers(model).values():
         names = ("weight_quantizer", "state_weight_quantizer")
-        for name, part in zip(names, weight_parts(layer), strict=False):
+        for name, part in zip(names, trained_parts(layer), strict=False):
             quantizer = getattr(layer, name)
             found = least_error_scale(
                 part.tensor,

@@ -1,0 +1,163 @@
+"""Trains what the fast QDQ file quantizes beside the layer inputs of the record: the tensors between layers.
+
+Where these tensors are computed follows from the exporter's own placement and ``watch/intermediate_tensors.py``; there
+the trained model gets quantizers. Saved, the file has their factors in place of observed ones, so that it computes what
+the trained model computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from amct.export.binding import TensorFactors
+from amct.numerics.affine import integer_range
+from amct.pytorch.functional.layers import child_path, functional_layers
+from amct.pytorch.onnx.float_onnx import FloatOnnx
+from amct.pytorch.qat.deployment import observe_tensors
+from amct.pytorch.qat.layers import quantized_layers
+from amct.pytorch.qat.operations import (
+    OUTPUT,
+    QUANTIZERS,
+    OperationQuantizer,
+    can_hold,
+    input_name,
+    instrument,
+    operation_name,
+    own_modules,
+    own_quantizer,
+    share_quantizer,
+)
+from amct.pytorch.qat.signs import not_negative
+from amct.pytorch.watch.intermediate_tensors import find_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from amct.pytorch.preparation import TorchPreparation
+    from amct.pytorch.watch.intermediate_tensors import TensorWatch
+    from amct.pytorch.watch.layer_hooks import Arguments
+
+logger = logging.getLogger(__name__)
+
+_BITS = 8
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor between layers is computed: its ONNX name, the module, the quantizer, and the function's name."""
+
+    tensor: str
+    module: str
+    quantizer: str
+    function: str = ""
+
+
+def watched(preparation: TorchPreparation) -> TensorWatch | None:
+    """The tensors between layers that the fast file quantizes; None if that placement is impossible."""
+    onnx = preparation.default_onnx
+    return preparation.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
+
+
+def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Place]:
+    layers = functional_layers(preparation.traced.model)
+    functional = frozenset(layers.sources) if layers is not None else frozenset()
+    norms = preparation.fused.fusions
+    for number, name in watch.inputs.items():
+        yield _Place(name, "", input_name(number))
+    for (layer, _), name in watch.layers.items():
+        # In training a batch norm is not folded: it computes what the folded layer will.
+        path = child_path(layer) if layer in functional else layer
+        yield _Place(name, norms.get(layer, path), OUTPUT)
+    for site, name in watch.operations.items():
+        yield _Place(name, site.path, operation_name(site.operation, site.result), site.function)
+
+
+def train_placement(model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]) -> None:
+    """Put quantizers behind the tensors that the fast file quantizes, in place; they start from the observed ranges.
+
+    A tensor whose place was not found, or is in a container that would call the quantizer as its own child, is observed
+    when the model is saved, as it is without this.
+    """
+    watch = watched(preparation)
+    found = observe_tensors(preparation, batches, watch) if watch is not None else None
+    if watch is None or not found:
+        logger.info("the tensors between layers are not trained: placement fast is impossible for this model")
+        return
+    left = list(watch.missing)
+    for place in _places(preparation, watch):
+        module = model.get_submodule(place.module)
+        if place.tensor not in found:
+            continue
+        if not can_hold(module):
+            left.append(place.tensor)
+            continue
+        _add(module, place, found[place.tensor], fixed_min=_is_not_negative(preparation, place.tensor))
+    _share(model, preparation)
+    for module in list(own_modules(model)):
+        instrument(module)
+    if left:
+        logger.info("observed, not trained: %s", ", ".join(left))
+
+
+def _share(model: nn.Module, preparation: TorchPreparation) -> None:
+    """Let all readers of a layer's input read it quantized, where the file has it as integers."""
+    onnx = preparation.default_onnx
+    assert isinstance(onnx, FloatOnnx)
+    placed = preparation.placed_tensors(onnx)
+    assert placed is not None
+    layers = quantized_layers(model)
+    watch = find_tensors(preparation.traced, preparation.fused.fusions, tuple(placed.shared), onnx.tensors)
+    for place in _places(preparation, watch):
+        quantizer = layers[placed.shared[place.tensor]].activation
+        share_quantizer(model.get_submodule(place.module), place.quantizer, quantizer, place.function)
+
+
+def _add(module: nn.Module, place: _Place, factors: TensorFactors, *, fixed_min: bool) -> None:
+    lowest, highest = integer_range(factors.bits)
+    low, high = ((limit - factors.zero_point) * factors.scale for limit in (lowest, highest))
+    before = own_quantizer(module, place.quantizer)
+    if before is not None:  # another call of the module
+        before.set_clips(min(low, before.clips[0]), max(high, before.clips[1]))
+        return
+    made = OperationQuantizer(
+        f"{place.module}.{place.quantizer}", _BITS, clips=(min(low, 0.0), high), fixed_min=fixed_min
+    )
+    made.function = place.function
+    if QUANTIZERS not in module._modules:
+        module.add_module(QUANTIZERS, nn.ModuleDict().train(module.training))
+    held = module.get_submodule(QUANTIZERS)
+    held.add_module(place.quantizer, made.train(module.training))
+
+
+def _is_not_negative(preparation: TorchPreparation, tensor: str) -> bool:
+    """Whether a ReLU makes a tensor: the exporter lets its integers begin at zero."""
+    onnx, graph = preparation.default_onnx, preparation.traced.graph
+    assert isinstance(onnx, FloatOnnx)
+    assert graph is not None
+    return any(not_negative(graph, own) for own, name in onnx.tensors.items() if name == tensor)
+
+
+def tensors_between_layers(
+    model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]
+) -> Mapping[str, TensorFactors] | None:
+    """Factors of the tensors between layers: trained ones where the model trains them, else observed on the batches.
+
+    Where some are trained, the file is made of the record's own factors alone: nothing is balanced or corrected.
+    """
+    watch = watched(preparation)
+    found = observe_tensors(preparation, batches, watch) if watch is not None else None
+    if watch is None or found is None:
+        return None
+    trained: dict[str, TensorFactors] = {}
+    for place in _places(preparation, watch):
+        quantizer = own_quantizer(model.get_submodule(place.module), place.quantizer)
+        if quantizer is not None:
+            scale, offset = quantizer.factors()
+            trained[place.tensor] = TensorFactors(scale=scale, zero_point=offset, bits=quantizer.bits)
+    if not trained:
+        return found
+    return {**{name: factors for name, factors in found.items() if factors.mean is None}, **trained}

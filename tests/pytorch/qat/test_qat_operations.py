@@ -1,0 +1,307 @@
+"""Quantizers inside the user's own forward: tensors between layers (for the fast QDQ file), functional calls."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from qat_helpers import Flow, evaluate, images, labels, net, run_onnx, train
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import amct.pytorch as amct
+from amct.export.qdq.tensor_factors import read_tensor_factors
+from amct.pytorch.functional.layers import layer_module
+from amct.pytorch.qat.layers import quantized_layers
+from amct.pytorch.qat.operations import OperationQuantizer
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int, *, again: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.relu(self.norm1(self.conv1(x)))
+        return functional.relu(self.norm2(self.conv2(inner)) + x)
+
+
+class Residual(nn.Module):
+    """Sums and a concatenation of functions, between layers that are modules."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.first, self.second = Block(8), Block(8)
+        self.side = nn.Conv2d(8, 4, 1)
+        self.tail = nn.Sequential(nn.Conv2d(12, 8, 1), nn.ReLU())
+        self.fc = nn.Linear(8, 5)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(torch.relu(self.stem(x)))
+        x = checkpoint(self.second, x, use_reentrant=False) if self.recompute else self.second(x)
+        x = self.tail(torch.cat([x, self.side(x)], 1))
+        return self.fc(functional.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+def residual(**options) -> Residual:
+    torch.manual_seed(0)
+    return Residual(**options)
+
+
+def batches():
+    return [images(seed) for seed in range(2)]
+
+
+def operation_quantizers(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, OperationQuantizer)}
+
+
+def steps_apart(found, expected, model):
+    """The largest difference in steps of the input of the last layer, times its largest weight."""
+    scale, _ = model.fc.activation.factors()
+    return np.abs(found - expected.numpy()).max() / (scale * model.fc.weight.detach().abs().max().item())
+
+
+@torch.no_grad()
+def round_biases(model, data):
+    """Move every bias to the step of its layer's accumulator, as files do: a rounded value turned over travels far."""
+    quantized = model.quantized(data)
+    folded, record = quantized.prepared.fused, quantized.record
+    for name, entry in record.items():
+        bias = layer_module(folded.model, name).bias
+        step = torch.tensor(entry.scale_w) * entry.scale_d
+        moved = (bias / step).round() * step - bias
+        holder = model.get_submodule(folded.fusions.get(name, name))
+        holder.bias += moved
+
+
+@pytest.fixture(scope="module", params=["portable", "vnni"])
+def trained(request, tmp_path_factory):
+    model = amct.prepare_qat(residual(), batches(), target=request.param)
+    train(model, range(4))
+    round_biases(model, batches())
+    folder = tmp_path_factory.mktemp("fast")
+    model.save(folder / "net", formats=["qdq", "record"], check=False)
+    return model, folder
+
+
+def test_the_tensors_that_only_the_fast_file_quantizes_are_trained(trained):
+    model, _ = trained
+    found = operation_quantizers(model)
+    # what the sums and the concatenation read, and what the mean reads
+    assert {name.partition(".amct_quantizers")[0] for name in found} >= {"first.norm2", "second.norm2", "side"}
+    assert found["tail.1.amct_quantizers.operation_0_0"].fixed_min  # behind a ReLU
+    assert not found["side.amct_quantizers.output"].fixed_min
+    assert all(quantizer.clip_max.grad is not None for quantizer in found.values())
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+def test_the_fast_file_computes_what_the_trained_model_computes(trained, optimize):
+    model, folder = trained
+    for seed in (1, 2):
+        found = run_onnx(folder / "net_qdq_model.onnx", images(seed), optimize=optimize)
+        expected = evaluate(model, images(seed))
+        if model._qat.target == "portable":
+            assert steps_apart(found, expected, model) <= 1
+        else:  # linear layers are rounded again, with a scale for each output
+            assert np.linalg.norm(found - expected.numpy()) < 0.01 * expected.norm()
+
+
+def test_the_file_of_tensor_factors_has_the_trained_ones(trained):
+    model, folder = trained
+    tensors = read_tensor_factors(folder / "net_record.txt.qdq.json")
+    known = {(factors.scale, factors.zero_point) for factors in tensors.values()}
+    assert {quantizer.factors() for quantizer in operation_quantizers(model).values()} <= known
+    assert all(factors.mean is None for factors in tensors.values())  # nothing is balanced or corrected
+
+
+def test_bits_of_the_weights_are_those_of_the_file(trained):
+    model, folder = trained
+    del folder
+    bits = {layer.weight_quantizer.bits for layer in quantized_layers(model).values()}
+    assert bits == {{"portable": 7, "vnni": 8}[model._qat.target]}
+
+
+def test_copies_pickles_and_states_are_complete(trained):
+    model, _ = trained
+    expected = evaluate(model, images(3))
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    other = amct.prepare_qat(residual(), batches(), target=model._qat.target)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), other):
+        assert torch.equal(evaluate(same, images(3)), expected)
+        assert operation_quantizers(same).keys() == operation_quantizers(model).keys()
+
+
+def test_the_state_of_the_float_model_loads():
+    model = amct.prepare_qat(residual(), batches(), target="portable")
+    clips = {name: quantizer.clips for name, quantizer in operation_quantizers(model).items()}
+    torch.manual_seed(5)
+    model.load_state_dict(Residual().state_dict())
+    assert {name: quantizer.clips for name, quantizer in operation_quantizers(model).items()} == clips
+
+
+def test_part_of_the_model_computed_again_for_its_gradient_has_its_quantizers():
+    gradients = []
+    for recompute in (False, True):
+        model = amct.prepare_qat(residual(recompute=recompute), batches(), target="portable").train()
+        functional.cross_entropy(model(images()), labels()).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+class Added(nn.Sequential):
+    """A container with a sum of its own: a quantizer among its children would be called as one of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x) + x)
+
+
+def test_a_tensor_of_a_container_is_observed_and_reported(caplog, tmp_path):
+    torch.manual_seed(0)
+    inner = Added(nn.Conv2d(8, 8, 3, padding=1))
+    original = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), inner, Added(nn.Conv2d(8, 8, 1)), nn.Conv2d(8, 5, 1))
+    with caplog.at_level(logging.INFO):
+        model = amct.prepare_qat(original, batches(), target="portable").train()
+    model(images()).square().mean().backward()
+    model.save(tmp_path / "net", formats=["qdq"], check=False)
+    expected = evaluate(model, images(1))
+    found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
+    assert np.linalg.norm(found - expected.numpy()) < 0.05 * expected.norm()
+
+
+# -- functional calls, and modules called several times ----------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """A module called twice, products with parameters, and attention, whose projections are functional calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(8, 8)
+        self.rows = nn.Parameter(torch.randn(8, 8) / 3)
+        self.columns = nn.Parameter(torch.randn(8, 6) / 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.twice(torch.relu(self.twice(x))))
+        x = functional.linear(x, self.rows)
+        x = x + self.attention(x, x, x)[0]
+        return self.fc(torch.relu(x @ self.columns)).mean(1)
+
+
+NAMES = {"twice", "rows", "columns", "attention.in_proj_weight", "attention.out_proj.weight", "fc"}
+
+
+def sequences(seed: int = 0) -> Tensor:
+    return torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def functional_model() -> Functional:
+    torch.manual_seed(0)
+    return Functional()
+
+
+def train_functional(model, seeds):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()
+    for seed in seeds:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(sequences(seed)), labels(seed)).backward()
+        optimizer.step()
+
+
+def test_functional_calls_and_repeated_modules_are_trained_and_exported(tmp_path):
+    original = functional_model()
+    model = amct.prepare_qat(original, [sequences()])
+    assert quantized_layers(model).keys() == NAMES
+    assert set(dict(original.named_parameters())) <= set(dict(model.named_parameters()))
+    train_functional(model, range(3))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not torch.equal(model.rows, original.rows)
+    expected = evaluate(model, sequences(1))
+    model.save(tmp_path / "net", placement="exact", target="exact8", check=False)
+    for file in ("net_fake_quant_model.onnx", "net_qdq_model.onnx"):
+        found = run_onnx(tmp_path / file, sequences(1), optimize=False)
+        assert steps_apart(found, expected, model) <= 1
+
+
+def test_the_weight_of_a_functional_call_is_on_its_grid():
+    """Against the formula: x and the columns of the parameter, rounded in float64."""
+    model = amct.prepare_qat(functional_model(), [sequences()]).eval()
+    layer = quantized_layers(model)["columns"]
+    seen = []
+    layer.register_forward_hook(lambda _, given, made: seen.append((given, made)))
+    evaluate(model, sequences(1))
+    (((x, weight), (quantized_x, quantized_weight)),) = seen
+    scale, offset = layer.activation.factors()
+    expected = (np.clip(np.round(x.double().numpy() / scale) + offset, -128, 127) - offset) * scale
+    np.testing.assert_allclose(quantized_x.numpy(), expected, atol=1.01 * scale * 1e-3)
+    step = layer.weight_quantizer.scale.detach().double().numpy().reshape(-1, 1)
+    expected = np.clip(np.round(model.columns.detach().double().numpy().T / step), -128, 127) * step
+    np.testing.assert_allclose(quantized_weight.detach().numpy(), expected, atol=1e-6)
+    assert torch.equal(weight.detach(), model.columns.detach().t())
+
+
+def test_one_quantizer_holds_the_inputs_of_all_calls():
+    original = functional_model().eval()
+    model = amct.prepare_qat(original, [sequences()])
+    low, high = model.twice.activation.clips
+    first = torch.relu(original.twice(sequences()))
+    assert low < first.min() - 0.5  # the first call reads values of both signs
+    assert high >= 0.7 * sequences().max()
+
+
+def test_copies_and_states_of_functional_calls(tmp_path):
+    model = amct.prepare_qat(functional_model(), [sequences()])
+    train_functional(model, range(2))
+    expected = evaluate(model, sequences(1))
+    again = amct.prepare_qat(functional_model(), [sequences(3)])
+    again.load_state_dict(model.state_dict())
+    torch.save(model, tmp_path / "whole.pth")
+    whole = torch.load(tmp_path / "whole.pth", weights_only=False)
+    for same in (again, copy.deepcopy(model), whole):
+        assert torch.equal(evaluate(same, sequences(1)), expected)
+    again.load_state_dict(functional_model().state_dict())  # a float state: learned scales begin anew
+    assert torch.equal(again.rows, functional_model().rows)
+
+
+def test_amcts_functions_leave_both_float(tmp_path):
+    flow = Flow(tmp_path, None, functional_model(), sequences())
+    assert quantized_layers(flow.create()).keys() == {"fc"}
+    config = json.loads(flow.config.read_text())
+    assert set(config) & NAMES == {"fc"}
+
+
+def test_a_skipped_functional_call_stays_float_beside_a_trained_placement(tmp_path):
+    config = amct.QatConfig(skip_layers=("rows",))
+    model = amct.prepare_qat(functional_model(), [sequences()], config, target="portable")
+    assert quantized_layers(model).keys() == NAMES - {"rows"}
+    train_functional(model, range(2))
+    model.save(tmp_path / "net", formats=["qdq"], check=False)
+    found = run_onnx(tmp_path / "net_qdq_model.onnx", sequences(1), optimize=False)
+    expected = evaluate(model, sequences(1))
+    assert np.linalg.norm(found - expected.numpy()) < 0.01 * expected.norm()
+
+
+def test_a_model_without_such_operations_runs_as_ever():
+    model = amct.prepare_qat(net(), batches())
+    assert not operation_quantizers(model)
+    assert type(model.c1).__name__ == "QuantizedConv2d"
