@@ -142,10 +142,10 @@ def kv_cache(folder):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)).eval()
     config, record = str(folder / "config.json"), str(folder / "record.txt")
-    amct.create_quant_cali_config(config, model, {"kv_cache_quant_layers": ["0", "1"]})
-    written = json.loads(Path(config).read_text())
-    written["batch_num"] = BATCHES
     if is_first():
+        amct.create_quant_cali_config(config, model, {"kv_cache_quant_layers": ["0", "1"]})
+        written = json.loads(Path(config).read_text())
+        written["batch_num"] = BATCHES
         Path(config).write_text(json.dumps(written))
     meet()
     calibrating = amct.create_quant_cali_model(config, record, model)
