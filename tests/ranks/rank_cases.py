@@ -69,6 +69,13 @@ def share(items):
     return items[distributed.get_rank() :: distributed.get_world_size()]
 
 
+def write_once(path, text):
+    """A file that the first process writes before the others go on."""
+    if is_first():
+        path.write_text(text)
+    meet()
+
+
 def is_first():
     return distributed.get_rank() == 0
 
@@ -91,7 +98,7 @@ def files_of(folder):
 def torch_flow(folder, cfg, data, *, preprocess=False, save=False):
     import amct_pytorch as amct
 
-    (folder / "quant.cfg").write_text(f"batch_num: {len(data)}\n{cfg}\n")
+    write_once(folder / "quant.cfg", f"batch_num: {len(data)}\n{cfg}\n")
     model, example = net(), data[0]
     config, record, onnx = (str(folder / name) for name in ("config.json", "record.txt", "modified.onnx"))
     amct.create_quant_config(config, model, example, config_defination=str(folder / "quant.cfg"))
@@ -135,10 +142,10 @@ def kv_cache(folder):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)).eval()
     config, record = str(folder / "config.json"), str(folder / "record.txt")
-    amct.create_quant_cali_config(config, model, {"kv_cache_quant_layers": ["0", "1"]})
-    written = json.loads(Path(config).read_text())
-    written["batch_num"] = BATCHES
     if is_first():
+        amct.create_quant_cali_config(config, model, {"kv_cache_quant_layers": ["0", "1"]})
+        written = json.loads(Path(config).read_text())
+        written["batch_num"] = BATCHES
         Path(config).write_text(json.dumps(written))
     meet()
     calibrating = amct.create_quant_cali_model(config, record, model)
@@ -175,9 +182,10 @@ def caffe_batch_norms(folder):
     import amct_caffe as amct
 
     made = caffe_model(folder)
-    (folder / "quant.cfg").write_text(
+    write_once(
+        folder / "quant.cfg",
         "batch_num: 4\nupdate_bn: true\nbn_update_config: { bn_update_iterations: 5 bn_moving_average_fraction: 0.75 "
-        f"bn_dump_dir: '{folder / 'statistics'}' }}"
+        f"bn_dump_dir: '{folder / 'statistics'}' }}",
     )
     config, record = str(folder / "config.json"), str(folder / "record.txt")
     amct.create_quant_config(config, *made, config_defination=str(folder / "quant.cfg"))
@@ -272,7 +280,7 @@ class Samples(Dataset):
 def torch_dmq_call(folder):
     import amct.pytorch
 
-    (folder / "quant.cfg").write_text("common_config { dmq_balancer { migration_strength: 0.5 } }")
+    write_once(folder / "quant.cfg", "common_config { dmq_balancer { migration_strength: 0.5 } }")
     write_result(folder, amct.pytorch.quantize(net(), batches(), folder / "quant.cfg"))
 
 
@@ -288,7 +296,7 @@ def adaround(folder):
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 70, 3), nn.ReLU(), nn.Conv2d(70, 70, 3, groups=70), nn.Conv2d(70, 40, 1)).eval()
-    (folder / "quant.cfg").write_text("common_config { ada_quantize { num_iteration: 60 } }")
+    write_once(folder / "quant.cfg", "common_config { ada_quantize { num_iteration: 60 } }")
     data = [torch.randn(4, 3, 10, 10, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     quantized = amct.pytorch.quantize(model, data, folder / "quant.cfg", adaround="fast")
     write_result(folder, quantized)
