@@ -82,8 +82,9 @@ class SoftRounding:
     def part(self, rows: slice) -> SoftRounding:
         """Return the rounding of some rows, which is learned independently of this one."""
         part = copy.copy(self)
-        for name in ("scale", "nearest", "floor", "alpha", "_step"):
-            setattr(part, name, getattr(self, name)[rows].clone())
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):  # all of them have a row for each output channel
+                setattr(part, name, value[rows].clone())
         return part
 
     def h(self) -> Tensor:
