@@ -147,7 +147,13 @@ def check_nothing(arguments: list[str]) -> None:
     assert arguments
 
 
+def run_torchrun(arguments: list[str]) -> None:
+    """Several processes on this machine; the page is in the current folder."""
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments], check=True)
+
+
 CHECKS = {
+    "torchrun": run_torchrun,
     "make": check_make,
     "pip": check_install,
     "git": check_nothing,

@@ -167,7 +167,7 @@ def run(scenario, folder, victim=None, moment=0.0):
 
 def main():
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    os.environ[TIMEOUT] = "4"
+    os.environ[TIMEOUT] = "5"
     (folder / "warm").mkdir(parents=True)
     calibrate(folder / "warm", pause=0)  # loads compiled loops before the processes are forked
     if name != "kills":

@@ -16,7 +16,7 @@ WITH_THREE = ("ifmr", "counted", "hfmg", "dmq", "kv_cache", "caffe_batch_norms",
 
 def torchrun(folder, processes, *arguments):
     command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "AMCT_LOG_LEVEL": "error"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "AMCT_LOG_LEVEL": "error", "AMCT_RANK_TIMEOUT": "300"}
     return subprocess.run(
         [sys.executable, *command, "--nproc-per-node", str(processes), *map(str, arguments)],
         cwd=folder,

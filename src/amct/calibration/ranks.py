@@ -154,7 +154,7 @@ class Meeting:
         self._others = list(range(1, ranks.size)) if ranks.is_first else [0]
         self._signs: dict[int, tuple[str, float]] = {}
         self._beats = 0
-        self._last_beat = 0.0
+        self._last_beat = self._last_look = 0.0
         self._has_failed = False
         self._stage, self._text, self._counts = _CALIBRATING, "no batch yet", [0]
         number = self._reach(lambda: self._store.add(f"amct/{what}/{ranks.rank}", 1))
@@ -208,6 +208,7 @@ class Meeting:
                 return
             if rank + step < size:
                 take(self._receive(rank + step))
+                self._tell()
             step *= 2
 
     def publish(self, arrays: Arrays) -> None:
@@ -326,6 +327,9 @@ class Meeting:
             OtherRankError: One has failed, or has been silent for too long.
         """
         now = time.monotonic()
+        if now - self._last_look > self._timeout / 2:
+            self._signs.clear()  # this process was busy itself, or is on a busy machine: silence is measured anew
+        self._last_look = now
         found: dict[int, dict[str, Any]] = {}
         silent: list[int] = []
         for rank in self._others:

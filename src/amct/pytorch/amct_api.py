@@ -161,7 +161,7 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
 
     The weight factors are written to the record at once, the activation factors when every layer has enough batches.
     Under ``torch.distributed`` every process calls this function and runs its share of the batches: process r of n runs
-    batches r, r + n, r + 2n, … of ``batch_num``; only that of rank 0 writes.
+    batches r, r + n, r + 2n, … of ``batch_num``; only that of rank 0 writes (``docs/scaling.md``).
 
     Args:
         config_file: the JSON config of ``create_quant_config``.
