@@ -1,7 +1,8 @@
 """Calibration does not keep the data: the peak memory of a process is that of one batch, however many there are.
 
 Nineteen batches more, if kept, would be 78 MB (18 %), and what a layer makes of them even more. What varies from run to
-run (up to 3 %) is how well the C library's heap reuses what was freed; so the least of some runs counts.
+run (up to 5 %) is how well the C library's heap reuses what was freed; so the least of some runs counts, and a third of
+what kept data would take is allowed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def peak(folder, batch_num):
 
 
 def test_peak_memory_does_not_depend_on_the_number_of_batches(tmp_path):
-    most = 1.02 * peak(tmp_path, 1)
+    most = 1.06 * peak(tmp_path, 1)
     assert any(peak(tmp_path, 20) <= most for _ in range(TRIES))
 
 
