@@ -242,7 +242,7 @@ def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported):
         "weight_bits": 8,
         "inserted": ["stem.quant", "stem.dequant"],
     }
-    assert stem["files"]["qdq"]["weight_bits"] == 7
+    assert stem["files"]["qdq"]["weight_bits"] == 8
     assert document["layers"]["fc"]["original_layers"] == ["fc"]
     assert document["skipped"] == [{"layer": "norm", "reason": "LayerNorm is not quantizable"}]
     assert [skip["layer"] for skip in document["files"]["net_qdq_model.onnx"]["skipped"]] == ["second_out"]
