@@ -315,7 +315,7 @@ SHAPES = {
     "scatter_number": lambda x: x.scatter(1, (x[:, :2] > 0).long(), 7.0),
     "index_put": lambda x: x.transpose(0, 1).index_put((torch.tensor([1, 3]),), torch.tensor(5.0).to(x)),
     "tril": lambda x: x.tril(1) + x.triu(-1),
-    "zeros": lambda x: torch.cat([x, x.new_zeros(len(x), 1, 9, 8), torch.zeros_like(x), torch.ones_like(x)], 1),
+    "zeros": lambda x: torch.cat([x, x.new_zeros(x.shape[0], 1, 9, 8), torch.zeros_like(x), torch.ones_like(x)], 1),
     "full": lambda x: x.new_full((x.shape[0], 4), 3) + torch.full_like(x[:, :, 0, 0], 2.0),
     "arange": lambda x: x[:, :, 0, 0] + torch.arange(x.shape[0], device=x.device)[:, None] * 2,
     "sizes": lambda x: x * x.shape[0] + x.shape[2],
