@@ -28,6 +28,8 @@ LARGEST = 127
 """The largest magnitude. -128 is left out: kernels for ARM add two products of int8, which overflow with -128 twice."""
 SCALES = 8
 """Scales that are tried between the finest one and the finest that bounds no pair."""
+COHERENT = 4
+"""How often the error of a bounded pair counts: it makes large weights smaller, and does not cancel as rounding does."""
 
 
 def adds_pairs(shape: Sequence[int], groups: int) -> bool:
@@ -63,8 +65,9 @@ def paired_scale(weight: Tensor) -> Tensor:
     """The scale of each output ``[Cout]`` with the least expected error of weights whose pairs are bounded.
 
     A finer scale has smaller rounding errors, but more pairs that must be made smaller. The expected error of a scale s
-    is s²/12 for each weight, and half of the squared excess for each pair (both move by half of it). At the coarse end
-    no pair is too large: at worst two of the largest weights are neighbours, and the scale is that of 7 bits.
+    is s²/12 for each weight, and ``COHERENT`` times half of the squared excess for each pair (both move by half of it).
+    At the coarse end no pair is too large: at worst two of the largest weights are neighbours, and the scale is that of
+    7 bits.
 
     Raises:
         CalibrationError: the weight holds NaN or infinity.
@@ -113,7 +116,7 @@ def _least_error(rows: Tensor, finest: Tensor) -> Tensor:
     scales = finest * (coarsest / finest) ** steps
     rounding = scales.square() / 12 * rows[0].numel()
     excess = [(joint - PAIR_LIMIT * scale.reshape(-1, 1)).clamp_(min=0) for scale in scales]
-    errors = rounding + torch.stack([each.square().sum(1) for each in excess]) / 2
+    errors = rounding + torch.stack([each.square().sum(1) for each in excess]) * (COHERENT / 2)
     # Of equal errors the coarse scale: its integers are the smaller ones.
     chosen = SCALES - 1 - errors.flip(0).argmin(0)
     return scales.gather(0, chosen.reshape(1, -1)).reshape(-1)
