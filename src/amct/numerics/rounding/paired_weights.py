@@ -29,7 +29,7 @@ LARGEST = 127
 SCALES = 8
 """Scales that are tried between the finest one and the finest that bounds no pair."""
 COHERENT = 4
-"""How often the error of a bounded pair counts: it makes large weights smaller, and does not cancel as rounding does."""
+"""How often the error of a bounded pair counts: it shrinks large weights, and does not cancel as rounding does."""
 
 
 def adds_pairs(shape: Sequence[int], groups: int) -> bool:
