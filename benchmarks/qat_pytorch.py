@@ -161,8 +161,10 @@ def calibration() -> list[Tensor]:
 def prepared(config: amct.QatConfig | None, epochs: int, seed: int, *, loss: str = "labels", target: str = "exact8"):  # noqa: ANN201  a model of a class derived from the network's
     """A trained model; ``loss``: of the labels, of labels and teacher, or of the teacher alone with frozen norms."""
     original = cifar_resnet(ASSETS, 20)
+    io = amct.IoOptions(dynamic_axes={"x": {0: "n"}})
+    frozen = loss == "teacher"
     model = amct.prepare_qat(
-        original, calibration(), config, teacher=original, target=target, freeze_norms=loss == "teacher"
+        original, calibration(), config, teacher=original, target=target, freeze_norms=frozen, io=io
     )
     losses = {
         "labels": own_loss,
