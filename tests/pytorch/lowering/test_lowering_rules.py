@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowering_check import check
+from lowering_check import captured, check
 from torch import nn
 from torch.nn import functional
 
@@ -482,4 +482,11 @@ RECURRENT = [
     ids=str,
 )
 def test_recurrent_layers(kind, settings):
-    check(lively(RECURRENT[kind](**settings)), values(5, 2, 3))
+    layer = lively(RECURRENT[kind](**settings))
+    try:
+        captured(layer, [values(5, 2, 3)])
+    except ValueError as error:  # some older releases; a user's layer is captured as one operator of ours
+        if "_flat_weights" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__} cannot export a bare recurrent layer")
+    check(layer, values(5, 2, 3))
