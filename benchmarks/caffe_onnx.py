@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import torch
 from PIL import Image
@@ -32,8 +33,6 @@ import amct.caffe
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
 from amct.caffe.onnx.graph import float_onnx
-from amct.caffe.onnx.observe import BlobRanges
-from amct.caffe.onnx.quant import quantized_onnx, tensors_to_observe
 from amct.caffe.ptq.folding import fuse
 from amct.caffe.running import build_net
 
@@ -97,20 +96,16 @@ def pictures(size: int, count: int) -> NDArray[np.float32]:
     return np.stack(crops).astype(np.float32)
 
 
-def exported(model: Model, data: NDArray[np.float32]) -> tuple[Net, ModelProto, ModelProto]:
-    """The float net, its ONNX model and its QDQ model, calibrated by ``amct.caffe.quantize``."""
+def exported(model: Model, data: NDArray[np.float32]) -> tuple[ModelProto, ModelProto]:
+    """The ONNX model of the float net, and the QDQ model that ``amct.caffe.quantize`` saves."""
     files = ASSETS / model.prototxt, ASSETS / model.caffemodel
     batches = list(data.reshape(BATCHES, BATCH, *data.shape[1:]))
-    record = amct.caffe.quantize(*files, batches).record
+    with tempfile.TemporaryDirectory() as folder:
+        amct.caffe.quantize(*files, batches).save(Path(folder) / "net", formats=["qdq"], check=False)
+        quantized = onnx.load(Path(folder) / "net_qdq_model.onnx")
     fused = read_model(*files)
     fuse(fused)
-    net = build_net(fused)
-    ranges = BlobRanges(tensors_to_observe(net))
-    for batch in batches:
-        net.blob("data").set_tensor(torch.from_numpy(batch))
-        net.forward()
-        ranges.observe(net)
-    return net, float_onnx(net).model, quantized_onnx(net, record, ranges.factors()).model
+    return float_onnx(build_net(fused)).model, quantized
 
 
 def runner(model: ModelProto, picture: NDArray[np.float32]) -> Callable[[], Any]:
@@ -126,7 +121,7 @@ def measure(model: Model, rounds: int) -> Line:
     """The times of the three, measured alternately."""
     data = pictures(model.size, BATCH * BATCHES + 1)
     picture = data[-1:]
-    _, floating, quantized = exported(model, data[:-1])
+    floating, quantized = exported(model, data[:-1])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "qdq.onnx"
         path.write_bytes(quantized.SerializeToString())
@@ -147,14 +142,14 @@ def measure(model: Model, rounds: int) -> Line:
             if number >= 2:
                 seen.append((time.process_time() - before) / 2 * 1000)
     one, two = calls[1]().ravel(), calls[2]().ravel()
-    engine, onnx, qdq = times
+    engine, floats, qdq = times
     return Line(
         model=model.name,
         integer_kernels=f"{kernels.integer} of {kernels.total}",
         engine=statistics.median(engine),
-        float_onnx=statistics.median(onnx),
+        float_onnx=statistics.median(floats),
         qdq=statistics.median(qdq),
-        faster_than_float_onnx=statistics.median(a / b for a, b in zip(onnx, qdq, strict=True)),
+        faster_than_float_onnx=statistics.median(a / b for a, b in zip(floats, qdq, strict=True)),
         faster_than_engine=statistics.median(a / b for a, b in zip(engine, qdq, strict=True)),
         cosine=float(np.dot(one, two) / np.linalg.norm(one) / np.linalg.norm(two)),
     )
