@@ -42,7 +42,6 @@ TIMEOUT = "AMCT_RANK_TIMEOUT"
 
 _DEFAULT_TIMEOUT = 40.0
 _BEAT = 1.0  # seconds between two signs of life
-_LINGER = 3.0  # seconds in which the other ranks can read why the first one has failed
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 _TAG = 7_141
 _CALIBRATING, _READY, _GO, _DONE, _FAILED = "calibrating", "ready", "go", "done", "failed"
@@ -289,14 +288,17 @@ class Meeting:
         self._reach(lambda: self._store.set(f"{self._name}/{self._ranks.rank}", json.dumps(status)))
 
     def _fail(self, text: str, lost: Sequence[int] = ()) -> None:
-        """Tell the other ranks why this one ends; the first one waits a moment, since it may keep the store."""
+        """Tell the other ranks why this one ends; the first one waits until they have read it: it may keep the store.
+
+        A rank that is sending to another one reads it only when that has timed out.
+        """
         if self._has_failed:
             return
         self._has_failed = True
         self._stage, self._text = _FAILED, text
         with suppress(OtherRankError):  # the error of this rank is the one to show
             self._tell()
-            deadline = time.monotonic() + min(_LINGER, self._timeout)
+            deadline = time.monotonic() + self._timeout + _BEAT
             waiting = [rank for rank in self._others if rank not in lost] if self._ranks.is_first else []
             while waiting and time.monotonic() < deadline:
                 found = {rank: self._read(rank) for rank in waiting}
