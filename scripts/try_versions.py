@@ -4,7 +4,8 @@
     python scripts/try_versions.py 2.8.0 --tests tests/pytorch tests/export
 
 The wheels of one version take 3 to 5 GB, so this is not part of CI. The environments are kept in ``build/versions`` and
-used again. All other packages have the versions of constraints.txt, except those that a torch pins itself. Tests marked
+used again; beside each lie what pip and pytest printed and pytest's results, ``torch-2.8.0.pip.log``, ``.log`` and
+``.xml``. All other packages have the versions of constraints.txt, except those that a torch pins itself. Tests marked
 ``assets`` are not run.
 """
 
@@ -15,13 +16,32 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_PINS = ("torch", "torchvision", "sympy", "networkx", "setuptools", "triton", "typing_extensions")
 """Packages whose version torch decides."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The outcome of a run of pytest; an error is a test that could not be set up."""
+
+    passed: int
+    failed: int
+    errors: int
+    skipped: int
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.errors} errors, {self.skipped} skipped"
 
 
 def other_constraints(folder: Path) -> Path:
@@ -35,16 +55,20 @@ def other_constraints(folder: Path) -> Path:
 def environment(version: str, folder: Path) -> Path:
     """The Python of an environment with this torch and the packages of the tests; made on first use."""
     home = folder / f"torch-{version}"
-    python = home / "bin" / "python"
-    if (home / "complete").exists():
+    python, complete = home / "bin" / "python", home / "complete"
+    wanted = "\n".join([f"torch=={version}", "setuptools", *dependencies()])
+    if complete.exists() and complete.read_text() == wanted:
         return python
-    venv.create(home, with_pip=True, clear=True)
+    if not complete.exists():
+        say(f"torch {version}: making {home}, which takes several minutes and GB")
+        venv.create(home, with_pip=True, clear=True)
     with tempfile.TemporaryDirectory() as scratch:
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        pip += ["-c", other_constraints(Path(scratch)), f"torch=={version}"]
         # The package itself is found by PYTHONPATH: its own lower bound of torch must not forbid the trial.
-        subprocess.run([*pip, "setuptools", *dependencies()], check=True)
-    (home / "complete").touch()
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        pip += ["-c", str(other_constraints(Path(scratch))), *wanted.splitlines()]
+        if run(pip, folder / f"torch-{version}.pip.log", shown=False):
+            raise SystemExit(f"torch {version}: pip failed, see {folder / f'torch-{version}.pip.log'}")
+    complete.write_text(wanted)
     return python
 
 
@@ -61,46 +85,75 @@ def dependencies() -> list[str]:
     return [line for line in wanted if not line.startswith(("torch>", "amct["))]
 
 
-def counts(python: Path, tests: list[str]) -> dict[str, int]:
-    """Run the tests; return how many passed, failed, could not be set up and were skipped."""
-    with tempfile.TemporaryDirectory() as scratch:
-        results = Path(scratch) / "results.xml"
-        subprocess.run(
-            [
-                python,
-                "-m",
-                "pytest",
-                "-q",
-                "-m",
-                "not assets",
-                "-p",
-                "no:cacheprovider",
-                f"--junitxml={results}",
-                *tests,
-            ],
+def run(command: Sequence[str], log: Path, *, shown: bool, more: Mapping[str, str] | None = None) -> int:
+    """Run a command in the project; keep what it prints in ``log``, and print it as it comes if ``shown``."""
+    environ = {**os.environ, **(more or {})}
+    with (
+        log.open("w") as kept,
+        subprocess.Popen(
+            command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-            check=False,
-        )
-        suite = next(ElementTree.parse(results).getroot().iter("testsuite"))
-    found = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
-    return {"passed": found.pop("tests") - sum(found.values()), **found}
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            kept.write(line)
+            kept.flush()
+            if shown:
+                say(line.rstrip("\n"))
+        return process.wait()
+
+
+def tried(version: str, folder: Path, tests: Sequence[str], processes: int) -> Counts:
+    """Run the tests with one version; return how many passed, failed, could not be set up and were skipped."""
+    python = environment(version, folder)
+    log, results = folder / f"torch-{version}.log", folder / f"torch-{version}.xml"
+    results.unlink(missing_ok=True)
+    pytest = [str(python), "-m", "pytest", "-q", "-m", "not assets", "-p", "no:cacheprovider", f"--junitxml={results}"]
+    pytest += ["-n", str(processes)] if processes > 1 else []
+    say(f"torch {version}: running the tests; their output is kept in {log}")
+    code = run([*pytest, *tests], log, shown=True, more={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"})
+    if not results.exists():
+        raise SystemExit(f"torch {version}: pytest ended with exit code {code} and without results, see {log}")
+    return counted(results)
+
+
+def counted(results: Path) -> Counts:
+    """The counts in a file of ``pytest --junitxml``."""
+    suite = next(ElementTree.parse(results).getroot().iter("testsuite"))
+    total, failed, errors, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
+    return Counts(total - failed - errors - skipped, failed, errors, skipped)
+
+
+def say(line: str) -> None:
+    """Print at once, also into a pipe."""
+    print(line, flush=True)  # noqa: T201  what was asked for
 
 
 def main() -> int:
     """Try each version; the exit code is 1 if a test of one of them fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="TORCH", help="a version of torch, such as 2.8.0")
-    parser.add_argument("--tests", nargs="*", default=[], help="only these tests, and other arguments of pytest")
+    parser.add_argument("--tests", nargs="*", default=[], help="only these files, folders or tests")
+    parser.add_argument("--processes", type=int, default=1, help="how many tests run at once; each takes one core")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="where environments are kept")
     given = parser.parse_args()
-    found = {version: counts(environment(version, given.folder), given.tests) for version in given.versions}
-    for version, numbers in found.items():
-        print(  # noqa: T201  what was asked for
-            f"torch {version}, Python {sys.version_info.major}.{sys.version_info.minor}: "
-            + ", ".join(f"{count} {name}" for name, count in numbers.items())
-        )
-    return int(any(numbers["failures"] + numbers["errors"] for numbers in found.values()))
+    folder = given.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[tuple[str, Counts, float]] = []
+    for version in given.versions:
+        began = time.monotonic()
+        counts = tried(version, folder, given.tests, given.processes)
+        found.append((version, counts, time.monotonic() - began))
+    for version, counts, seconds in found:
+        release = f"{sys.version_info.major}.{sys.version_info.minor}"
+        say(f"torch {version}, Python {release}: {counts} ({seconds / 60:.0f} min)")
+    return int(any(counts.failed + counts.errors or not counts.passed for _, counts, _ in found))
 
 
 if __name__ == "__main__":

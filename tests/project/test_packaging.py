@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,40 @@ def test_trying_another_torch_keeps_all_pins_but_those_that_torch_decides(monkey
     wanted = try_versions.dependencies()
     assert any(line.startswith("onnx>") for line in wanted)
     assert [line for line in wanted if re.match(r"(torch|amct)\b(?!-)", line)] == []
+
+
+OUTCOMES = """
+import pytest
+
+def test_passes(): pass
+def test_passes_too(): pass
+def test_fails(): assert 1 == 2
+@pytest.mark.skip(reason="not here")
+def test_is_skipped(): pass
+@pytest.fixture
+def broken(): raise OSError("not there")
+def test_has_no_fixture(broken): pass
+"""
+
+
+def test_trying_another_torch_prints_the_counts_and_keeps_the_output(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import try_versions
+
+    monkeypatch.setattr(try_versions, "environment", lambda *_: Path(sys.executable))
+    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
+    given = ["2.0.0", "--folder", str(tmp_path / "kept"), "--tests", str(tmp_path / "test_outcomes.py")]
+    monkeypatch.setattr(sys, "argv", ["try_versions.py", *given])
+    assert try_versions.main() == 1
+    said = capsys.readouterr().out
+    assert "torch 2.0.0, Python" in said.splitlines()[-1]
+    assert "2 passed, 1 failed, 1 errors, 1 skipped" in said.splitlines()[-1]
+    assert "assert 1 == 2" in said
+    assert "assert 1 == 2" in (tmp_path / "kept" / "torch-2.0.0.log").read_text()
+    (tmp_path / "test_outcomes.py").write_text("def test_passes(): pass")
+    assert try_versions.main() == 0
+    monkeypatch.setattr(sys, "argv", ["try_versions.py", *given[:-1], str(tmp_path / "missing.py")])
+    assert try_versions.main() == 1  # a run without tests shows nothing
 
 
 @pytest.mark.parametrize(
