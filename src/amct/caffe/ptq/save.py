@@ -196,10 +196,7 @@ def save_results(
             group.write_text(path, format_text(inference.results.deploy().model.net))
             written.append(path)
         if request.with_record:
-            for ending, form in (("txt", "text"), ("bin", "binary")):
-                path = where.file(f"quant_param_record.{ending}")
-                group.write_bytes(path, encode_record(results.record, "text" if form == "text" else "binary"))
-                written.append(path)
+            written += _write_record(group, where, results.record)
         if not not_written:
             factors = onnx.content.tensors or {}
             paths, reports, not_written = add_onnx_formats(group, onnx.results, onnx_formats, factors, request)
@@ -217,8 +214,17 @@ def save_results(
             )
             write_quant_json(group, where.quant_json, document)
         warn_of_replaced(group.written())
-    logger.info("Saved %s of %d quantized layers to %s.", " and ".join(nets), len(results.record), where.folder)
+    saved = [*nets, *reports] or ["the record" if request.with_record else "no model"]
+    logger.info("Saved %s of %d quantized layers to %s.", " and ".join(saved), len(results.record), where.folder)
     return written
+
+
+def _write_record(group: FileGroup, where: SavePath, record: CaffeRecord) -> list[Path]:
+    """Write the record of the factors as text and as bytes; return the paths."""
+    text, binary = where.file("quant_param_record.txt"), where.file("quant_param_record.bin")
+    group.write_bytes(text, encode_record(record, "text"))
+    group.write_bytes(binary, encode_record(record, "binary"))
+    return [text, binary]
 
 
 def _file_entries(
