@@ -8,6 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 from export_nets import residual
+from onnx import TensorProto, helper
 
 from amct.errors import ModelError
 from amct.export.check import batch
@@ -37,6 +38,15 @@ def test_the_kept_batch_is_read_again(record, model, caplog):
     np.testing.assert_array_equal(found["x"], IMAGES)
     assert origin == "a calibration batch"
     assert "checked on the calibration batch in" in caplog.text
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [(["batch", 3, 8, 8], 16), ([40, 3, 8, 8], 40)], ids=["any", "fixed"])
+def test_first_samples_are_enough_where_the_model_takes_any_number(record, sizes, kept):
+    images = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
+    batch_path(record).write_bytes(encode_batch({"x": images}, RECORD))
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, sizes)
+    found, _ = batch_beside(record, helper.make_model(helper.make_graph([], "net", [value], [])))
+    np.testing.assert_array_equal(found["x"], images[:kept])
 
 
 def pickled():

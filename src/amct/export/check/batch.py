@@ -123,7 +123,7 @@ def batch_beside(record_file: str | os.PathLike[str], model: ModelProto) -> tupl
         logger.info("the files are checked on random inputs, not on calibration data: %s", found)
         return seeded_batch(declared), RANDOM
     logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
-    return found, CALIBRATION
+    return _first_samples(found, declared), CALIBRATION
 
 
 def _declared(value: ValueInfoProto) -> tuple[list[int], np.dtype[Any]]:
@@ -141,6 +141,17 @@ def _fits(found: Mapping[str, NDArray[Any]], declared: Mapping[str, tuple[list[i
         and all(size in (0, own) for size, own in zip(declared[name][0], array.shape, strict=True))
         for name, array in found.items()
     )
+
+
+def _first_samples(
+    found: dict[str, NDArray[Any]], declared: Mapping[str, tuple[list[int], np.dtype[Any]]]
+) -> dict[str, NDArray[Any]]:
+    """The first ``MOST_SAMPLES`` samples, where the model takes any number of them and all inputs have the same."""
+    open_ended = all(sizes and sizes[0] == 0 for sizes, _ in declared.values())
+    counts = {array.shape[0] if array.ndim else 0 for array in found.values()}
+    if not open_ended or len(counts) != 1:
+        return found
+    return {name: array[:MOST_SAMPLES] for name, array in found.items()}
 
 
 def seeded_batch(inputs: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:
