@@ -20,7 +20,8 @@ import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import checking, child
-from amct.export.exported import ExportedModel
+from amct.export.check.reference import Reference
+from amct.export.exported import ExportedModel, ExportReport
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.ptq import batches
 from amct.ptq.batches import KeptBatches
@@ -173,6 +174,19 @@ def test_a_file_with_values_that_are_not_finite_is_reported(quantized, monkeypat
     quantized.save(tmp_path / "net", formats=["fake_quant"])
     assert "has values that are not finite" in checks_in(tmp_path)["fake_quant"].not_checked
     assert "net_fake_quant_model.onnx: output " in lines.text
+
+
+def test_a_file_is_not_saved_where_not_even_the_float_model_can_be_loaded(quantized, tmp_path):
+    broken = onnx.ModelProto()
+    broken.CopyFrom(quantized.prepared.float_model(None))
+    broken.graph.node[0].input[0] = "nowhere"
+    target = tmp_path / "net_fake_quant_model.onnx"
+    onnx.save(broken, target)
+    reference = Reference(inputs={broken.graph.input[0].name: IMAGES.numpy()}, origin="a batch")
+    subject = checking.Subject(reference=reference, original=broken, simulate=lambda: ExportedModel(model=broken))
+    file = checking.WrittenFile(format="fake_quant", path=target, target=target, report=ExportReport())
+    with pytest.raises(ExportError, match="cannot be loaded or run on a batch, so nothing was saved"):
+        checking.OnnxCheck(subject).check(file)
 
 
 def clip_the_input(model):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import amct.pytorch
-from amct.errors import ArgumentError, ConfigError, ModelError, RecordError
+from amct.errors import ArgumentError, ConfigError, ExportError, ModelError, RecordError
 
 
 @pytest.fixture
@@ -88,6 +88,14 @@ def test_batch_norms_have_the_statistics_of_the_data(net):
     mean = torch.stack([each.mean((0, 2, 3)) for each in seen]).mean(0)
     torch.testing.assert_close(result.model.b1.running_mean, mean, rtol=1e-4, atol=1e-6)
     assert (result.model.b1.momentum, result.model.training) == (0.1, False)
+
+
+def test_bfloat16_is_not_written_because_nobody_could_run_the_file(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).bfloat16()
+    pruned = amct.pytorch.prune(net, torch.randn(1, 3, 8, 8).bfloat16(), ratio=0.5, align=1)
+    with pytest.raises(ExportError, match=r'parameter "0\.weight".*bfloat16.*model\.float\(\)'):
+        pruned.save(tmp_path / "net")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_save_report_and_restore(net, tmp_path):

@@ -199,7 +199,11 @@ class OnnxCheck:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _unusable(self, file: WrittenFile, error: AmctError) -> FileCheck:
-        """Not checked, if the float model cannot be used either."""
+        """Not checked, if the float model cannot be run on the batch either; a file nobody can load is never saved."""
+        try:
+            _ = self._original
+        except AmctError:
+            raise UnusableFileError(file.target, self._subject.reference.origin, error) from error
         try:
             _ = self._original_outputs
         except AmctError as other:

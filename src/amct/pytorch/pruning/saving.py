@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
+from amct.errors import ExportError
 from amct.export.check.reference import Reference
 from amct.export.saving import SavedContent, SaveRequest, save_files
 from amct.pytorch.capture.trace import trace
@@ -98,6 +99,7 @@ def save_float(
         FileError: A file cannot be written; nothing was.
     """
     files = files or FloatFiles()
+    _refuse_bfloat16(model)
     traced = traced_plain(model, input_data, io)
     onnx_model, notes = float_model(traced, files.opset)
     request = SaveRequest(where=where, formats=files.formats, with_record=files.record is not None)
@@ -106,6 +108,16 @@ def save_float(
         record=files.record if files.record is not None else Record(), reference=compared, others=files.others
     )
     return save_files(request, onnx_model, content, notes)
+
+
+def _refuse_bfloat16(model: nn.Module) -> None:
+    """Raise for a model whose ONNX file onnxruntime could not load: its kernels know no bfloat16."""
+    found = next((name for name, value in model.named_parameters() if value.dtype == torch.bfloat16), None)
+    if found is not None:
+        raise ExportError(
+            f'parameter "{found}": expected float32, float16 or float64, got bfloat16, which onnxruntime cannot run; '
+            "convert the model with model.float() before saving"
+        )
 
 
 def onnx_feeds(traced: Traced, model: ModelProto) -> dict[str, np.ndarray]:
