@@ -167,7 +167,7 @@ class Refused(nn.Module):
         self.scaled = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x):
-        x = functional.linear(self.own(x), self.own.weight)
+        x = functional.linear(self.own(x), self.own.weight[:, :8] * 2)
         x = functional.linear(x, self.by_input, x.mean((0, 1)))
         x = functional.conv1d(x, self.settings, padding=1) + functional.conv1d(x, self.settings, padding=2, dilation=2)
         return functional.linear(functional.linear(x, self.part[:, :8]), self.scaled * 2)
@@ -181,10 +181,40 @@ def test_calls_that_cannot_be_layers_are_told_with_their_reasons():
         "by_input": "its bias is computed from the input",
         "settings": "its calls differ in their settings",
         "part": "not a range of its output channels",
-        "linear_1": "functional call of linear",  # the weight of a module that is quantized
+        "linear_1": "a computed weight",  # made of that of a module that is quantized
         "linear_4": "a computed weight",
     }
     assert {name: word for name, word in expected.items() if word not in reasons.get(name, "")} == {}
+
+
+class Beside(nn.Module):
+    """A module that is called, and functional calls with its weight."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.fc = nn.Linear(8, 6, bias=bias)
+        self.norm = nn.BatchNorm1d(6)
+        nn.init.uniform_(self.norm.running_var, 0.1, 0.2)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.fc(x)) + functional.linear(x.sin(), self.fc.weight))
+        return functional.linear(y, self.fc.weight.t())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_functional_calls_beside_the_module_are_layers_with_the_weight_that_the_user_gave(bias, tmp_path):
+    """The module's batch norm is folded into its own weight alone; without bias both calls look alike."""
+    net, data, quantized = quantized_net(lambda: Beside(bias), [(4, 8)])
+    assert quantized.layers == ("fc", "fc.weight", "fc.weight[transposed]")
+    assert quantized.skipped == ()  # so the batch norm is folded
+    quantized.save(tmp_path / "net", formats=["qdq", "fake_quant"], **EXACT)
+    simulated, original = run_torch(quantized.model, data[0])[0], run_torch(net, data[0])[0]
+    for name in ("qdq", "fake_quant"):
+        result = run_onnx(tmp_path / f"net_{name}_model.onnx", net, data[0])[0]
+        np.testing.assert_allclose(result, simulated, atol=one_step(quantized))
+    assert 0 < np.abs(simulated - original).max() < 0.03 * np.abs(original).max()
+    copied = pickle.loads(pickle.dumps(quantized.model))
+    assert torch.equal(copied(*data[0]), quantized.model(*data[0]))
 
 
 def test_a_module_that_calls_all_its_children_keeps_its_functional_calls():

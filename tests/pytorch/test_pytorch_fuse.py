@@ -198,6 +198,16 @@ IMAGE = (2, 3, 6, 6)
             IMAGE,
             "the model also returns",
         ),
+        (
+            Pair(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), lambda s, x: s.norm(s.layer(x)) * s.layer.weight.norm()),
+            IMAGE,
+            r'parameters of "layer" are also read elsewhere \(.*test_pytorch_fuse',
+        ),
+        (
+            Pair(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), lambda s, x: s.norm(s.layer(x)) + s.norm.bias.sum()),
+            IMAGE,
+            'parameters of "norm" are also read elsewhere',
+        ),
     ],
     ids=str,
 )

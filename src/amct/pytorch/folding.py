@@ -92,7 +92,19 @@ def _call_problem(head: Node, norm: Node) -> str:
 def _refusal(model: nn.Module, head: Node, norm_node: Node, shared: Collection[int]) -> str | None:
     layer, norm = layer_module(model, _path(head)), model.get_submodule(_path(norm_node))
     assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    return _norm_problem(norm, norm_node) or _layer_problem(layer, head, shared) or _shape_problem(layer, norm, head)
+    return (
+        _norm_problem(norm, norm_node)
+        or _layer_problem(layer, head, shared)
+        or _shape_problem(layer, norm, head)
+        or _reader_problem(head)
+        or _reader_problem(norm_node)
+    )
+
+
+def _reader_problem(node: Node) -> str | None:
+    """Why other readers of a module's parameters prevent folding: they need the values that folding changes."""
+    place = node.attributes["read_elsewhere"]
+    return None if place is None else f'parameters of "{_path(node)}" are also read elsewhere ({place})'
 
 
 def _norm_problem(norm: nn.modules.batchnorm._BatchNorm, node: Node) -> str | None:

@@ -80,11 +80,16 @@ class _Builder:
         self.tensors = {name: id(tensor) for name, tensor in stored}
         self.groups: dict[str, list[Operation]] = {}
         self.calls: dict[str, LayerCall] = {}  # by the key of the module call
+        self.readers: dict[int, dict[str, str]] = {}  # of a stored tensor: module path and place in the code
 
     def build(self) -> ProgramGraph:
         functional: list[Operation] = []
+        read = {id(value) for operation in self.program.operations for value in operation.operands}
+        read.update(id(value) for value in self.program.outputs)
         for operation in self.program.operations:
             owner = self._layer_owner(operation)
+            if any(id(result) in read for result in operation.results):
+                self._note_readers(operation, owner.path if owner is not None else "")
             if owner is not None:
                 call = self._call(owner)
                 call.operations.append(operation)
@@ -107,6 +112,18 @@ class _Builder:
             if module is not None and is_layer(module):
                 return caller
         return None
+
+    def _note_readers(self, operation: Operation, path: str) -> None:
+        for value in operation.operands:
+            stored = self.tensors.get(value.parameter or "")
+            if stored is not None:
+                self.readers.setdefault(stored, {}).setdefault(path, operation.where or operation.kind)
+
+    def _read_elsewhere(self, path: str) -> str | None:
+        """Where something else than a module reads one of its parameters."""
+        own = (id(parameter) for parameter in self.modules[path].parameters(recurse=False))
+        places = (place for each in own for reader, place in self.readers.get(each, {}).items() if reader != path)
+        return next(places, None)
 
     def _call(self, owner: ModuleCall) -> LayerCall:
         if owner.key not in self.calls:
@@ -152,6 +169,7 @@ class _Builder:
                 "calls": calls,
                 "exact": call.exact and call.problem is None,
                 "normalizes_first": call.normalizes_first,
+                "read_elsewhere": self._read_elsewhere(call.path),
                 "shapes": tuple(value.shape for value in call.outputs),
             },
         )

@@ -18,7 +18,7 @@ from amct.pytorch.functional.layers import FunctionalLayer, LayerSource, with_fu
 from amct.pytorch.model_copy import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from amct.pytorch.capture.example_inputs import ExampleInputs
     from amct.pytorch.functional.calls import Channels, FunctionalCall
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module:
     """A copy of the model in which functional calls on parameters are layers; the model itself if it has none.
 
-    A parameter of a layer that is also called as a module belongs to that module: its functional calls stay as they
-    are.
+    What the forward of a layer computes with its own parameters belongs to that layer; other calls on them are layers
+    of their own.
     """
     duplicate = copy_model(model)
     finder = _Finder(duplicate)
-    called: set[int] = set()
     for module in duplicate.modules():
         if is_layer(module):
-            module.register_forward_pre_hook(_noting(called))
+            module.register_forward_pre_hook(finder.enter)
+            module.register_forward_hook(finder.leave)
     arguments = pytree.tree_map_only(Tensor, torch.Tensor.clone, (inputs.args, inputs.kwargs))
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), finder:
@@ -45,15 +45,8 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module
     except Exception as error:  # noqa: BLE001  the user's forward runs here; tracing it reports its error
         logger.debug("functional calls of %s are not read: %s", type(model).__name__, error)
         return model
-    layers, problems = finder.result(called)
+    layers, problems = finder.result()
     return with_functional_layers(model, layers, problems) if layers or problems else model
-
-
-def _noting(called: set[int]) -> Callable[..., None]:
-    def note(module: nn.Module, _: object) -> None:
-        called.update(id(parameter) for parameter in module.parameters(recurse=False))
-
-    return note
 
 
 @dataclass
@@ -108,6 +101,16 @@ class _Finder(TorchFunctionMode):
         self._constants = _Constants({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self._found: dict[tuple[str, Channels], _Found] = {}
         self._parts: dict[str, str] = {}
+        self._running: list[nn.Module] = []
+        self._called: set[str] = set()
+
+    def enter(self, module: nn.Module, _: object) -> None:
+        """Note that a layer's own forward begins."""
+        self._running.append(module)
+
+    def leave(self, *_: object) -> None:
+        """Note that a layer's own forward has ended."""
+        self._running.pop()
 
     def __torch_function__(
         self,
@@ -133,6 +136,9 @@ class _Finder(TorchFunctionMode):
         name = self._names.get(id(parameter))
         if name is None or call.input in self._constants or not parameter.is_floating_point():
             return
+        if any(own is parameter for module in self._running for own in module.parameters(recurse=False)):
+            self._called.add(name)
+            return
         channels = channels_of(call, parameter)
         if channels is None:
             self._parts[name] = f"a part of {name} that is not a range of its output channels is used"
@@ -152,12 +158,11 @@ class _Finder(TorchFunctionMode):
             return f"its bias has shape {list(call.bias.shape)}, not one value for each output channel"
         return None if torch.equal(first.bias, call.bias) else "its calls have different biases"
 
-    def result(self, called: set[int]) -> tuple[list[FunctionalLayer], list[Skip]]:
-        """The layers, and the calls that cannot be layers; not those on parameters of ``called`` layers."""
-        found = {key: each for key, each in self._found.items() if id(each.parameter) not in called}
-        straight = {name for name, channels in found if not channels.transposed}
+    def result(self) -> tuple[list[FunctionalLayer], list[Skip]]:
+        """The layers, and the calls that cannot be layers."""
+        straight = {name for name, channels in self._found if not channels.transposed} | self._called
         layers, problems = [], [Skip(name, f"functional call: {reason}") for name, reason in self._parts.items()]
-        for (parameter, channels), each in found.items():
+        for (parameter, channels), each in self._found.items():
             name = parameter + _part(each.parameter, channels, marked=parameter in straight)
             if each.problem is not None:
                 problems.append(Skip(name, f"functional call of {each.call.type}: {each.problem}"))

@@ -4,18 +4,22 @@ The module that holds the parameter gets a child for each layer: ``attn.in_proj_
 ``amct_functional_in_proj_weight`` of ``attn``. While the copy's forward runs, a ``TorchFunctionMode`` of this forward
 passes each such call on to the child. So hooks, captured programs and ONNX see a module like any other, and
 nn.MultiheadAttention takes its ordinary path: torch has its fast path for tensors without modes only.
+
+A layer may be called as a module and its weight be used in functional calls as well. What its own forward calls is not
+passed on: hooks note while it runs.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amct.pytorch.capture.layer_types import LAYER_TYPES
+from amct.pytorch.capture.layer_types import LAYER_TYPES, is_layer
 from amct.pytorch.functional.calls import base_of, channels_of, functional_call, opened
 from amct.pytorch.model_copy import copy_model
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "amct_functional_"
 _LAYERS = "amct_functional_layers"
+_state = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,11 @@ def with_functional_layers(model: nn.Module, layers: Sequence[FunctionalLayer], 
         owner, _, child = child_path(layer.name).rpartition(".")
         module = _as_module(layer, _stored(duplicate, layer.source.parameter))
         duplicate.get_submodule(owner).add_module(child, module)
+    for owner in {layer.source.parameter.rpartition(".")[0] for layer in layers}:
+        module = duplicate.get_submodule(owner)
+        if is_layer(module):
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave)
     sources = {layer.name: layer.source for layer in layers}
     setattr(duplicate, _LAYERS, FunctionalLayers(sources=sources, problems=tuple(problems)))
     forward = duplicate.forward
@@ -131,7 +141,11 @@ def take_functional_layers(model: nn.Module) -> FunctionalLayers | None:
         return None
     for name in layers.sources:
         owner, _, child = child_path(name).rpartition(".")
-        del model.get_submodule(owner)._modules[child]
+        module = model.get_submodule(owner)
+        del module._modules[child]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
+                del hooks[key]
     delattr(model, _LAYERS)
     _, forward = cast("functools.partial[Any]", vars(model).pop("forward")).args
     if getattr(forward, "__func__", None) is not type(model).forward:
@@ -143,8 +157,28 @@ def _redirected_forward(model: nn.Module, forward: Callable[..., Any], *args: An
     """The forward of a copied model, with functional calls passed on to its layers."""
     layers = functional_layers(model)
     assert layers is not None
-    with _Redirection(layers.by_call(model)):
-        return forward(*args, **kwargs)
+    before, _state.running = _running(), []
+    try:
+        with _Redirection(layers.by_call(model)):
+            return forward(*args, **kwargs)
+    finally:
+        _state.running = before
+
+
+def _running() -> list[nn.Module]:
+    """The layers whose own forward runs in this thread, if functional calls use their parameters."""
+    found: list[nn.Module] = getattr(_state, "running", [])
+    return found
+
+
+def _enter(module: nn.Module, _: object) -> None:
+    """Note that the forward of a layer begins."""
+    _state.running = [*_running(), module]
+
+
+def _leave(*_: object) -> None:
+    """Note that it has ended."""
+    _state.running = _running()[:-1]
 
 
 class _Redirection(TorchFunctionMode):
@@ -174,6 +208,8 @@ class _Redirection(TorchFunctionMode):
     def _layer_of(self, call: FunctionalCall) -> nn.Module | None:
         parameter = base_of(call.weight)
         if id(parameter) not in self._parameters:
+            return None
+        if any(own is parameter for module in _running() for own in module.parameters(recurse=False)):
             return None
         channels = channels_of(call, parameter)
         if channels is None:
