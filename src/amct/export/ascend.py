@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from amct.export.binding import LayerBinding, LayerFactors
     from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
 
 _RECURRENT_OPERATOR = {
@@ -55,7 +56,11 @@ _CHANNEL_IN_AXIS = {LayerKind.CONV: 1, LayerKind.CONV_TRANSPOSE: 0, LayerKind.LI
 
 
 def ascend_model(
-    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    factors: Mapping[str, LayerFactors],
+    *,
+    kept: KeptWeights | None = None,
 ) -> ExportedModel:
     """Convert a float ONNX model to its deploy form.
 
@@ -63,12 +68,13 @@ def ascend_model(
         model: float model, BatchNorm folded; it is not changed.
         bindings: the node of each layer.
         factors: by layer name; a bound layer without factors stays float.
+        kept: takes the large weights of the result, which then refers to them; None: they are in its message.
 
     Raises:
         ExportError: a node does not match its binding, a bias does not fit int32, an INT4 weight cannot be packed, or a
             recurrent layer has a form that Ascend's operators lack.
     """
-    graph, layers, skipped = find_layers(model, bindings, factors)
+    graph, layers, skipped = find_layers(model, bindings, factors, kept)
     quantizers: dict[tuple[str, float, int, int], str] = {}
     reports = []
     for layer in layers:
@@ -79,7 +85,7 @@ def ascend_model(
             _quantize_layer(graph, layer, quantizers)
         reports.append(layer_report(layer, [node.name for node in graph.nodes[before:]], output))
     share_weights(graph, layers)
-    return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped))
+    return ExportedModel(model=graph.build(), layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
 def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> None:

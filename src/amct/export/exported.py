@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto
 
+    from amct.export.onnx.kept_weights import KeptWeights
     from amct.model import Skip
     from amct.model.kinds import LayerKind
 
@@ -58,6 +59,8 @@ class ExportedModel(ExportReport):
     """An exported ONNX model with a report."""
 
     model: ModelProto
+    kept: KeptWeights | None = None
+    """The weights to which the model refers; they exist as long as this object."""
 
     @property
     def report(self) -> ExportReport:

@@ -26,11 +26,16 @@ if TYPE_CHECKING:
 
     from amct.export.binding import LayerBinding, LayerFactors
     from amct.export.onnx.graph import OnnxGraph
+    from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
 
 
 def fake_quant_model(
-    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    factors: Mapping[str, LayerFactors],
+    *,
+    kept: KeptWeights | None = None,
 ) -> ExportedModel:
     """Convert a float ONNX model to its fake-quant form.
 
@@ -38,11 +43,12 @@ def fake_quant_model(
         model: float model, BatchNorm folded; it is not changed.
         bindings: the node of each layer.
         factors: by layer name; a bound layer without factors stays float.
+        kept: takes the large weights of the result, which then refers to them; None: they are in its message.
 
     Raises:
         ExportError: a node does not match its binding, or a bias does not fit int32.
     """
-    graph, layers, skipped = find_layers(model, bindings, factors)
+    graph, layers, skipped = find_layers(model, bindings, factors, kept)
     quantizers: dict[tuple[str, float, int, int], str] = {}
     reports = []
     outputs: dict[str, str] = {}
@@ -56,7 +62,7 @@ def fake_quant_model(
     share_weights(graph, layers)
     exported = graph.build()
     write_metadata(exported, outputs=outputs)
-    return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped))
+    return ExportedModel(model=exported, layers=tuple(reports), skipped=tuple(skipped), kept=kept)
 
 
 def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, float, int, int], str]) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from amct.errors import ArgumentError, did_you_mean
 from amct.export.exported import ExportedModel
+from amct.export.onnx.kept_weights import KeptWeights, with_values
 from amct.export.options import ExportOptions
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ExportRequest:
         factors: The quantization factors of each layer.
         tensors: Factors of the tensors between layers, by ONNX name; None if nothing was observed.
         options: The user's options.
+        kept: Takes the large weights of the exported model; None: they are in its message.
     """
 
     model: ModelProto
@@ -47,6 +49,7 @@ class ExportRequest:
     factors: Mapping[str, LayerFactors]
     tensors: Mapping[str, TensorFactors] | None = None
     options: ExportOptions = field(default_factory=ExportOptions)
+    kept: KeptWeights | None = None
 
 
 Exported = ExportedModel | bytes
@@ -55,10 +58,17 @@ Exporter = Callable[[ExportRequest], "ModelProto | ExportedModel | bytes"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Format:
-    """A registered format; its file is ``<prefix>_<file_name>``."""
+    """A registered format; its file is ``<prefix>_<file_name>``.
+
+    Attributes:
+        exporter: Exports a model.
+        file_name: The file name after the prefix.
+        is_own: Whether the exporter is one of this package, which reads weights beside the model.
+    """
 
     exporter: Exporter
     file_name: str
+    is_own: bool = False
 
 
 _FORMATS: dict[str, Format] = {}
@@ -108,6 +118,8 @@ def export_formats(
     factors: Mapping[str, LayerFactors],
     tensors: Mapping[str, TensorFactors] | None = None,
     options: ExportOptions | None = None,
+    *,
+    keep_weights: bool = False,
 ) -> dict[str, Exported]:
     """Export a model in each format, in memory.
 
@@ -118,6 +130,7 @@ def export_formats(
         factors: By layer; a bound layer without factors stays float.
         tensors: Factors of the tensors between layers; None if nothing was observed.
         options: Options of the QDQ file.
+        keep_weights: Whether exported models may refer to their large weights (``kept_weights.py``).
 
     Raises:
         ArgumentError: a format is unknown.
@@ -130,6 +143,10 @@ def export_formats(
     )
     exported: dict[str, Exported] = {}
     for name in names:
+        if _FORMATS[name].is_own:
+            request = replace(request, kept=KeptWeights() if keep_weights else None)
+        else:
+            request = replace(request, model=with_values(float_model), kept=None)
         result = _FORMATS[name].exporter(request)
         exported[name] = result if isinstance(result, ExportedModel | bytes) else ExportedModel(model=result)
         for note in getattr(exported[name], "notes", ()):
@@ -140,13 +157,13 @@ def export_formats(
 def _export_deploy(request: ExportRequest) -> ExportedModel:
     from amct.export.ascend import ascend_model
 
-    return ascend_model(request.model, request.bindings, request.factors)
+    return ascend_model(request.model, request.bindings, request.factors, kept=request.kept)
 
 
 def _export_fake_quant(request: ExportRequest) -> ExportedModel:
     from amct.export.fake_quant import fake_quant_model
 
-    return fake_quant_model(request.model, request.bindings, request.factors)
+    return fake_quant_model(request.model, request.bindings, request.factors, kept=request.kept)
 
 
 def _export_qdq(request: ExportRequest) -> ExportedModel:
@@ -160,9 +177,9 @@ def _export_qdq(request: ExportRequest) -> ExportedModel:
         placement=request.options.placement,
         target=request.options.target,
         float_tensors=request.options.float_tensors,
+        kept=request.kept,
     )
 
 
-register_exporter(name="deploy", exporter=_export_deploy)
-register_exporter(name="fake_quant", exporter=_export_fake_quant)
-register_exporter(name="qdq", exporter=_export_qdq)
+for _name, _exporter in (("deploy", _export_deploy), ("fake_quant", _export_fake_quant), ("qdq", _export_qdq)):
+    _FORMATS[_name] = Format(exporter=_exporter, file_name=f"{_name}_model.onnx", is_own=True)

@@ -15,6 +15,7 @@ from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
 from amct.export.exported import ExportedModel, ExportReport
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import RECORD, check_formats, export_formats, file_name
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.save_path import SavePath
@@ -220,6 +221,8 @@ class _Exports:
     factors: Mapping[str, LayerFactors]
     reports: dict[str, ExportReport | None] = field(default_factory=dict)
     checks: dict[str, FileCheck] = field(default_factory=dict)
+    _kept: KeptWeights | None = None
+    """The weights of the file that is being written."""
 
     @classmethod
     def of(cls, request: SaveRequest, model: ModelProto, content: SavedContent) -> _Exports:
@@ -249,10 +252,14 @@ class _Exports:
     def _content(self, name: str) -> ModelProto | bytes:
         exported = self._exported(name, self.request.options)
         self.reports[name] = report_of(exported)
-        return exported if isinstance(exported, bytes) else exported.model
+        if isinstance(exported, bytes):
+            return exported
+        self._kept = exported.kept
+        return exported.model
 
     def check(self, group: FileGroup, name: str) -> None:
         """Run the file that was written last."""
+        self._kept = None  # nobody needs the exported model any more
         done = list(self.reports)[-1]
         assert name == file_name(done)
         report = self.reports[done]
@@ -260,7 +267,7 @@ class _Exports:
             self.checks[done], self.reports[done] = check_file(self._check, group, self.request.where, done, report)
 
     def _simulation(self) -> ExportedModel:
-        return fake_quant_model(self.model, self.bindings, self.factors)
+        return fake_quant_model(self.model, self.bindings, self.factors, kept=KeptWeights())
 
     def _qdq_without(self, left_float: Collection[str]) -> ExportedModel:
         options = replace(self.request.options, float_tensors=self.request.options.float_tensors.union(left_float))
@@ -269,7 +276,8 @@ class _Exports:
         return exported
 
     def _exported(self, name: str, options: ExportOptions) -> Exported:
-        return export_formats([name], self.model, self.bindings, self.factors, self.content.tensors, options)[name]
+        factors, tensors = self.factors, self.content.tensors
+        return export_formats([name], self.model, self.bindings, factors, tensors, options, keep_weights=True)[name]
 
 
 def report_of(exported: Exported) -> ExportReport | None:

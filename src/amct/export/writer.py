@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from onnx import ModelProto, TensorProto
 
 from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
 from amct.errors import ArgumentError, ExportError
+from amct.export.onnx.file_parts import initializer_bytes, model_parts
 from amct.export.onnx.messages import copy_fields, tensor_array
 from amct.export.save_path import SavePath, warn_of_replaced
 from amct.model.quant_json import write_quant_json
@@ -141,10 +143,10 @@ def add_model(
 
 
 def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
-    sizes = [(_data_size(tensor), index) for index, tensor in enumerate(model.graph.initializer)]
-    rest = _bare_size(model) + sum(_message_size(tensor) for tensor in model.graph.initializer)
+    rest = _bare_size(model) + sum(initializer_bytes(tensor) for tensor in model.graph.initializer)
     moved: dict[int, str] = {}
-    for size, index in sorted(sizes, reverse=True):
+    sizes = enumerate(model.graph.initializer) if rest >= threshold else ()
+    for size, index in sorted(((_data_size(tensor), index) for index, tensor in sizes), reverse=True):
         if rest < threshold:
             break
         tensor = model.graph.initializer[index]
@@ -159,7 +161,9 @@ def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, t
         with group.open(path.parent / name) as stream:
             stream.write(_raw_bytes(model.graph.initializer[index]))
         written.append(path.parent / name)
-    group.write_bytes(path, _with_external(model, moved).SerializeToString())
+    with group.open(path) as stream:
+        for part in model_parts(_with_external(model, moved)):
+            stream.write(part)
     return written
 
 
@@ -191,25 +195,15 @@ def _bare_size(model: ModelProto) -> int:
     return bare.ByteSize()
 
 
-def _message_size(tensor: TensorProto) -> int:
-    """Serialized size of an initializer inside its graph, computed without copying its data."""
-    bare = TensorProto()
-    copy_fields(tensor, bare, skip={"raw_data"})
-    data = len(tensor.raw_data)
-    size = bare.ByteSize() + (1 + _varint_size(data) + data if data else 0)
-    return 1 + _varint_size(size) + size
-
-
-def _varint_size(value: int) -> int:
-    return max(1, (value.bit_length() + 6) // 7)
-
-
 def _data_size(tensor: TensorProto) -> int:
     return len(tensor.raw_data) if tensor.HasField("raw_data") else int(tensor_array(tensor).nbytes)
 
 
-def _raw_bytes(tensor: TensorProto) -> bytes:
-    return tensor.raw_data if tensor.HasField("raw_data") else tensor_array(tensor).tobytes()
+def _raw_bytes(tensor: TensorProto) -> bytes | memoryview:
+    if tensor.HasField("raw_data"):
+        return tensor.raw_data
+    array = np.asarray(tensor_array(tensor), order="C")
+    return array.reshape(-1).data.cast("B") if array.size else b""
 
 
 def _external_name(tensor: str, suffix: str, taken: Collection[str]) -> str:

@@ -249,7 +249,7 @@ def check_weight(layer: str, part: WeightPart) -> None:
             f'layer "{layer}": only weights of float32 and float16 can be quantized, got '
             f"{str(weight.dtype).removeprefix('torch.')}; convert the model with model.float()"
         )
-    if not bool(torch.isfinite(weight).all()):
+    if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise CalibrationError(
             f'layer "{layer}": {bad} of {weight.numel()} values of {part.name} are NaN or infinite; '

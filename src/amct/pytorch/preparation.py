@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from amct.calibration import ALONE
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ExportError, ModelError
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
 from amct.ptq.door import Calibration
 from amct.ptq.preparation import Preparation, enabled_layers
@@ -57,10 +58,12 @@ class TorchPreparation(Preparation):
     Attributes:
         traced: The user's model and its trace.
         fused: A folded float copy of the model.
+        kept: The weights of the ONNX models made of it, most of which are those of the copy.
     """
 
     traced: Traced
     fused: Fused
+    kept: KeptWeights = field(default_factory=KeptWeights)
 
     @property
     def calls(self) -> Mapping[str, int]:
@@ -87,11 +90,11 @@ class TorchPreparation(Preparation):
         """
         rounded = {name: weights for name, weights in self.weights.items() if weights.custom_rounding}
         if not rounded:
-            return float_onnx(self.traced, self.fused, opset=opset)
+            return float_onnx(self.traced, self.fused, opset=opset, kept=self.kept)
         model = copy_model(self.fused.model, share_tensors=True)
         for name, weights in rounded.items():
             put_weights(layer_module(model, name), weights.unbalanced())
-        return float_onnx(self.traced, replace(self.fused, model=model), opset=opset)
+        return float_onnx(self.traced, replace(self.fused, model=model), opset=opset, kept=self.kept)
 
     @cached_property
     def default_onnx(self) -> FloatOnnx | ExportError:
@@ -129,6 +132,7 @@ class TorchPreparation(Preparation):
         def run(batches: Iterable[Arguments]) -> None:
             for args, kwargs in batches:
                 calibrated.model(*args, **kwargs)
+            del calibrated.model.forward  # it refers to the model: the copy would be freed late, with its weights
 
         return Calibration(session=calibrated.session, run=run, observes_tensors=intermediate is not None)
 

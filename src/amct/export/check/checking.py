@@ -135,8 +135,9 @@ class OnnxCheck:
             if parameter_bytes(self._subject.original) > FEW_BYTES:
                 del self._original  # it is loaded again to be timed: two models would need too much memory
         if any(outputs is None for outputs in simulated):
-            model = LoadedModel(self._subject.simulate().model)
-            simulated = list(self._outputs(model, [batch.inputs for batch in batches[: len(expected)]]))
+            simulation = self._subject.simulate()
+            loaded = LoadedModel(simulation.model)
+            simulated = list(self._outputs(loaded, [batch.inputs for batch in batches[: len(expected)]]))
         return [
             ComparedBatch(inputs=batch.inputs, expected=exact or {}, simulated=rounded or {})
             for batch, exact, rounded in zip(batches, expected, simulated, strict=False)

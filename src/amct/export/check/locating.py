@@ -46,7 +46,7 @@ def first_difference(
     """
     file, simulation = light_copy(read_file()), simulate()
     known = layer_outputs(file) if outputs is None else outputs
-    simulation_light = replace(simulation, model=light_copy(simulation.model))
+    simulation_light = replace(simulation, model=light_copy(simulation.model), kept=None)
     places = _common_tensors(original, simulation_light, file, known)
     try:
         simulated = _values(simulation.model, places, 1, inputs)

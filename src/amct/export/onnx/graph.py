@@ -23,6 +23,7 @@ from amct.export.onnx.messages import (
     make_attribute,
     model_opset,
     reads,
+    stored_bytes,
     tensor_array,
 )
 from amct.model import TensorIndex
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from amct.export.onnx.kept_weights import KeptWeights
 
 _DETERMINISTIC_FOLDS = frozenset(
     {
@@ -57,10 +60,16 @@ _NEVER = 2**31
 
 
 class OnnxGraph(TensorIndex[NodeProto]):
-    """The main graph of a model, for editing."""
+    """The main graph of a model, for editing.
 
-    def __init__(self, model: ModelProto) -> None:
+    Args:
+        model: The model.
+        kept: Takes the large arrays that are stored in the graph; None: they are in the messages.
+    """
+
+    def __init__(self, model: ModelProto, kept: KeptWeights | None = None) -> None:
         super().__init__()
+        self._kept = kept
         self._source = model
         self.nodes: list[NodeProto] = [copied_node(node) for node in model.graph.node]
         self._initializers: dict[str, TensorProto] = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -224,14 +233,17 @@ class OnnxGraph(TensorIndex[NodeProto]):
             assert indices is not None
             axis = attribute_value(node, "axis", 0)
             result = data.nbytes // max(data.shape[axis] if data.ndim else 1, 1) * indices.size
-        stored = sum(len(tensor.raw_data) for tensor in self._initializers.values())
+        stored = sum(stored_bytes(tensor) for tensor in self._initializers.values())
         return result > max(2 * stored, _LARGEST_FOLD)
 
     # -- editing ---------------------------------------------------------------------------------------------------
 
     def set_initializer(self, name: str, value: NDArray[Any]) -> str:
         """Store an array under a name, replacing any existing one; returns the name."""
-        self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
+        if self._kept is not None:
+            self._initializers[name] = self._kept.tensor(name, np.asarray(value))
+        else:
+            self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
         self._constant_depths.clear()
         self._value_info.pop(name, None)
         return name

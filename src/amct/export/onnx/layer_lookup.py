@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.binding import LayerBinding, LayerFactors
+    from amct.export.onnx.kept_weights import KeptWeights
 
 
 class LayerMismatchError(ExportError):
@@ -40,15 +41,20 @@ class LayerMismatchError(ExportError):
 
 
 def find_layers(
-    model: ModelProto, bindings: Sequence[LayerBinding], factors: Mapping[str, LayerFactors]
+    model: ModelProto,
+    bindings: Sequence[LayerBinding],
+    factors: Mapping[str, LayerFactors],
+    kept: KeptWeights | None = None,
 ) -> tuple[OnnxGraph, list[Layer], list[Skip]]:
     """Open a model for editing and find its layers, in graph order; their nodes get the names of the layers.
+
+    ``kept`` is that of ``OnnxGraph``.
 
     Raises:
         ExportError: a node does not match its binding or is bound twice, or factors belong to no binding.
     """
     _check_names(bindings, factors)
-    graph = OnnxGraph(model)
+    graph = OnnxGraph(model, kept)
     for node in graph.nodes:
         graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; runtimes do not support it
     position = {node.name: index for index, node in enumerate(graph.nodes)}

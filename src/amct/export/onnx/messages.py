@@ -9,6 +9,7 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from amct.errors import ExportError
+from amct.export.onnx.kept_weights import kept_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -52,10 +53,10 @@ def copied_node(node: NodeProto) -> NodeProto:
 
 def parameter_bytes(model: ModelProto) -> int:
     """The size of a model's parameters."""
-    return sum(_stored_bytes(tensor) for tensor in model.graph.initializer)
+    return sum(stored_bytes(tensor) for tensor in model.graph.initializer)
 
 
-def _stored_bytes(tensor: TensorProto) -> int:
+def stored_bytes(tensor: TensorProto) -> int:
     """The size of a tensor by its shape: reading its data would copy it."""
     try:
         size = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
@@ -77,6 +78,9 @@ def tensor_array(tensor: TensorProto) -> NDArray[Any]:
     Raises:
         ExportError: its data is in a file that was not loaded.
     """
+    kept = kept_array(tensor)
+    if kept is not None:
+        return kept
     if tensor.data_location == TensorProto.EXTERNAL:
         raise ExportError(
             f'the data of initializer "{tensor.name}" is in another file and was not loaded; '

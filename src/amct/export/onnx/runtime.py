@@ -12,6 +12,7 @@ import torch
 from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
+from amct.export.onnx.kept_weights import kept_arrays
 from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import any_value, copy_fields, first_line, parameter_bytes, tensor_array
 from amct.export.onnx.run_watch import RunWatch, longest_run
@@ -109,6 +110,23 @@ def with_outputs(model: ModelProto, names: Iterable[str]) -> ModelProto:
     return extended
 
 
+class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
+    """A session that reads weights where they are in memory, and keeps them.
+
+    Args:
+        model: The serialized model, whose weights are references.
+        options: Of the session.
+        weights: By name.
+    """
+
+    def __init__(self, model: bytes, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]) -> None:
+        self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
+        options.add_external_initializers(list(self._weights), list(self._weights.values()))
+        for name, value in self._weights.items():
+            options.add_initializer(name, value)  # external ones alone would be copied
+        super().__init__(model, options, providers=_PROVIDERS)
+
+
 def open_session(
     model: ModelProto | Path, settings: Mapping[str, str] | None = None, *, profile: Path | None = None
 ) -> onnxruntime.InferenceSession:
@@ -132,6 +150,9 @@ def open_session(
     try:
         if isinstance(model, Path):
             return onnxruntime.InferenceSession(str(model), options, providers=_PROVIDERS)
+        kept = kept_arrays(model)
+        if kept:
+            return _Session(model.SerializeToString(), options, kept)
         if size < EXTERNAL_THRESHOLD:
             return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         with tempfile.TemporaryDirectory() as folder:

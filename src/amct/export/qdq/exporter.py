@@ -16,6 +16,7 @@ from onnx import TensorProto
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.exported import ExportedModel, write_metadata
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.weights import share_weights
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 OLDEST_OPSET = 13
 
 
-def qdq_model(
+def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
     model: ModelProto,
     bindings: Sequence[LayerBinding],
     factors: Mapping[str, LayerFactors],
@@ -50,6 +51,7 @@ def qdq_model(
     placement: Placement | str = Placement.FAST,
     target: Target | str = Target.PORTABLE,
     float_tensors: Collection[str] = (),
+    kept: KeptWeights | None = None,
 ) -> ExportedModel:
     """Convert a float ONNX model to its QDQ form.
 
@@ -62,13 +64,14 @@ def qdq_model(
         target: the integer types.
         float_tensors: tensors between layers that placement ``fast`` leaves float, by ONNX name; layers still read them
             quantized where the record says so.
+        kept: takes the large weights of the result, which then refers to them; None: they are in its message.
 
     Raises:
         ExportError: a node does not match its binding, or its opset is too old.
         ArgumentError: the placement or target is unknown.
     """
     placement = choice(Placement, placement, "placement")
-    graph, layers, skipped = find_layers(model, bindings, factors)
+    graph, layers, skipped = find_layers(model, bindings, factors, kept)
     if graph.opset < OLDEST_OPSET:
         raise ExportError(
             f"QDQ needs opset {OLDEST_OPSET} (DequantizeLinear per channel), the model has {graph.opset}; "
@@ -79,9 +82,12 @@ def qdq_model(
     if placement is Placement.AUTO and can_be_fast:
 
         def export(left_float: frozenset[str], float_layers: frozenset[str]) -> ExportedModel:
-            kept = {name: each for name, each in factors.items() if name not in float_layers}
+            quantized = {name: each for name, each in factors.items() if name not in float_layers}
             left_float = left_float.union(float_tensors)
-            return qdq_model(model, bindings, kept, tensors=tensors, target=target, float_tensors=left_float)
+            own = None if kept is None else KeptWeights()
+            return qdq_model(
+                model, bindings, quantized, tensors=tensors, target=target, float_tensors=left_float, kept=own
+            )
 
         return fastest_placement(graph, layers, model, export)
     placed = FastPlacement()
@@ -122,6 +128,7 @@ def qdq_model(
         notes=tuple(nodes.notes),
         tensors=(*placed.float_tensors, *placed.integer_tensors),
         rescaled=rescaled,
+        kept=kept,
     )
 
 

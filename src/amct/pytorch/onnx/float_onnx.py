@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
+    from amct.export.onnx.kept_weights import KeptWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
     from amct.pytorch.onnx.io_names import IoNames
@@ -68,13 +69,16 @@ class FloatOnnx:
     tensors: Mapping[str, str]
 
 
-def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> FloatOnnx:
+def float_onnx(
+    traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET, kept: KeptWeights | None = None
+) -> FloatOnnx:
     """Convert the folded model to ONNX, in memory.
 
     Args:
         traced: the model; it must have a program.
         fused: its folded copy, whose parameters go into the file.
         opset: 16 to 21. GELU is one node from 20 on, several before.
+        kept: takes the large parameters, which the folded model and the ONNX model then share; None: they are copied.
 
     Raises:
         ArgumentError: the opset is outside 16..21.
@@ -94,7 +98,7 @@ def float_onnx(traced: Traced, fused: Fused, *, opset: int = DEFAULT_OPSET) -> F
     placed = place_layers(lowered.model, fused, kinds, calls)
     model = with_explicit_pool_padding(lower_opset(placed.model, opset))
     _finish(model, opset)
-    _fill(model, {**stored, **placed.parameters})
+    _fill(model, {**stored, **placed.parameters}, kept)
     bindings = tuple(
         LayerBinding(layer=name, kind=kind, node=node) for name, kind in kinds.items() for node in placed.nodes[name]
     )
@@ -234,13 +238,10 @@ def _without_values(model: ModelProto) -> ModelProto:
     return light
 
 
-def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor]) -> None:
-    """Store the values of the parameters in the finished model."""
+def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor], kept: KeptWeights | None) -> None:
+    """Store the values of the parameters in the finished model, or refer to them."""
     for tensor in model.graph.initializer:
         if tensor.name in stored:
-            array = as_array(stored[tensor.name])
-            name = tensor.name
-            tensor.Clear()
-            tensor.name, tensor.data_type = name, helper.np_dtype_to_tensor_dtype(array.dtype)
-            tensor.dims.extend(array.shape)
-            tensor.raw_data = array.tobytes()
+            array, name = as_array(stored[tensor.name]), tensor.name
+            filled = numpy_helper.from_array(array, name) if kept is None else kept.tensor(name, array)
+            tensor.CopyFrom(filled)

@@ -1,0 +1,208 @@
+"""Weights beside their model: the files, the sessions and the results are those of a model that holds its weights."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+from torch import nn
+
+import amct.onnx_model
+import amct.pytorch
+from amct.errors import AmctError, ExportError
+from amct.export import formats
+from amct.export.onnx import kept_weights
+from amct.export.onnx.file_parts import initializer_bytes, model_parts
+from amct.export.onnx.kept_weights import KeptWeights, kept_arrays, with_values
+from amct.export.onnx.messages import tensor_array
+from amct.export.onnx.runtime import Runner
+from amct.export.writer import save_model
+
+
+@pytest.fixture
+def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_weights, "LEAST_BYTES", 1)
+
+
+def net(kept: KeptWeights | None, *, rows: int = 64) -> tuple[ModelProto, dict[str, np.ndarray]]:
+    random = np.random.default_rng(rows)
+    arrays = {
+        "conv.weight": random.standard_normal((8, 3, 3, 3)).astype(np.float32),
+        "conv.bias": random.standard_normal(8).astype(np.float32),
+        "shape": np.array([1, -1]),
+        "fc.weight": random.standard_normal((rows, 8 * 36)).astype(np.float32),
+        "half": random.standard_normal((rows,)).astype(np.float16),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "conv.weight", "conv.bias"], ["y"], kernel_shape=[3, 3]),
+        helper.make_node("Relu", ["y"], ["r"]),
+        helper.make_node("Reshape", ["r", "shape"], ["f"]),
+        helper.make_node("Gemm", ["f", "fc.weight"], ["g"], transB=1),
+        helper.make_node("Cast", ["half"], ["wide"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["g", "wide"], ["out"]),
+    ]
+    make = numpy_helper.from_array if kept is None else lambda array, name: kept.tensor(name, array)
+    graph = helper.make_graph(
+        nodes,
+        "net",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8, 8])],
+        [helper.make_tensor_value_info("out", TensorProto.FLOAT, [1, rows])],
+        [make(array, name) for name, array in arrays.items()],
+        doc_string="behind the weights",
+        value_info=[helper.make_tensor_value_info("r", TensorProto.FLOAT, [1, 8, 6, 6])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], producer_name="test", ir_version=8)
+    model.metadata_props.add(key="behind", value="the graph")
+    return model, arrays
+
+
+@pytest.mark.usefixtures("keep_all")
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_parts_are_the_bytes_of_the_whole_message(rows: int) -> None:
+    kept = KeptWeights()
+    light, arrays = net(kept, rows=rows)
+    whole, _ = net(None, rows=rows)
+
+    assert set(kept_arrays(light)) == set(arrays) - {"shape"}  # int64 is not among the types of weights
+    assert len(light.SerializeToString()) < len(whole.SerializeToString())
+    assert b"".join(bytes(part) for part in model_parts(light)) == whole.SerializeToString()
+    assert with_values(light) == whole
+    assert with_values(whole) is whole
+    sizes = [initializer_bytes(tensor) for tensor in light.graph.initializer]
+    assert sizes == [initializer_bytes(tensor) for tensor in whole.graph.initializer]
+
+
+def test_small_arrays_are_in_the_message() -> None:
+    kept = KeptWeights()
+    light, _ = net(kept, rows=256)
+
+    assert set(kept_arrays(light)) == {"fc.weight"}
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_written_file_is_the_same(tmp_path) -> None:
+    kept = KeptWeights()
+    for folder, (model, _) in {"light": net(kept), "whole": net(None)}.items():
+        save_model(tmp_path / folder / "one.onnx", model)
+        save_model(tmp_path / folder / "apart.onnx", model, external_threshold=1500)
+
+    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert len(names) == 3
+    assert names == sorted(path.name for path in (tmp_path / "light").iterdir())
+    for name in names:
+        assert (tmp_path / "light" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_session_computes_the_same_and_keeps_the_weights() -> None:
+    kept = KeptWeights()
+    light, whole = net(kept)[0], net(None)[0]
+    runner = Runner(light, ["r"])
+    del kept
+    gc.collect()
+    feeds = {"x": np.random.default_rng(1).standard_normal((1, 3, 8, 8)).astype(np.float32)}
+
+    got, expected = runner.run(feeds), Runner(whole, ["r"]).run(feeds)
+
+    assert set(got) == {"out", "r"}
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_arrays_are_shared_and_cannot_be_changed() -> None:
+    kept = KeptWeights()
+    array = np.ones((4, 4), np.float32)
+    found = tensor_array(kept.tensor("w", array))
+
+    assert np.shares_memory(found, array)
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 2
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_freed_weights_are_a_clear_error() -> None:
+    kept = KeptWeights()
+    tensor = kept.tensor("w", np.ones((4, 4), np.float32))
+    del kept
+
+    with pytest.raises(ExportError, match='the values of "w" were freed'):
+        tensor_array(tensor)
+
+
+def test_a_file_cannot_refer_to_memory(tmp_path) -> None:
+    kept = KeptWeights()
+    array = np.ones((300, 300), np.float32)
+    reference = kept.tensor("w", array)
+    for location in (reference.external_data[0].value, "kept-weights/0"):
+        tensor = TensorProto(name="w", data_type=1, dims=[300, 300], data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="location", value=location)
+        graph = helper.make_graph(
+            [helper.make_node("MatMul", ["x", "w"], ["y"])],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 300])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 300])],
+            [tensor],
+        )
+        path = tmp_path / "net.onnx"
+        path.write_bytes(helper.make_model(graph).SerializeToString())
+        with pytest.raises(AmctError):
+            amct.onnx_model.quantize(path, np.ones((1, 300), np.float32))
+
+
+# -- a whole job -------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.first, self.second = nn.Linear(8 * 36, 32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        return self.second(torch.relu(self.first(x)))
+
+
+def saved(folder, least: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    monkeypatch.setattr(kept_weights, "LEAST_BYTES", least)
+    torch.manual_seed(0)
+    model, data = Net().eval(), torch.randn(4, 3, 8, 8)
+    amct.pytorch.quantize(model, data).save(folder / "net")
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith("quant.json")}
+
+
+def test_files_of_a_save_do_not_depend_on_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    light, whole = saved(tmp_path / "light", 1, monkeypatch), saved(tmp_path / "whole", 2**40, monkeypatch)
+
+    assert {"net_qdq_model.onnx", "net_deploy_model.onnx", "net_fake_quant_model.onnx"} <= set(whole)
+    assert light == whole
+    onnx.checker.check_model(onnx.load_model_from_string(light["net_qdq_model.onnx"]))
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_registered_exporter_gets_the_values(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_FORMATS", dict(formats._FORMATS))
+    formats.register_exporter(name="copy", exporter=lambda request: request.model)
+    model = Net().eval()
+
+    amct.pytorch.quantize(model, torch.randn(4, 3, 8, 8)).save(tmp_path / "net", ["copy"], check=False)
+
+    stored = {tensor.name: tensor for tensor in onnx.load(tmp_path / "net_copy_model.onnx").graph.initializer}
+    np.testing.assert_array_equal(numpy_helper.to_array(stored["second.weight"]), model.second.weight.detach().numpy())
+
+
+def test_exported_report_alone_does_not_keep_weights() -> None:
+    kept = KeptWeights()
+    tensor = kept.tensor("w", np.ones((300, 300), np.float32))
+    exported = formats.ExportedModel(model=ModelProto(), kept=kept)
+    report = exported.report
+    del kept, exported
+
+    assert report.layers == ()
+    with pytest.raises(ExportError):
+        tensor_array(tensor)
