@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_the_costliest_nodes_are_named_as_in_the_file(net):
 
 def test_models_are_timed_in_turn(monkeypatch):
     clock = iter(range(10_000))
-    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(running.time, "thread_time", lambda: float(next(clock)))
     calls = []
 
     def run(name, seconds):
@@ -66,6 +67,13 @@ def test_models_are_timed_in_turn(monkeypatch):
     medians = median_seconds({"slow": run("slow", 4), "fast": run("fast", 1)}, budget=0.0)
     assert medians == {"slow": 5.0, "fast": 2.0}
     assert calls == ["slow", "fast"] * running.FEWEST_ROUNDS
+
+
+def test_time_spent_waiting_does_not_count(net):
+    """A session with one thread computes on the thread whose CPU time is measured."""
+    medians = median_seconds({"waits": lambda: time.sleep(0.02), "works": lambda: sum(range(200_000))}, budget=0.0)
+    assert medians["waits"] < medians["works"]
+    assert LoadedModel(net[1])._session.get_session_options().intra_op_num_threads == 1
 
 
 @pytest.mark.parametrize(

@@ -128,13 +128,18 @@ class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxrunti
 
 
 def open_session(
-    model: ModelProto | Path, settings: Mapping[str, str] | None = None, *, profile: Path | None = None
+    model: ModelProto | Path,
+    settings: Mapping[str, str] | None = None,
+    *,
+    threads: int = 0,
+    profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """Load a model, or the file of one, in onnxruntime on the CPU; nothing is logged.
 
     Args:
         model: The model; it is not changed. A file may have tensors in files beside it.
         settings: Further settings of the session.
+        threads: That compute one operator; 0: one for each core.
         profile: Prefix of the file to which onnxruntime writes the time of each node.
 
     Raises:
@@ -142,6 +147,7 @@ def open_session(
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
+    options.intra_op_num_threads = threads
     for name, value in (settings or {}).items():
         options.add_session_config_entry(name, value)
     if profile is not None:
