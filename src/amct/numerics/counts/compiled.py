@@ -13,6 +13,8 @@ from functools import cached_property, update_wrapper
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
+from amct.memory import uncollected
+
 logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -34,10 +36,15 @@ class _Compiled:
     def __init__(self, function: Callable[..., object], *, reorder_sums: bool) -> None:
         update_wrapper(self, function)
         self._function = function
+        self._called = False
         self._fastmath = {"reassoc", "nsz"} if reorder_sums else False
 
     def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401  those of the function
-        return self._numba_function(*arguments)
+        if self._called:
+            return self._numba_function(*arguments)
+        self._called = True
+        with uncollected():  # numba, and what it imports, is loaded
+            return self._numba_function(*arguments)
 
     @cached_property
     def _numba_function(self) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from amct.memory import uncollected
 from amct.pytorch.capture.program_rewrites import rewrite
 from amct.pytorch.capture.recurrent import make_opaque
 from amct.pytorch.capture.returned_tensors import return_tensors
@@ -89,7 +90,13 @@ def capture(
     said = io.StringIO()
     try:
         # On failure torch prints its partial graph to stderr; output of a success is passed through.
-        with redirect_stderr(said), quiet_exporters(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with (
+            redirect_stderr(said),
+            quiet_exporters(),
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            uncollected(),
+        ):
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
             rewrite(program)
     except Exception as error:  # noqa: BLE001  the user's forward runs here and torch.export raises many types
