@@ -10,7 +10,8 @@ the first convolution have 8 bits. Times are CPU seconds of one thread, float an
 growth of the process over its size before the first step, each model in a process of its own. The table is printed, and
 written to ``benchmarks/results/qat_pytorch.json``.
 
-At 8 bits the loss of the row with a teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the
+At 8 bits one row evaluates the moving average of the weights (torch's, with its default decay of 0.999, statistics of
+batch norms averaged too) in place of the last weights, from the labels alone. The loss of the row with a teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the
 start is as good as the float network, which the recipe itself harms (row "float"). Part ``file`` is the default QDQ
 file: of a normally trained network, and of one trained for it (``target="portable"``).
 """
@@ -40,6 +41,7 @@ from real_models import cifar_images, cifar_resnet, onnx_top1, torch_top1  # noq
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 import amct.pytorch as amct  # noqa: E402
 
@@ -129,7 +131,9 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.stack([each[:, y : y + 32, x : x + 32] for each, (y, x) in zip(padded, places, strict=True)])
 
 
-def train(model: nn.Module, epochs: int, seed: int, loss_of: Callable[..., Tensor]) -> None:
+def train(
+    model: nn.Module, epochs: int, seed: int, loss_of: Callable[..., Tensor], average: AveragedModel | None = None
+) -> None:
     """The recipe; the loss is a function of inputs, outputs and labels."""
     images, labels = cifar_images(ASSETS, "train_10000")
     generator = torch.Generator().manual_seed(seed)
@@ -145,6 +149,8 @@ def train(model: nn.Module, epochs: int, seed: int, loss_of: Callable[..., Tenso
             loss_of(x, model(x), labels[chosen]).backward()
             optimizer.step()
             schedule.step()
+            if average is not None:
+                average.update_parameters(model)
     model.eval()
 
 
@@ -159,7 +165,10 @@ def calibration() -> list[Tensor]:
 
 
 def prepared(config: amct.QatConfig | None, epochs: int, seed: int, *, loss: str = "labels", target: str = "exact8"):  # noqa: ANN201  a model of a class derived from the network's
-    """A trained model; ``loss``: of the labels, of labels and teacher, or of the teacher alone with frozen norms."""
+    """A trained model; ``loss``: of the labels, of labels and teacher, or of the teacher alone with frozen norms.
+
+    "average" is the moving average of the weights that are trained with the labels.
+    """
     original = cifar_resnet(ASSETS, 20)
     io = amct.IoOptions(dynamic_axes={"x": {0: "n"}})
     frozen = loss == "teacher"
@@ -168,12 +177,19 @@ def prepared(config: amct.QatConfig | None, epochs: int, seed: int, *, loss: str
     )
     losses = {
         "labels": own_loss,
+        "average": own_loss,
         "both": lambda x, y, labels: 0.1 * own_loss(x, y, labels) + model.distillation_loss(x, y),
         "teacher": lambda x, y, _: GENTLE * model.distillation_loss(x, y),
     }
+    average = averaged(model) if loss == "average" else None
     if epochs:
-        train(model, epochs, seed, losses[loss])
-    return model.eval()
+        train(model, epochs, seed, losses[loss], average)
+    return (model if average is None else average.module).eval()
+
+
+def averaged(model: nn.Module) -> AveragedModel:
+    """The moving average of a model, with torch's default decay."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(), use_buffers=True)
 
 
 def accuracies(config: amct.QatConfig | None, epochs: int, seeds: int, *, loss: str = "labels") -> list[float]:
@@ -209,13 +225,18 @@ def int8(seeds: int) -> Iterator[Row]:
     yield accuracy_row(
         "INT8 after 1 epoch, with teacher (wanted: PTQ)", accuracies(None, 1, seeds, loss="teacher"), before
     )
-    yield accuracy_row("INT8 after 1 epoch (wanted: PTQ)", accuracies(None, 1, seeds), before)
-    floats = []
+    for what, loss in (("INT8 after 1 epoch, averaged weights", "average"), ("INT8 after 1 epoch", "labels")):
+        yield accuracy_row(f"{what} (wanted: PTQ)", accuracies(None, 1, seeds, loss=loss), before)
+    last, averages = [], []
     for seed in range(seeds):
         model = cifar_resnet(ASSETS, 20)
-        train(model, 1, seed, own_loss)
-        floats.append(torch_top1(model, *test))
-    yield accuracy_row("float after 1 epoch (wanted: as before)", floats, torch_top1(cifar_resnet(ASSETS, 20), *test))
+        average = averaged(model)
+        train(model, 1, seed, own_loss, average)
+        last.append(torch_top1(model, *test))
+        averages.append(torch_top1(average.module.eval(), *test))
+    start = torch_top1(cifar_resnet(ASSETS, 20), *test)
+    yield accuracy_row("float after 1 epoch, averaged weights (wanted: as before)", averages, start)
+    yield accuracy_row("float after 1 epoch (wanted: as before)", last, start)
 
 
 def default_file() -> Iterator[Row]:
@@ -225,12 +246,14 @@ def default_file() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         amct.quantize(cifar_resnet(ASSETS, 20), calibration(), io=options).save(place / "ptq", formats=["qdq"])
-        for target in ("exact8", "portable"):
-            model = prepared(None, 1, 0, loss="teacher", target=target)
+        for target, loss in (("exact8", "teacher"), ("portable", "teacher"), ("exact8", "average")):
+            model = prepared(None, 1, 0, loss=loss, target=target)
             own = torch_top1(model, *test)
-            model.save(place / target, formats=["qdq"], data=calibration()[:4])
-            found = onnx_top1(place / f"{target}_qdq_model.onnx", *test)
-            what = f"default file, trained for {target}: accuracy beside the model's {own:.2f}"
+            name = "average" if loss == "average" else target
+            model.save(place / name, formats=["qdq"], data=calibration()[:4])
+            found = onnx_top1(place / f"{name}_qdq_model.onnx", *test)
+            kind = ", averaged weights" if loss == "average" else ""
+            what = f"default file, trained for {target}{kind}: accuracy beside the model's {own:.2f}"
             yield accuracy_row(what, [found], own - 0.2)
         sessions = {name: session_of(place / f"{name}_qdq_model.onnx") for name in ("ptq", "exact8", "portable")}
         seconds = latencies(sessions, test[0][:BATCH].numpy())

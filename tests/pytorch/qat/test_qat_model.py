@@ -152,27 +152,6 @@ def _saved(model):
     return stream
 
 
-def test_a_moving_average_of_the_model_works(started):
-    average = torch.optim.swa_utils.AveragedModel(copy.deepcopy(started))
-    other = copy.deepcopy(started)
-    train(other, [1])
-    average.update_parameters(started)
-    average.update_parameters(other)
-    mean = (started.c1.input_quantizer.clip_max + other.c1.input_quantizer.clip_max) / 2
-    torch.testing.assert_close(average.module.c1.input_quantizer.clip_max, mean)
-    assert not evaluate(average, images()).isnan().any()
-
-
-def test_a_moving_average_made_before_the_first_batch_works(tmp_path):
-    created = Flow(tmp_path).create()
-    average = torch.optim.swa_utils.AveragedModel(created)
-    train(created, range(2))
-    average.update_parameters(created)
-    assert average.module.c1.input_quantizer.clips == created.c1.input_quantizer.clips
-    average.module.train()(images(3))
-    assert average.module.c1.input_quantizer.clips == created.c1.input_quantizer.clips
-
-
 # -- states ------------------------------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ class ActivationQuantizer(nn.Module):
         self.register_buffer("valid_min", torch.tensor(0.0 if fixed_min else low))
         self.register_buffer("batches", torch.tensor(0 if clips is None else batch_num))
         self._observer: IfmrObserver | None = None
+        self._begins_anew = False
         self._ready = clips is not None
 
     def _add(self, name: str, value: float, *, is_parameter: bool) -> None:
@@ -178,6 +179,7 @@ class ActivationQuantizer(nn.Module):
     def _observe(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._observer is None:
             self.batches.zero_()  # a checkpoint without the earlier batches: begin anew
+            self._begins_anew = False
             self._observer = self._new_observer()
         self._observer.observe(x)
         if int(self.batches) + 1 < self.batch_num:
@@ -191,9 +193,12 @@ class ActivationQuantizer(nn.Module):
 
     def _find_ready(self) -> bool:
         """Whether the clips are known: after loading a checkpoint, or because a copy was given averaged clips."""
-        given = self._observer is None and int(self.batches) == 0 and self.has_clips()
-        self._ready = given or int(self.batches) >= self.batch_num
+        self._ready = self._is_average() or int(self.batches) >= self.batch_num
         return self._ready
+
+    def _is_average(self) -> bool:
+        """Whether the clips are averages of another quantizer's; torch averages ``batches`` too, rounded down."""
+        return self._observer is None and not self._begins_anew and self.has_clips()
 
     # -- later batches -------------------------------------------------------------------------------------------------
 
@@ -246,11 +251,14 @@ class ActivationQuantizer(nn.Module):
                 self._observer.restore(arrays)
             except AmctError as error:
                 raise TrainingError(f'layer "{self.layer}": {error}; load another checkpoint') from error
+        self._begins_anew = 0 < int(self.batches) < self.batch_num and not arrays
         self._find_ready()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Between the first batches also what they held, so that training can go on in the middle of them."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_average():
+            destination[f"{prefix}batches"] = torch.full_like(self.batches, self.batch_num)
         if self._observer is not None and not self._ready:
             for name, array in self._observer.state().items():
                 destination[f"{prefix}{OBSERVED}{name}"] = torch.from_numpy(array)

@@ -75,7 +75,7 @@ class SingleOp(nn.Module):
         if is_exporting():
             self._check_ready()
         else:
-            observes = self._observed_last if is_recomputing() else self._batches_left > 0
+            observes = self._observed_last if is_recomputing() else not self._has_clips()
             if observes and not is_recomputing():
                 self._observe(inputs)
             self._observed_last = observes
@@ -84,6 +84,13 @@ class SingleOp(nn.Module):
                 return (*inputs, *(each.quantize(self) for each in self._weights))
         pairs = zip(self._inputs, inputs, strict=False)  # an input that is not quantized here has no tensor
         return (*(each.quantize(self, x) for each, x in pairs), *(each.quantize(self) for each in self._weights))
+
+    def _has_clips(self) -> bool:
+        """Whether the first forwards are over; those of the module whose averages this one was given count too."""
+        wanted = self.config.data.batch_num
+        if self._batches_left == wanted and int(self.cur_batch) >= wanted:
+            self._batches_left = 0
+        return self._batches_left == 0
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable imports all of dynamo at once
     def _observe(self, inputs: Sequence[Tensor]) -> None:
@@ -128,7 +135,7 @@ class SingleOp(nn.Module):
             )
 
     def _check_ready(self) -> None:
-        if self._batches_left == 0 and self._scales_known:
+        if self._has_clips() and self._scales_known:
             return
         wanted = max(1, self._batches_left)
         raise ExportError(
