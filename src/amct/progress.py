@@ -2,7 +2,8 @@
 
 A bar is drawn on standard error, only if that is a terminal and ``AMCT_LOG_LEVEL`` is INFO or lower. There is no
 background thread (data loaders fork); a bar is redrawn when it advances, at most ten times a second. A bar inside a bar
-is one more line of the same display.
+is one more line of the same display. It shows what is done of how much, how much a second, and the time left, or where
+the end is not known the time spent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -19,7 +20,7 @@ from amct.printable import escaped, shortened
 from amct.verbosity import screen_level
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, Task
 
 _T = TypeVar("_T")
 
@@ -48,8 +49,14 @@ def track(iterable: Iterable[_T], description: str, total: float | None = None) 
 
 
 @contextmanager
-def bar(description: str, total: float | None = None) -> Iterator[Advance]:
+def bar(description: str, total: float | None = None, *, unit: str = "", done: float = 0) -> Iterator[Advance]:
     """Show a bar that the caller advances.
+
+    Args:
+        description: What is being done.
+        total: How many steps there are, if known.
+        unit: What a step is, for the rate.
+        done: The steps that were done before; they do not count in the rate.
 
     >>> with bar("Calibrating", total=2) as advance:
     ...     advance()
@@ -62,7 +69,7 @@ def bar(description: str, total: float | None = None) -> Iterator[Advance]:
     if outer is None:
         _display.set(display)
         display.start()
-    task = display.add_task(escaped(shortened(description)), total=total)
+    task = display.add_task(escaped(shortened(description)), total=total, completed=int(done), unit=unit, before=done)
     drawn = 0.0
 
     def advance(steps: float = 1, description: str | None = None) -> None:
@@ -93,15 +100,53 @@ def _advance_nothing(steps: float = 1, description: str | None = None) -> None:
     """The advance of a bar that is not drawn."""
 
 
+def rate_text(task: Task) -> str:
+    """How many steps a second a task makes; slow ones by the seconds of a step."""
+    elapsed = task.finished_time if task.finished else task.elapsed
+    steps = task.completed - task.fields.get("before", 0)
+    if not elapsed or steps <= 0:
+        return ""
+    rate, unit = steps / elapsed, task.fields.get("unit", "")
+    return f"{rate:.1f} {unit}/s".replace(" /", "/") if rate >= 1 else f"{1 / rate:.1f} s each"
+
+
+def time_text(task: Task) -> str:
+    """The time left, or without a known end the time spent."""
+    elapsed = task.elapsed or 0.0
+    steps = task.completed - task.fields.get("before", 0)
+    if task.total is None:
+        return f"{_clock(elapsed)} so far"
+    if task.finished or steps <= 0:
+        return "" if task.finished else "-:--:-- left"
+    return f"{_clock((task.total - task.completed) * elapsed / steps)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{whole:02}"
+
+
 def _new_display() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+    from rich.text import Text
+
+    class Column(ProgressColumn):
+        """A text that is made from a task."""
+
+        def __init__(self, make: Callable[[Task], str]) -> None:
+            super().__init__()
+            self._make = make
+
+        def render(self, task: Task) -> Text:
+            return Text(self._make(task), style="progress.remaining")
 
     return Progress(
         TextColumn("{task.description}", markup=False),  # layer names may contain brackets
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        Column(rate_text),
+        Column(time_text),
         console=Console(stderr=True),
         auto_refresh=False,
         # Lines printed meanwhile appear above the bar; piped output is not redirected.

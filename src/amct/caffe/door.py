@@ -28,6 +28,7 @@ from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
 from amct.ptq import flow
 from amct.ptq.door import Calibration, ModelOutput
+from amct.ptq.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel, Passes
+    from amct.ptq.door import ComparedModel
+    from amct.ptq.flow import AnyResume
+    from amct.ptq.passes import Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
@@ -56,7 +59,7 @@ AnyPath = str | os.PathLike[str]
 
 
 @log.screen_only()
-def quantize(
+def quantize(  # noqa: PLR0913  most of them are optional
     model: AnyPath,
     weights: AnyPath,
     calibration_data: object,
@@ -65,6 +68,7 @@ def quantize(
     inputs: BatchInputs | None = None,
     equalize: bool = False,
     custom_proto: AnyPath | None = None,
+    resume: AnyResume = None,
 ) -> QuantizedModel:
     """Quantize a Caffe model: fold BatchNorm, Scale and Bias, quantize weights, find the ranges of activations.
 
@@ -82,6 +86,8 @@ def quantize(
             quantization then loses less, most of all in nets with depthwise convolutions. The record belongs to
             the equalized float model, which ``save`` writes too.
         custom_proto: A ``custom.proto`` with messages of your own layers.
+        resume: A file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
+            calibration that was killed goes on from it; it is removed at the end.
 
     Raises:
         FileError, ParseError, ModelError, ConfigError: A file cannot be read or is invalid.
@@ -90,7 +96,7 @@ def quantize(
     input_file(model, "model")
     input_file(weights, "weights")
     door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
-    return flow.quantize(door, calibration_data, config, inputs)
+    return flow.quantize(door, calibration_data, config, inputs, resume)
 
 
 class CaffePreparation:
@@ -231,6 +237,12 @@ class CaffeDoor:
             )
         return plan, open_ended
 
+    def fingerprint(self) -> str:
+        """Of the net and all its blobs."""
+        blobs = [part for name, tensors in self._original.weights.items() for part in (name, *tensors)]
+        net = self._original.net.SerializeToString(deterministic=True)
+        return fingerprint(["equalized" if self._equalize else "", net, *blobs])
+
     def reads_data_first(self, plan: Plan) -> bool:
         """True with equalization, which needs the activations of all batches before the weights are quantized."""
         del plan
@@ -244,7 +256,7 @@ class CaffeDoor:
         if self._equalize:
             weights = {name: layer.weight for name, layer in graph.plans().items()}
             one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}
-            factors = find_factors(graph.model, data(ALONE), one_scale=one_scale)
+            factors = find_factors(graph.model, data.all(), one_scale=one_scale)
             divide_channels(graph.model, factors)
             graph.equalized = tuple(factors)
         quantize_folded(graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
@@ -82,13 +83,13 @@ class BalanceSession:
         self._has_ended = True
         with meeting.together():
             meeting.enter()
-            meeting.collect(self._state, self._merge)
+            meeting.collect(self.state, self._merge)
             if not self._ranks.is_first:
                 self._merge(meeting.receive())
             if self._maxima:
                 self._on_batch(dict(self._maxima))
             if self._ranks.is_first:
-                meeting.publish(self._state())
+                meeting.publish(self.state())
 
     def observe(self, layer: str, x: Tensor, channel_axis: int) -> None:
         """Add the input of a layer.
@@ -111,7 +112,25 @@ class BalanceSession:
         before = self._maxima.get(layer)
         self._maxima[layer] = found if before is None else torch.maximum(before, found)
 
-    def _state(self) -> Arrays:
+    is_observing = True
+    without_state = ""
+
+    def restore(self, state: Arrays, batches: int) -> None:
+        """Replace what was observed by the state of a session of the same layers after so many batches.
+
+        Raises:
+            CalibrationError: It does not belong to such a session.
+        """
+        numbers = {str(number) for number in range(len(self._layers))}
+        if not state.keys() <= numbers or any(each.dtype != np.float32 or each.ndim != 1 for each in state.values()):
+            raise CalibrationError("the state of another session does not fit: the largest values of its channels")
+        self._maxima = {self._layers[int(number)]: torch.from_numpy(array.copy()) for number, array in state.items()}
+        self._seen = batches
+        if self._ranks.is_alone and self._maxima:
+            self._on_batch(dict(self._maxima))
+
+    def state(self) -> Arrays:
+        """What was observed so far, as arrays."""
         return {
             str(number): self._maxima[layer].numpy()
             for number, layer in enumerate(self._layers)

@@ -37,6 +37,7 @@ from amct.calibration.streams import (
 )
 from amct.config.plan import OPEN_ENDED
 from amct.errors import AmctError, ArgumentError, CalibrationError, did_you_mean
+from amct.numerics.observer import MergeableObserver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -338,6 +339,38 @@ class CalibrationSession:
             self._joined = Meeting(self._ranks, self._what)
         return self._joined
 
+    @property
+    def is_observing(self) -> bool:
+        """Whether it still takes batches; when it has ended, nothing of what it observed is left."""
+        return not self.done
+
+    @property
+    def without_state(self) -> str:
+        """The first stream or tensor whose observer cannot be kept in a file; "" if all can."""
+        watched = {each.stream.described: each.observer for each in self._streams() if each.leader is None}
+        tensors = {f'tensor "{name}"': observer for name, observer in self._tensors.items()}
+        found = (name for name, each in (watched | tensors).items() if not isinstance(each, MergeableObserver))
+        return next(found, "")
+
+    def restore(self, state: Arrays, batches: int) -> None:
+        """Replace what was observed by the state of a session of the same streams after so many batches.
+
+        Raises:
+            CalibrationError: It does not belong to such a session.
+        """
+        for number, watched in enumerate(self._streams()):
+            watched.restore(_part(state, f"{number}/"))
+            if not 0 <= watched.seen <= batches:
+                raise CalibrationError(f"{watched.stream.described}: {watched.seen} of {batches} batches observed")
+        for number, name in enumerate(self._tensor_names):
+            part = _part(state, f"tensor {number}/")
+            if part:
+                mergeable(self._tensors[name]).restore(part)
+            else:
+                self.give_up_tensor(name, "it was given up before the calibration was interrupted")
+        self._batches = batches
+        self._bar.start_at(min(seen for seen, _ in self.progress.values()))
+
     def state(self) -> Arrays:
         """What was observed so far, as arrays that files hold without pickle."""
         arrays: Arrays = {}
@@ -445,11 +478,16 @@ class _Bar:
         # restores the cursor of the terminal if the loop is aborted
         self._cleanup = finalize(self, self._stack.close)
 
+    def start_at(self, done: int) -> None:
+        """Tell what was done before; the rate does not count it."""
+        self._moved_to = done
+
     def move_to(self, done: int) -> None:
         if not self._is_shown:
             return
         if self._advance is None:
-            self._advance = self._stack.enter_context(progress.bar("Calibrating", self._total))
+            shown = progress.bar("Calibrating", self._total, unit="batches", done=self._moved_to)
+            self._advance = self._stack.enter_context(shown)
         if done > self._moved_to:
             self._advance(done - self._moved_to)
             self._moved_to = done

@@ -6,7 +6,6 @@ import inspect
 import logging
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import islice
 from pathlib import Path  # noqa: TC003 - typer reads it at run time
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from amct.data import Preparation
+    from amct.data import Preparation, StoredBatches
 
     LabelledBatch = tuple[NDArray[np.float32], list[int | None]]
 
@@ -48,13 +47,19 @@ class DataOptions:
     batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
-        for values, _ in self.labelled():
-            yield values
+        return iter(self.stored())
 
-    def part(self, first: int, step: int) -> Iterator[NDArray[np.float32]]:
-        """Return batches first, first + step, first + 2 · step, …; the others are not decoded."""
-        count = None if self.batches is None else len(range(first, self.batches, step))
-        return (values for values, _ in islice(self._batches(first, step), count))
+    def stored(self) -> StoredBatches:
+        """Return the batches.
+
+        Raises:
+            ArgumentError: An option is invalid.
+        """
+        from amct.data import StoredBatches
+
+        if self.batches is not None and self.batches < 1:
+            raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
+        return StoredBatches(self.data, self.batch_size, prepare=self._preparation(), most=self.batches)
 
     def labelled(self) -> Iterator[LabelledBatch]:
         """Return an iterator over the batches with the labels of their samples; a missing label is None.
@@ -63,9 +68,7 @@ class DataOptions:
             ArgumentError: An option is invalid.
             FileError, ParseError: The data cannot be read.
         """
-        if self.batches is not None and self.batches < 1:
-            raise ArgumentError(f"--batches: expected at least 1, got {self.batches}")
-        return islice(self._batches(), self.batches)
+        return self.stored().labelled()
 
     def check(self) -> None:
         """Check the options and that the data can be read: of pictures and databases, the first sample.
@@ -76,7 +79,7 @@ class DataOptions:
         """
         from amct.data import first_shape
 
-        self.labelled()
+        self.stored()
         first_shape(self.data, self._preparation())
 
     def with_size(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
@@ -101,11 +104,6 @@ class DataOptions:
         show(f"pictures    used as they are, the first {shape[1]} x {shape[2]}: no --size given, and {why}", err=True)
         return self
 
-    def _batches(self, first: int = 0, step: int = 1) -> Iterator[LabelledBatch]:
-        from amct.data import batches, open_samples
-
-        yield from batches(open_samples(self.data, self._preparation()), self.batch_size, first=first, step=step)
-
     def _preparation(self) -> Preparation:
         import numpy as np
 
@@ -121,18 +119,34 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class ConvertedBatches:
-    """The batches of some data, each converted; they can be read repeatedly and in parts."""
+class DataBatches:
+    """Batches of the data in the form that a model takes; they can be read repeatedly, in parts, and ahead.
 
-    data: DataOptions
-    convert: Callable[[Any], Any]
+    Attributes:
+        start: Returns an iterator over batches first, first + step, first + 2 · step, …
+        length: Returns the number of batches.
+        identity: Returns a fingerprint of the data.
+    """
+
+    start: Callable[[int, int], Iterator[Any]]
+    length: Callable[[], int]
+    identity: Callable[[], str]
+    reads_ahead: bool = True
+
+    @classmethod
+    def converted(cls, data: StoredBatches, convert: Callable[[Any], Any]) -> DataBatches:
+        """The batches of some data, each converted."""
+        return cls(lambda first, step: map(convert, data.part(first, step)), data.__len__, data.identity)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.convert, self.data)
+        return self.start(0, 1)
+
+    def __len__(self) -> int:
+        return self.length()
 
     def part(self, first: int, step: int) -> Iterator[Any]:
         """Return every ``step``-th batch, from number ``first`` on."""
-        return map(self.convert, self.data.part(first, step))
+        return self.start(first, step)
 
 
 def full_batches(batches: Iterable[Any], size: int | None, source: Path, *, first: int = 0) -> Iterator[Any]:

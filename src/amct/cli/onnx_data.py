@@ -6,16 +6,16 @@ ids) takes an array file: an .npz with arrays named as the inputs, or a .npy for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from amct.cli.data_options import full_batches
+from amct.cli.data_options import DataBatches, full_batches
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from amct.cli.data_options import DataOptions
 
 
-def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
-    """Return the batches for a model file; the result can be iterated repeatedly.
+def onnx_data(model: str, options: DataOptions) -> DataBatches:
+    """Return the batches for a model file.
 
     Raises:
         AmctError: The model or the data cannot be read, or they do not fit together.
     """
     from amct.data.arrays import is_array_file
+    from amct.data.samples import file_fingerprint
     from amct.onnx_model.reading import input_shape, read_model
 
     proto = read_model(model).model
@@ -38,14 +39,23 @@ def onnx_data(model: str, options: DataOptions) -> Iterable[Any]:
         options = replace(options, batch_size=size)
     if is_plain(proto):
         sized = options.with_size(input_shape(proto, proto.graph.input[0].name) or ())
-        return _Batches(lambda first, step: full_batches(sized.part(first, step), size, sized.data, first=first))
+        stored = sized.stored()
+        return DataBatches(
+            lambda first, step: full_batches(stored.part(first, step), size, sized.data, first=first),
+            lambda: len(stored) if size is None else stored.samples // size,
+            stored.identity,
+        )
     if not is_array_file(options.data):
         names = ", ".join(value.name for value in proto.graph.input)
         raise ArgumentError(f"--data: a model with the inputs {names} needs an .npz with arrays of these names")
     arrays = _arrays(proto, options)
     slices = partial(_slices, arrays, options.batch_size)
-    return _Batches(
-        lambda first, step: islice(full_batches(slices(), size, options.data), first, options.batches, step)
+    samples = len(next(iter(arrays.values())))
+    count = -(-samples // options.batch_size) if size is None else samples // size
+    return DataBatches(
+        lambda first, step: islice(full_batches(slices(), size, options.data), first, options.batches, step),
+        lambda: count if options.batches is None else min(count, options.batches),
+        lambda: f"{file_fingerprint(options.data)} {options.batch_size} {options.batches}",
     )
 
 
@@ -63,20 +73,6 @@ def is_plain(proto: ModelProto) -> bool:
 
     names = [value.name for value in proto.graph.input]
     return len(names) == 1 and element_dtype(proto, names[0]).startswith("float")
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """An iterable that can be iterated repeatedly; ``start`` returns an iterator over every so many-th batch."""
-
-    start: Callable[[int, int], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.start(0, 1)
-
-    def part(self, first: int, step: int) -> Iterator[Any]:
-        """Return every ``step``-th batch, from number ``first`` on."""
-        return self.start(first, step)
 
 
 def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str, NDArray[Any]]]:

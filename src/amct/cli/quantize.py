@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
-from amct.cli.data_options import ConvertedBatches, DataOptions, takes_data
+from amct.cli.data_options import DataBatches, DataOptions, takes_data
 from amct.cli.model_layers import ONNX_ENDING, CustomProtoOption, check_reference, is_prototxt
 from amct.cli.model_pair import check_file
 from amct.cli.printing import JsonOption, aligned, comparison_row, most_harmed, short_name, show, show_json
-from amct.cli.processes import is_alone, processes
+from amct.cli.processes import processes
 from amct.errors import ArgumentError
 from amct.verbosity import few_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from amct.calibration import Ranks
     from amct.config.layers import LayerInfo
     from amct.export.save_path import SavePath
     from amct.numerics.similarity import LayerComparison
+    from amct.ptq.first_batches import FirstBatches
+    from amct.ptq.interim import CalibrationFile
     from amct.ptq.quantized_model import QuantizedModel
 
 WORST_SHOWN = 3
@@ -62,6 +65,9 @@ def quantize(  # noqa: PLR0913  the options of a command
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Do not run the written files and compare them with the float model.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a calibration that was killed: OUTPUT.calibration.npz.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model with some calibration data.
@@ -81,11 +87,15 @@ def quantize(  # noqa: PLR0913  the options of a command
         files.check()
         data.check()
         caffe = _CaffeOptions(equalize=equalize, custom_proto=custom_proto)
+        state = files.calibration(resume=resume)
         with processes() as prints:
-            quantized, batches = _quantized(model, weights, data, config, caffe)
+            quantized, batches = _quantized(model, weights, data, config, caffe, state)
+            ranks = _ranks()
+        if prints:
+            result = _result(quantized, batches, files)
+        state.remove(ranks)
         if not prints:
             return
-        result = _result(quantized, batches, files)
     if as_json:
         show_json(result)
     else:
@@ -137,6 +147,13 @@ class _Files:
     def _names(self) -> tuple[str, ...]:
         return () if self.formats is None else tuple(name.strip() for name in self.formats.split(","))
 
+    def calibration(self, *, resume: bool) -> CalibrationFile:
+        """Return where the state of a calibration that is killed is kept; it is removed when all is written."""
+        from amct.ptq.interim import CalibrationFile
+
+        name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
+        return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
+
     def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
         """Write the model and, if requested, its report; return the paths. A report of replaced files is removed."""
         from amct.export.saving import DEFAULT_FORMATS
@@ -161,40 +178,49 @@ class _CaffeOptions(TypedDict):
 
 
 def _quantized(
-    model: str, weights: Path | None, data: DataOptions, config: Path | None, caffe: _CaffeOptions
-) -> tuple[QuantizedModel, Iterable[Any]]:
+    model: str,
+    weights: Path | None,
+    data: DataOptions,
+    config: Path | None,
+    caffe: _CaffeOptions,
+    state: CalibrationFile,
+) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
-    batches: Iterable[Any]
+    from amct.ptq.first_batches import FirstBatches
+
     if weights is not None:
         import amct.caffe
         from amct.caffe.layer_list import input_shape
 
-        batches = _held(data.with_size(input_shape(model, caffe["custom_proto"])))
-        return amct.caffe.quantize(model, weights, batches, config=config, **caffe), batches
+        batches = FirstBatches(data.with_size(input_shape(model, caffe["custom_proto"])).stored())
+        return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
         from amct.cli.onnx_data import onnx_data
 
-        batches = onnx_data(model, data)
-        return amct.onnx_model.quantize(model, batches, config=config), batches
+        batches = FirstBatches(onnx_data(model, data))
+        return amct.onnx_model.quantize(model, batches, config=config, resume=state), batches
     import torch
 
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = _held(ConvertedBatches(data.with_size(None), torch.from_numpy))
-    return amct.pytorch.quantize(load_reference(model), batches, config=config), batches
+    batches = FirstBatches(DataBatches.converted(data.with_size(None).stored(), torch.from_numpy))
+    return amct.pytorch.quantize(load_reference(model), batches, config=config, resume=state), batches
 
 
-def _held(batches: Iterable[Any]) -> Iterable[Any]:
-    """Batches in memory, to be read once; one of several processes does not read them all."""
-    return list(batches) if is_alone() else batches
+def _ranks() -> Ranks:
+    from amct.calibration import all_ranks
+
+    return all_ranks()
 
 
-def _result(quantized: QuantizedModel, batches: Iterable[Any], files: _Files) -> dict[str, Any]:
+def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:
+    batches = data.first()
     written = files.save(quantized, batches)
     measured_on, layers, outputs = _measured(quantized, batches, written)
     return {
+        "measured batches": [len(batches), len(data)],
         "quantized": list(quantized.layers),
         "left float": {skip.layer: skip.reason for skip in quantized.skipped},
         "measured": measured_on,
@@ -242,10 +268,15 @@ def _as_text(result: dict[str, Any]) -> str:
         lines += [
             "most harmed " + ", ".join(f"{short_name(row['layer'])} (SQNR {row['sqnr']:.1f} dB)" for row in worst)
         ]
-        lines += [f"              measured on the calibration data, of {_measured_name(result['measured'])}"]
+        lines += [f"              measured on {_data_name(result)}, of {_measured_name(result['measured'])}"]
     lines += [f"wrote       {path}" for path in result["files"]]
     lines += [f"{path}  {check['text']}" for path, check in result["checks"].items()]
     return "\n".join(lines)
+
+
+def _data_name(result: dict[str, Any]) -> str:
+    used, total = result["measured batches"]
+    return "the calibration data" if used >= total else f"the first {used} of {total} batches of the calibration data"
 
 
 def _measured_name(measured: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +17,7 @@ from amct.atomic import is_folder
 from amct.errors import FileError, ParseError
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
@@ -34,8 +37,7 @@ def open_image(content: bytes, source: str) -> Image.Image:
         ParseError: The bytes are not an image that Pillow can read.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
+        with _no_bomb_warning():
             image = Image.open(io.BytesIO(content), formats=_FORMATS)
     except UnidentifiedImageError as error:
         raise ParseError(f"{source}: not a picture, or of a kind that cannot be read") from error
@@ -43,6 +45,20 @@ def open_image(content: bytes, source: str) -> Image.Image:
         raise ParseError(f"{source}: the picture cannot be read: {error}") from error
     _check_size(image, len(content), source)
     return image
+
+
+@contextmanager
+def _no_bomb_warning() -> Iterator[None]:
+    """Hide Pillow's warning of a large picture, which ``_check_size`` refuses.
+
+    Not in a thread that reads ahead: the filters of warnings are those of the whole process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        yield
 
 
 def _check_size(image: Image.Image, stored: int, source: str) -> None:
@@ -114,13 +130,39 @@ def list_images(folder: str | os.PathLike[str]) -> list[Path]:
     Raises:
         FileError: The folder does not exist, or contains no image.
     """
-    place = Path(folder)
-    if not is_folder(place):
+    return [Path(entry.path) for entry in walk_images(folder)]
+
+
+def walk_images(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+    """Yield the images in a folder and its subfolders, sorted by path; a subfolder is read when it is reached.
+
+    Links to folders are not followed. A folder that cannot be read is left out.
+
+    Raises:
+        FileError: The folder does not exist, or contains no image.
+    """
+    if not is_folder(folder):
         raise FileError(f"{folder}: there is no such folder of pictures")
-    found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS and path.is_file())
+    found = False
+    waiting = _entries(os.fspath(folder))
+    while waiting:
+        entry = waiting.pop()
+        if entry.is_dir(follow_symlinks=False):
+            waiting += _entries(entry.path)
+        elif os.path.splitext(entry.name)[1].lower() in IMAGE_ENDINGS and entry.is_file():  # noqa: PTH122  of 10^5 names
+            found = True
+            yield entry
     if not found:
         raise FileError(f"{folder}: no pictures in this folder (looked for {', '.join(sorted(IMAGE_ENDINGS))})")
-    return found
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """The entries of a folder, the last name first."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name, reverse=True)
+    except OSError:
+        return []
 
 
 def _to_uint8(image: Image.Image, color: bool | None) -> npt.NDArray[Any]:

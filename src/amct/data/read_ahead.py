@@ -2,6 +2,10 @@
 
 One thread makes all calls, in order. It ends when the ReadAhead is closed or garbage-collected, or when the program
 ends.
+
+Data is read ahead only if it says so, by an attribute ``reads_ahead`` that is true: data from disk does
+(``StoredBatches``), and other data does inside of ``InBackground``. The user's own iteration may draw from torch's
+random numbers, or use what another thread must not touch, so it is run where the user runs it.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amct.errors import ArgumentError
 
@@ -94,7 +101,9 @@ class ReadAhead(Generic[Item]):
         """
         if not self._threads and self._finalizer.alive:
             # daemon: at exit Python would join an ordinary thread before it runs the finalizer that stops the thread
-            thread = threading.Thread(target=self._shared.work, name=self._name, daemon=True)
+            thread = threading.Thread(
+                target=copy_context().run, args=(self._shared.work,), name=self._name, daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         return self._shared.take()
@@ -102,3 +111,48 @@ class ReadAhead(Generic[Item]):
     def close(self) -> None:
         """End the thread and discard the prefetched items."""
         self._finalizer()
+
+
+AHEAD = 2
+"""How many batches are read ahead: one that is ready, and one to make up for a batch that took longer."""
+
+
+class AheadIterator(Iterator[Item]):
+    """The items of an iterator, read in a background thread; an exception of the iterator is raised by ``next``."""
+
+    def __init__(self, items: Iterator[Item], depth: int = AHEAD) -> None:
+        self._reading: ReadAhead[Item] = ReadAhead(partial(next, items), depth)
+
+    def __next__(self) -> Item:
+        return self._reading.take()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._reading.close()
+
+
+class InBackground:
+    """Data whose batches may be read in a background thread while earlier ones are used.
+
+    For data of your own whose reading takes long: what its iteration does must be safe in another thread, and must not
+    draw from random numbers that the model uses too.
+
+    Args:
+        data: An iterable of batches. It can be iterated as often as that, also in parts if it has ``part``.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever the data has
+        if name in ("part", "identity"):
+            return getattr(self._data, name)
+        raise AttributeError(name)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]  # a TypeError says that the data has no length

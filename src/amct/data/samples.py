@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,17 +16,18 @@ from amct.atomic import is_file, is_folder
 from amct.data.arrays import DATA_NAMES, LABEL_NAMES, choose, is_array_file, read_array, read_arrays
 from amct.data.datum import parse_datum, to_bgr
 from amct.data.idx import is_idx_file, labels_beside, read_idx
-from amct.data.images import list_images, read_image
-from amct.data.lmdb import LmdbReader, is_lmdb
+from amct.data.images import read_image, walk_images
+from amct.data.lmdb import LmdbReader, data_file, is_lmdb
 from amct.data.resample import resize
 from amct.errors import ArgumentError, FileError, ParseError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     import numpy.typing as npt
 
+FileStamp = tuple[str, int, int]
+"""A file: its path, its size, and the time of its last change in nanoseconds."""
 Read = Callable[[], "tuple[npt.NDArray[Any], int | None]"]
 """Reads the values of a sample and its label."""
 ColorOrder = Literal["bgr", "rgb", "gray"]
@@ -91,25 +94,35 @@ class SampleSource:
 
     Args:
         name: The name in error messages.
-        count: The number of samples.
+        count: Returns the number of samples.
         raw: Starts a pass: the name of each sample, and a function that reads its values and its label.
         prepare: The preprocessing.
+        files: Returns the files that the samples are read from, each with its size and the time of its last change.
     """
 
     def __init__(
         self,
         name: str,
-        count: int,
+        count: Callable[[], int],
         raw: Callable[[], Iterator[tuple[str, Read]]],
         prepare: Preparation,
+        files: Callable[[], Iterable[FileStamp]],
     ) -> None:
         self.name = name
         self._count = count
         self._raw = raw
         self._prepare = prepare
+        self._files = files
 
     def __len__(self) -> int:
-        return self._count
+        return self._count()
+
+    def identity(self) -> str:
+        """A fingerprint of the files (name, size, time of change) and of the preprocessing; nothing is decoded."""
+        digest = hashlib.sha256(repr(self._prepare).encode() + self._prepare.mean.tobytes())
+        for stamp in self._files():
+            digest.update(repr(stamp).encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
     def __iter__(self) -> Iterator[Sample]:
         return self.chosen(lambda _: True)
@@ -143,15 +156,15 @@ def open_samples(path: str | os.PathLike[str], prepare: Preparation | None = Non
     if is_lmdb(place):
         return _lmdb_source(place, preparation)
     if is_folder(place):
-        return _picture_source(str(path), _labelled_by_folder(place), preparation)
+        return _folder_source(place, preparation)
     if is_array_file(place):
         return _array_source(place, preparation)
     if is_idx_file(place):
         return _idx_source(place, preparation)
     if place.suffix.lower() == ".txt":
         entries = [(place.parent / name, label) for name, label in read_image_list(place)]
-        return _picture_source(str(path), entries, preparation)
-    return _picture_source(str(path), [(place, None)], preparation)
+        return _list_source(str(path), entries, preparation)
+    return _list_source(str(path), [(place, None)], preparation)
 
 
 def holds_pictures(path: str | os.PathLike[str]) -> bool:
@@ -201,7 +214,7 @@ def batches(
 ) -> Iterator[tuple[npt.NDArray[np.float32], list[int | None]]]:
     """Stack samples to batches of ``size``, with their labels; a smaller last batch is kept unless ``drop_last``.
 
-    With ``first`` and ``step`` only batches first, first + step, first + 2 · step, … are read.
+    With ``first`` and ``step`` only batches first, first + step, first + 2 · step, … are decoded.
 
     Raises:
         ArgumentError: The size is not positive, or samples of one batch have different shapes.
@@ -209,7 +222,7 @@ def batches(
     if size < 1:
         raise ArgumentError(f"a batch has at least one sample, got size {size}")
     waiting: list[Sample] = []
-    for sample in source.chosen(lambda index: index // size % step == first):
+    for sample in source.chosen(lambda index: index // size >= first and (index // size - first) % step == 0):
         if waiting and sample.values.shape != waiting[0].values.shape:
             raise ArgumentError(
                 f"{source.name}: {sample.name} has shape {sample.values.shape} and {waiting[0].name} "
@@ -217,29 +230,78 @@ def batches(
             )
         waiting.append(sample)
         if len(waiting) == size:
-            yield np.stack([each.values for each in waiting]), [each.label for each in waiting]
-            waiting = []
+            yield _stacked(waiting)
     if waiting and not drop_last:
-        yield np.stack([each.values for each in waiting]), [each.label for each in waiting]
+        yield _stacked(waiting)
 
 
-def _picture_source(name: str, entries: list[tuple[Path, int | None]], prepare: Preparation) -> SampleSource:
+def _stacked(waiting: list[Sample]) -> tuple[npt.NDArray[np.float32], list[int | None]]:
+    """Take samples out of a list and stack them; while their batch is used, the list keeps nothing of it."""
+    values, labels = np.stack([each.values for each in waiting]), [each.label for each in waiting]
+    waiting.clear()
+    return values, labels
+
+
+def _folder_source(folder: Path, prepare: Preparation) -> SampleSource:
+    """The pictures of a folder, which is listed anew in every pass: of many pictures, no list is kept."""
+    next(walk_images(folder))  # an empty folder is refused at once
+
+    def files() -> Iterator[FileStamp]:
+        for entry in walk_images(folder):
+            found = entry.stat()
+            yield os.path.relpath(entry.path, folder), found.st_size, found.st_mtime_ns
+
+    return SampleSource(
+        str(folder),
+        lambda: sum(1 for _ in walk_images(folder)),
+        lambda: _pictures(_labelled_by_folder(folder), prepare),
+        prepare,
+        files,
+    )
+
+
+def _list_source(name: str, entries: list[tuple[Path, int | None]], prepare: Preparation) -> SampleSource:
+    return SampleSource(
+        name,
+        lambda: len(entries),
+        lambda: _pictures(entries, prepare),
+        prepare,
+        lambda: (_stamp(path) for path, _ in entries),
+    )
+
+
+def _pictures(entries: Iterable[tuple[Path, int | None]], prepare: Preparation) -> Iterator[tuple[str, Read]]:
     def read(path: Path, label: int | None) -> tuple[npt.NDArray[Any], int | None]:
         picture = read_image(path, color=prepare.color != "gray")
         return (picture.transpose(2, 0, 1) if prepare.color == "rgb" else to_bgr(picture)), label
 
-    def raw() -> Iterator[tuple[str, Read]]:
-        for path, label in entries:
-            yield str(path), partial(read, path, label)
-
-    return SampleSource(name, len(entries), raw, prepare)
+    for path, label in entries:
+        yield str(path), partial(read, path, label)
 
 
-def _labelled_by_folder(folder: Path) -> list[tuple[Path, int | None]]:
-    paths = list_images(folder)
-    below = sorted({path.relative_to(folder).parts[0] for path in paths if path.parent != folder})
-    numbers = {name: number for number, name in enumerate(below)}
-    return [(path, numbers.get(path.relative_to(folder).parts[0])) for path in paths]
+def _labelled_by_folder(folder: Path) -> Iterator[tuple[Path, int | None]]:
+    """The pictures in order; the label is the number of the subfolder among those with pictures."""
+    number, current = -1, None
+    for entry in walk_images(folder):
+        path = Path(entry.path)
+        below = path.relative_to(folder).parts
+        if len(below) > 1 and below[0] != current:
+            number, current = number + 1, below[0]
+        yield path, number if len(below) > 1 else None
+
+
+def file_fingerprint(path: Path) -> str:
+    """A fingerprint of one file: its name, its size and the time of its last change."""
+    return hashlib.sha256(repr(_stamp(path)).encode(errors="surrogateescape")).hexdigest()
+
+
+def _stamp(path: Path) -> FileStamp:
+    """Size and time of a file; of one that cannot be read only its name, the error comes when it is read."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return str(path), -1, -1
+    return str(path), found.st_size, found.st_mtime_ns
 
 
 def _array_source(path: Path, prepare: Preparation) -> SampleSource:
@@ -272,7 +334,7 @@ def _stacked_source(
         for index in range(len(values)):
             yield f"{path}[{index}]", partial(read, index)
 
-    return SampleSource(str(path), len(values), raw, prepare)
+    return SampleSource(str(path), lambda: len(values), raw, prepare, lambda: [_stamp(path)])
 
 
 def _lmdb_source(path: Path, prepare: Preparation) -> SampleSource:
@@ -286,7 +348,7 @@ def _lmdb_source(path: Path, prepare: Preparation) -> SampleSource:
         for index, (key, value) in enumerate(reader.items()):
             yield f"{path}[{index}]", partial(read, key, value)
 
-    return SampleSource(str(path), len(reader), raw, prepare)
+    return SampleSource(str(path), lambda: len(reader), raw, prepare, lambda: [_stamp(data_file(path))])
 
 
 def _crop_middle(values: npt.NDArray[Any], crop: tuple[int, int], source: str) -> npt.NDArray[Any]:

@@ -18,6 +18,7 @@ from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.layers import find_all_layers, weight_parts
 from amct.ptq.door import Calibration
+from amct.ptq.passes import BALANCE
 from amct.ptq.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.door import OnnxPreparation
+    from amct.ptq.passes import Passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def _watched(layer: Layer) -> Watched:
     )
 
 
-def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds], ranks: Ranks = ALONE) -> dict[str, Tensor]:
+def balance_factors(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:
     """Compute the DMQ factors of the layers that the plan balances; without such layers nothing is run.
 
     Of several processes each runs its share of the batches, and all get the same factors.
@@ -136,7 +138,7 @@ def balance_factors(model: ModelProto, plan: Plan, batches: Iterable[Feeds], ran
     maxima: dict[str, Tensor] = {}
     session = BalanceSession(layers, maxima.update, ranks=ranks)
     runner = Runner(model, [layer.node.input[0] for layer in layers.values()])
-    for feeds in batches:
+    for feeds in data.observed(BALANCE, session):
         values = runner.run(feeds)
         with session.batch():
             for name, layer in layers.items():

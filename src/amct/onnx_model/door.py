@@ -25,6 +25,7 @@ from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.opset import with_opset
 from amct.onnx_model.reading import input_shape, read_model
 from amct.ptq import flow
+from amct.ptq.fingerprints import fingerprint
 from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from amct.onnx_model.layers import Layers
     from amct.onnx_model.reading import AnyModel, SourceModel
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Calibration, ComparedModel, ModelOutput, Passes
+    from amct.ptq.door import Calibration, ComparedModel, ModelOutput
+    from amct.ptq.flow import AnyResume
+    from amct.ptq.passes import Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.record import Record
 
@@ -174,6 +177,10 @@ class OnnxDoor:
         del example
         return plan_of(config, self._found.config_layers(), batches)
 
+    def fingerprint(self) -> str:
+        """Of the whole model."""
+        return fingerprint([self._source.model.SerializeToString(deterministic=True)])
+
     def reads_data_first(self, plan: Plan) -> bool:
         """True with DMQ, which needs the activations of all batches before the weights are quantized."""
         return bool(plan.balanced)
@@ -188,7 +195,7 @@ class OnnxDoor:
         _refuse_adaround(plan)
         chosen = enabled_layers(plan, self._found.found)
         folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
-        balance = balance_factors(folded.model, plan, data(ranks), ranks)
+        balance = balance_factors(folded.model, plan, data, ranks)
         after = find_all_layers(folded.model).found
         weights = {
             layer.name: quantize_weights(
@@ -224,7 +231,12 @@ def _refuse_adaround(plan: Plan) -> None:
 
 
 def quantize(
-    model: AnyModel, calibration_data: object, config: AnyConfig = None, *, inputs: BatchInputs | None = None
+    model: AnyModel,
+    calibration_data: object,
+    config: AnyConfig = None,
+    *,
+    inputs: BatchInputs | None = None,
+    resume: AnyResume = None,
 ) -> QuantizedModel:
     """Quantize a float ONNX model: fold batch norms, quantize weights, find the ranges of activations.
 
@@ -237,8 +249,10 @@ def quantize(
         calibration_data: An array, a dict of arrays by input name, or an iterable of batches; see ``onnx_batches``.
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), or a ``QuantConfig``.
         inputs: Turns a batch into the model's inputs, for batches in other forms: ``lambda b: b["image"]``.
+        resume: A file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
+            calibration that was killed goes on from it; it is removed at the end.
 
     Raises:
         AmctError: The subclass tells whether model, config, data or files are invalid.
     """
-    return flow.quantize(OnnxDoor(read_model(model)), calibration_data, config, inputs)
+    return flow.quantize(OnnxDoor(read_model(model)), calibration_data, config, inputs, resume)

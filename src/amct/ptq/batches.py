@@ -1,12 +1,14 @@
 """A user's data as batches that a model can run on: arrays, lists of batches, data loaders, generators.
 
 Iterating again starts anew. Data that can be iterated only once is read once, unless ``keep`` was called before.
-Nothing here holds more than one batch, except what ``keep`` asks for and the few samples of ``KeptBatches``.
+Data that allows it (``reads_ahead``) is read one or two batches ahead in a thread. Nothing else here holds more than
+one batch, except what ``keep`` asks for and the few samples of ``KeptBatches``.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,8 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from amct.calibration.ranks import ALONE
+from amct.data.read_ahead import AheadIterator
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import LARGEST_BATCH, MOST_BATCHES, MOST_SAMPLES
+from amct.ptq.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,6 +57,7 @@ class Batches:
         self._once = data if isinstance(data, Iterator) else None
         self._keep = False
         self._read: list[Any] = []
+        self._ahead: weakref.WeakSet[AheadIterator[Any]] = weakref.WeakSet()
 
     @property
     def length(self) -> int | None:
@@ -80,18 +85,50 @@ class Batches:
             raise CalibrationError("calibration_data is empty; at least one batch is needed")
         return self._convert(batch)
 
-    def limited(self, count: int | None, ranks: Ranks = ALONE) -> Iterator[Any]:
+    def limited(self, count: int | None, ranks: Ranks = ALONE, *, skip: int = 0) -> Iterator[Any]:
         """The first ``count`` batches as arguments, all of them when ``count`` is None; of several processes its share.
 
         Only the batches of the share are read where the data allows it: a sequence, a DataLoader over a data set with
         indices, an object with a method ``part(first, step)``. Otherwise the others are read and left out.
+
+        Args:
+            count: The number of batches of all processes.
+            ranks: The processes.
+            skip: How many batches of its share are left out at the beginning.
         """
-        if ranks.is_alone:
-            return itertools.islice(self, count)
-        share = None if count is None else ranks.share(count)
+        first = ranks.number(skip)
         if self._once is not None:
-            return map(self._convert, itertools.islice(self._originals(), ranks.rank, count, ranks.size))
-        return map(self._convert, itertools.islice(data_part(self._data, ranks.rank, ranks.size), share))
+            originals = itertools.islice(self._originals(), first, count, ranks.size)
+        elif first == 0 and ranks.is_alone:
+            originals = itertools.islice(iter(self._data), count)
+        else:
+            share = None if count is None else len(range(first, count, ranks.size))
+            originals = itertools.islice(data_part(self._data, first, ranks.size), share)
+        return map(self._convert, self._read_ahead(originals))
+
+    def _read_ahead(self, originals: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, read in a thread where the data allows it."""
+        if not getattr(self._data, "reads_ahead", False):
+            return originals
+        ahead = AheadIterator(originals)
+        self._ahead.add(ahead)
+        return ahead
+
+    def close(self) -> None:
+        """End the threads of passes that were not read to their end."""
+        for ahead in list(self._ahead):
+            ahead.close()
+
+    def fingerprint(self, first: Any) -> str:  # noqa: ANN401  the door's arguments
+        """What the data is, by its first batch, its length, and what data from disk says of its files."""
+        leaves, form = pytree.tree_flatten(first)
+        identity = self._data.identity() if hasattr(self._data, "identity") else ""
+        return fingerprint([str(form), str(self.length), identity, *leaves])
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether the data can be iterated only once."""
+        return self._once is not None
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._convert, self._originals())  # no frame keeps a batch while the model runs
@@ -164,14 +201,20 @@ class KeptBatches:
         self.kept: list[Any] = []
         self._samples = self._bytes = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no further batch will be kept."""
+        return self._samples >= MOST_SAMPLES or len(self.kept) >= MOST_BATCHES
+
     def passing(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches."""
-        return map(self._notice, batches)  # no frame keeps a batch while the model runs
+        return map(self.notice, batches)  # no frame keeps a batch while the model runs
 
-    def _notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
-        if self._samples >= MOST_SAMPLES or len(self.kept) >= MOST_BATCHES:
+    def notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
+        """Keep a copy of a batch if it fits; returns the batch."""
+        if self.is_full:
             return batch
-        samples, size = _size(batch)
+        samples, size = batch_size(batch)
         fits = self._samples + samples <= MOST_SAMPLES and self._bytes + size <= LARGEST_BATCH
         if fits or not self.kept:
             self.kept.append(pytree.tree_map_only((Tensor, np.ndarray), _copy, batch))
@@ -180,7 +223,7 @@ class KeptBatches:
         return batch
 
 
-def _size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  the door's arguments
+def batch_size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  the door's arguments
     """The samples of a batch, by the first axis of its largest array, and the bytes of all its arrays."""
     arrays = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray))]
     largest = max(arrays, key=lambda array: array.nbytes, default=None)

@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from amct.export.saving import SavedContent, SaveRequest
     from amct.model import Skip
     from amct.ptq.batches import Batches, BatchInputs
+    from amct.ptq.passes import Passes
     from amct.record import AnyRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer
     from amct.report.network import Network
 
 _Record = Any  # each door takes records of its own dialect only
-Passes = Callable[["Ranks"], Iterable[Any]]
-"""Starts a pass over the batches: all of them (``ALONE``), or the share of one of several processes."""
 OnTensor = Callable[[str, Tensor], None]
 """Called with the name of a layer, or the key of one of its inputs, and the tensor."""
 
@@ -182,6 +181,9 @@ class Door(Protocol):
             example: The first batch.
             batches: How many there are, where that is known.
         """
+
+    def fingerprint(self) -> str:
+        """A fingerprint of the model and the options of the door; called after ``plan``."""
 
     def reads_data_first(self, plan: Plan) -> bool:
         """Whether ``prepare`` needs a pass over the data of its own (DMQ, AdaRound, equalization)."""

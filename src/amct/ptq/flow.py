@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from amct import log
 from amct.calibration import all_ranks
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.ptq.batches import KeptBatches
+from amct.ptq.fingerprints import fingerprint
+from amct.ptq.interim import CalibrationFile, Interim, bound_to
+from amct.ptq.passes import CALIBRATION, Passes
 from amct.ptq.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
+    from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
-    from amct.ptq.batches import BatchInputs
+    from amct.ptq.batches import Batches, BatchInputs
     from amct.ptq.door import Door
+
+AnyResume = str | os.PathLike[str] | CalibrationFile | None
+"""The file that keeps what a calibration has observed so far."""
 
 
 @log.screen_only()
-def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | None = None) -> QuantizedModel:
+def quantize(
+    door: Door,
+    data: object,
+    config: AnyConfig,
+    inputs: BatchInputs | None = None,
+    resume: AnyResume = None,
+) -> QuantizedModel:
     """Quantize the model behind a front door with calibration data.
 
     If several processes do so together under ``torch.distributed``, with the same data in each, every process runs its
@@ -31,25 +46,43 @@ def quantize(door: Door, data: object, config: AnyConfig, inputs: BatchInputs | 
         config: A simple config (``.cfg``), a full config (``.json``, or its content as a dict), a ``QuantConfig``, or
             None for the defaults of the door's dialect.
         inputs: Turns a batch into the model's inputs, where its form does not tell them.
+        resume: The file that keeps what was observed so far, to go on after a kill; None: nothing is kept.
 
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
     """
     ranks = all_ranks()
     begin = time.process_time()
-    batches = door.batches(data, inputs)
-    plan, open_ended = door.plan(config, batches.first(), batches.length)
-    limit = None if open_ended else plan.batch_num
-    if door.reads_data_first(plan):
-        batches.keep()
-    prepared = door.prepare(plan, lambda readers: batches.limited(limit, readers), ranks)
-    calibration = prepared.start_calibration(ranks)
-    seen = KeptBatches()
-    with closing(calibration.session):
-        calibration.run(seen.passing(batches.limited(limit, ranks)))
-        if open_ended or not ranks.is_alone:
+    with closing(door.batches(data, inputs)) as batches:
+        example = batches.first()
+        plan, open_ended = door.plan(config, example, batches.length)
+        if door.reads_data_first(plan):
+            batches.keep()
+        file = None if resume is None else CalibrationFile.of(resume)
+        interim = None
+        if file is not None:
+            interim = Interim(file, ranks, lambda: bound_to(_parts(door, plan, batches, example), ranks), begin)
+        passes = Passes(batches, None if open_ended else plan.batch_num, ranks, interim)
+        prepared = door.prepare(plan, passes, ranks)
+        calibration = prepared.start_calibration(ranks)
+        seen = KeptBatches()
+        with closing(calibration.session):
+            calibration.run(passes.observed(CALIBRATION, calibration.session, seen))
             calibration.session.finish(complete=not open_ended)
-        result = calibration.session.result
+            result = calibration.session.result
     tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
     record = prepared.complete_record(result)
-    return QuantizedModel(prepared, record, tensors, seen.kept, time.process_time() - begin)
+    if file is not None and not file.removed_by_caller:
+        file.remove(ranks)
+    seconds = time.process_time() - begin + (0.0 if interim is None else interim.seconds_before)
+    return QuantizedModel(prepared, record, tensors, seen.kept, seconds)
+
+
+def _parts(door: Door, plan: Plan, batches: Batches, example: object) -> dict[str, str]:
+    """Fingerprints of what the result depends on."""
+    settings = replace(plan, source="", warnings=())
+    return {
+        "model": door.fingerprint(),
+        "data": batches.fingerprint(example),
+        "config": fingerprint([repr(settings)]),
+    }

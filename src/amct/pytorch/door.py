@@ -12,6 +12,7 @@ from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.ptq import flow
+from amct.ptq.fingerprints import fingerprint
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.operators import refuse_operators
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Passes
+    from amct.ptq.flow import AnyResume
+    from amct.ptq.passes import Passes
     from amct.ptq.quantized_model import QuantizedModel
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.preparation import AdaRoundMode
@@ -50,6 +52,7 @@ def quantize(
     inputs: BatchInputs | None = None,
     io: IoOptions | None = None,
     adaround: AdaRoundMode = "plain",
+    resume: AnyResume = None,
 ) -> QuantizedModel:
     """Quantize a model with calibration data: fold batch norms, quantize weights, find the ranges of activations.
 
@@ -63,6 +66,8 @@ def quantize(
         inputs: turns a batch into the model's inputs, for batches in other forms: ``lambda b: b["image"]``.
         io: names and dynamic axes of the exported models.
         adaround: "plain" learns by forwards as AMCT does, "fast" from the Gram matrix of each layer's input.
+        resume: a file such as ``out/net.calibration.npz``: what was observed is kept there at most every 30 s, and a
+            calibration that was killed goes on from it; it is removed at the end.
 
     Raises:
         AmctError: the subclass tells whether config, model, data or files are invalid.
@@ -71,7 +76,7 @@ def quantize(
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if adaround not in ("plain", "fast"):
         raise ArgumentError(f'adaround: expected "plain" or "fast", got {adaround!r}')
-    return flow.quantize(TorchDoor(model, io or IoOptions(), adaround), calibration_data, config, inputs)
+    return flow.quantize(TorchDoor(model, io or IoOptions(), adaround), calibration_data, config, inputs, resume)
 
 
 class TorchDoor:
@@ -102,6 +107,14 @@ class TorchDoor:
         )
         return plan_of(config, self._traced.config_layers(), batches)
 
+    def fingerprint(self) -> str:
+        """Of the captured program, the tree of modules, and all parameters and buffers."""
+        assert self._traced is not None, "plan comes first"
+        model, program = self._traced.model, self._traced.program
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        code = "" if program is None else program.graph_module.code
+        return fingerprint([self._adaround, repr(model), code, *(part for named in tensors for part in named)])
+
     def reads_data_first(self, plan: Plan) -> bool:
         """True with DMQ or AdaRound, which need the activations of all batches before the weights are quantized."""
         return bool(plan.balanced) or any(isinstance(layer.weight, AdaRoundSettings) for layer in plan.enabled)
@@ -109,7 +122,5 @@ class TorchDoor:
     def prepare(self, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> TorchPreparation:
         """Fold, balance, and quantize the weights; AdaRound learns from all batches in every process."""
         assert self._traced is not None, "plan comes first"
-        balance = balance_of(self._traced, plan, data(ranks), ranks)
-        return prepare(
-            self._traced, plan, balance=balance, data=lambda: data(ALONE), adaround=self._adaround, ranks=ranks
-        )
+        balance = balance_of(self._traced, plan, data, ranks)
+        return prepare(self._traced, plan, balance=balance, data=data.all, adaround=self._adaround, ranks=ranks)

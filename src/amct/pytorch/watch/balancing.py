@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration import ALONE, BalanceSession
+from amct.ptq.passes import BALANCE
 from amct.ptq.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.folding import fuse
@@ -13,14 +14,14 @@ from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.watch.layer_hooks import given_input, run_in_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor, nn
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
+    from amct.ptq.passes import Passes
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 
 def balancing_model(
@@ -63,7 +64,7 @@ def _observing(session: BalanceSession, name: str, axis: int) -> Callable[..., N
     return hook
 
 
-def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments], ranks: Ranks = ALONE) -> dict[str, Tensor]:
+def balance_of(traced: Traced, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:
     """Compute the factors of all layers that the plan balances; without such layers nothing is run.
 
     Of several processes each runs its share of the batches, and all get the same factors.
@@ -71,7 +72,7 @@ def balance_of(traced: Traced, plan: Plan, batches: Iterable[Arguments], ranks: 
     found: dict[str, Tensor] = {}
     if plan.balanced:
         model, session = balancing_model(traced, plan, found.update, ranks=ranks)
-        for args, kwargs in batches:
+        for args, kwargs in data.observed(BALANCE, session):
             model(*args, **kwargs)
         session.finish()
     return found
