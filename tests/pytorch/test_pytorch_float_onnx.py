@@ -213,6 +213,20 @@ def test_open_sequence_length_of_a_recurrent_layer():
     assert_same(run(result.model, [x, h, c]), expected)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LSTM(8, 4), nn.GRU(8, 4, num_layers=2), nn.RNN(8, 4, bidirectional=True, batch_first=True)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_recurrent_layer_that_is_the_whole_model(layer):
+    weights = [each.clone() for each in layer.parameters()]
+    traced, result = exported(lively(layer), torch.randn(5, 2, 8))
+    assert traced.failure is None
+    assert_same(run(result.model, traced.inputs.tensors()), reference(layer, traced))
+    assert len(layer._flat_weights) == len(layer._flat_weights_names) == len(weights)
+    assert all(listed is own for listed, own in zip(layer._flat_weights, layer.parameters(), strict=True))
+
+
 def test_labels_of_outputs():
     axes = {"x": {0: "batch", 2: "height"}, "y": {0: "images", 3: "width"}}
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2))

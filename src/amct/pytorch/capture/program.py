@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from amct.memory import uncollected
 from amct.pytorch.capture.program_rewrites import rewrite
-from amct.pytorch.capture.recurrent import make_opaque
+from amct.pytorch.capture.recurrent import hide_weight_list, make_opaque
 from amct.pytorch.capture.returned_tensors import return_tensors
 from amct.pytorch.model_copy import copy_model
 
@@ -82,6 +82,7 @@ def capture(
         return CaptureFailure(reason=reason)
     duplicate = copy_model(model, share_tensors=True)
     make_opaque(duplicate)
+    hide_weight_list(duplicate)
     return_tensors(duplicate)
     args, kwargs, shapes = inputs.args, inputs.kwargs, None
     if open_axes is not None:

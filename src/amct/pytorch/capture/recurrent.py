@@ -7,7 +7,7 @@ the sequence length dynamic, and become one ONNX node.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,13 +74,34 @@ def _weights(*parameters: Tensor | None) -> list[Tensor]:
 
 
 def make_opaque(model: nn.Module) -> None:
-    """Make every quantizable LSTM and GRU of a (copied) model call the operations above."""
+    """Make every quantizable LSTM and GRU inside a (copied) model call the operations above."""
     for module in model.modules():
-        if not isinstance(module, (nn.LSTM, nn.GRU)) or setting_problem(module):
+        if module is model or not isinstance(module, (nn.LSTM, nn.GRU)) or setting_problem(module):
             continue
         base = nn.LSTM if isinstance(module, nn.LSTM) else nn.GRU
         if type(module).forward is base.forward:
             setattr(module, "forward", functools.partial(_opaque_forward, module, module.forward))  # noqa: B010  for mypy
+
+
+def hide_weight_list(model: nn.Module) -> None:
+    """Let a (copied) model that is itself a recurrent layer have its list of weights only while it runs.
+
+    torch.export exchanges the parameters for its own, and the layer follows in its list; releases before 2.9 refuse a
+    model with an attribute that changed.
+    """
+    if not isinstance(model, nn.RNNBase):
+        return
+    names, forward = tuple(model._flat_weights_names), model.forward
+
+    def with_weight_list(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the layer
+        model._flat_weights = [getattr(model, name, None) for name in names]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            model._flat_weights = []
+
+    model._flat_weights_names, model._flat_weights, model._flat_weight_refs = [], [], []
+    setattr(model, "forward", functools.wraps(forward)(with_weight_list))  # noqa: B010  for mypy
 
 
 _State = Tensor | tuple[Tensor, Tensor]
