@@ -227,6 +227,25 @@ def test_a_recurrent_layer_that_is_the_whole_model(layer):
     assert all(listed is own for listed, own in zip(layer._flat_weights, layer.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("norm", [nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False)])
+def test_a_model_with_a_buffer_that_holds_nothing(norm):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("missing", None)
+            self.register_buffer("factor", torch.tensor(2.0))
+            self.conv = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return self.conv(x) * self.factor if self.missing is None else x
+
+    for model in (norm.eval(), Net().eval()):
+        traced, result = exported(model, torch.randn(2, 3, 5, 5))
+        assert traced.failure is None
+        assert_same(run(result.model, traced.inputs.tensors()), reference(model, traced))
+        assert [name for name, buffer in model._buffers.items() if buffer is None]
+
+
 def test_labels_of_outputs():
     axes = {"x": {0: "batch", 2: "height"}, "y": {0: "images", 3: "width"}}
     model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2))

@@ -35,11 +35,10 @@ class Wrapped(nn.Module):
 
 def captured(function: Callable[..., Any], tensors: Sequence[Tensor], *, dynamic: bool = False):
     """The program of a function or module; with the first axis of each input dynamic if asked for."""
-    module = (function if isinstance(function, nn.Module) else Wrapped(function)).eval()
+    module = Wrapped(function).eval()  # modules too: older releases of torch export some of them only inside another
     shapes = None
     if dynamic:
-        axes = [{0: torch.export.Dim.DYNAMIC} if tensor.ndim else None for tensor in tensors]
-        shapes = (tuple(axes),) if isinstance(module, Wrapped) else tuple(axes)
+        shapes = (tuple({0: torch.export.Dim.DYNAMIC} if tensor.ndim else None for tensor in tensors),)
     with quiet_exporters():
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=False)
 

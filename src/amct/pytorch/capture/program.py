@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from amct.memory import uncollected
@@ -83,6 +84,7 @@ def capture(
     duplicate = copy_model(model, share_tensors=True)
     make_opaque(duplicate)
     hide_weight_list(duplicate)
+    _hide_empty_buffers(duplicate)
     return_tensors(duplicate)
     args, kwargs, shapes = inputs.args, inputs.kwargs, None
     if open_axes is not None:
@@ -104,6 +106,15 @@ def capture(
         return failure_of(error)
     sys.stderr.write(said.getvalue())
     return program
+
+
+def _hide_empty_buffers(model: nn.Module) -> None:
+    """Make buffers without a tensor plain attributes of the (copied) model, as releases before 2.8 miscount them."""
+    if TorchVersion(torch.__version__) >= "2.8":
+        return
+    for name in [name for name, buffer in model._buffers.items() if buffer is None]:
+        del model._buffers[name]
+        setattr(model, name, None)
 
 
 def _grown(arguments: tuple[Any, Any], open_axes: Sequence[Mapping[int, str]]) -> tuple[Any, Any]:

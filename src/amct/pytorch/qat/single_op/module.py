@@ -11,7 +11,7 @@ from amct.config.qat.single_op import WEIGHT_KEY, read_single_op_config
 from amct.errors import AmctError, CalibrationError, ExportError, ModelArgumentError, ModelTypeError
 from amct.pytorch.capture.layer_types import setting_problem
 from amct.pytorch.qat.circumstances import is_recomputing
-from amct.pytorch.qat.single_op.qdq import is_exporting
+from amct.pytorch.qat.single_op.onnx_operators import is_exporting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.weight_kind import WeightKind
+from amct.pytorch.qat.single_op.onnx_operators import symbolic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _MICROSOFT = "com.microsoft::"  # its operators take 16 bits in every opset, the standard ones from 21 on
 _MICROSOFT_VERSION = 1
-
-
-def is_exporting() -> bool:
-    """Whether ``torch.onnx.export`` is running this module and can be given operators, which torch 2.8 and later can.
-
-    The operators exist only in the file. An older torch exports the rounding itself, as arithmetic.
-    """
-    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export() and hasattr(torch.onnx, "ops")
 
 
 def quantize_and_dequantize(x: Tensor, scale: Tensor, offset: Tensor, axis: int | None = None) -> Tensor:
@@ -35,13 +28,11 @@ def quantize_and_dequantize(x: Tensor, scale: Tensor, offset: Tensor, axis: int 
     """
     wide = offset.dtype is torch.int16
     domain, version = (_MICROSOFT, _MICROSOFT_VERSION) if wide else ("", None)
-    attributes: dict[str, Any] = {} if axis is None else {"axis": axis}
+    attributes = {} if axis is None else {"axis": axis}
 
     def operator(name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
         inputs = (given, scale, offset)
-        return torch.onnx.ops.symbolic(
-            f"{domain}{name}", inputs, attributes, dtype=dtype, shape=x.shape, version=version
-        )
+        return symbolic(f"{domain}{name}", inputs, attributes, dtype=dtype, shape=x.shape, version=version)
 
     return operator("DequantizeLinear", operator("QuantizeLinear", x, offset.dtype), x.dtype)
 

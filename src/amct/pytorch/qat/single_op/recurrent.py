@@ -12,7 +12,7 @@ from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
 from amct.numerics.weight_kind import WeightKind
 from amct.pytorch.qat.single_op.module import SingleOp, checked_config
-from amct.pytorch.qat.single_op.qdq import is_exporting
+from amct.pytorch.qat.single_op.onnx_operators import is_exporting, symbolic_multi_out
 from amct.pytorch.qat.single_op.state import InputQuantizer, WeightQuantizer
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Recurrent(SingleOp):
         attributes = {"hidden_size": hidden}
         if self.kind is LayerKind.GRU:
             attributes["linear_before_reset"] = 1
-        output, *last = torch.onnx.ops.symbolic_multi_out(
+        output, *last = symbolic_multi_out(
             "LSTM" if self.kind is LayerKind.LSTM else "GRU",
             (x, *parameters, bias, None, *states),
             attributes,
