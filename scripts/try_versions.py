@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OWN_PINS = ("torch", "torchvision", "sympy", "networkx", "setuptools", "triton", "typing_extensions")
 """Packages whose version torch decides."""
+EXTRAS = ("test", "caffe", "demo", "docs")
+"""What the tests need beside the package; networks of ``assets`` are not tried."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def dependencies() -> list[str]:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["caffe"], *extras["demo"]]
+    wanted = [*project["dependencies"], *(line for name in EXTRAS for line in extras[name])]
     return [line for line in wanted if not line.startswith(("torch>", "amct["))]
 
 
