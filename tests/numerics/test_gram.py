@@ -17,6 +17,8 @@ GEOMETRIES = [
     pytest.param(ConvolutionGeometry(), (4, 3, 3, 2), (2, 3, 6, 5), id="conv"),
     pytest.param(ConvolutionGeometry(stride=2, padding=(1, 2), dilation=(2, 1)), (4, 3, 2, 3), (2, 3, 9, 8), id="odd"),
     pytest.param(ConvolutionGeometry(padding=1, groups=2), (6, 2, 3, 3), (2, 4, 5, 5), id="groups"),
+    pytest.param(ConvolutionGeometry(padding=(3, 1), stride=(1, 2)), (4, 3, 5, 3), (2, 3, 4, 9), id="tall-kernel"),
+    pytest.param(ConvolutionGeometry(padding=0), (4, 3, 5, 3), (2, 3, 6, 5), id="fewer-rows-than-the-kernel"),
     pytest.param(ConvolutionGeometry(groups=4), (4, 1, 3, 3), (1, 4, 5, 5), id="depthwise"),
     pytest.param(ConvolutionGeometry(transposed=True), (3, 4, 2, 3), (2, 3, 4, 5), id="deconv"),
     pytest.param(

@@ -13,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from amct.errors import ArgumentError
 from amct.numerics.adaround.soft_rounding import Adam, AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.steps import CompiledSteps, TorchSteps, _exp2, _log2
+from amct.numerics.gram import Unfolding
 
 ROWS = hnp.arrays(np.float32, (3, 7), elements=st.floats(-4, 4, width=32))
 
@@ -102,3 +104,35 @@ def test_adam_takes_the_steps_of_torch():
         reference.step()
     # Fifty steps of at most 0.01, each rounded in float32 near values of 1.
     assert torch.allclose(ours, theirs.detach(), rtol=0, atol=50 * 2**-23)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_compiled_steps_are_those_of_torch(bits):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(6, 700, generator=generator)  # several blocks, the last one incomplete
+    scale = rows.abs().amax(1) / 2 ** (bits - 1) * 0.9  # some weights are clipped
+    settings = AdaRoundSettings(bits=bits, num_iteration=200, learning_rate=3e-2)
+    roundings = [SoftRounding(rows, scale, bits) for _ in range(2)]
+    both = [kind(each, Unfolding(None), settings) for kind, each in zip((TorchSteps, CompiledSteps), roundings, strict=True)]
+    pull = torch.randn(1, 6, 700, generator=generator)
+    for iteration in range(settings.num_iteration):
+        for steps in both:
+            steps.step(pull + 3 * steps.weight, settings.beta_at(iteration))
+        assert torch.allclose(both[0].weight, both[1].weight, rtol=0, atol=1e-4 * float(scale.max()))
+    for steps in both:
+        steps.finish()
+    first, second = roundings
+    assert torch.equal(first.hard(), second.hard())
+    assert not torch.equal(first.hard(), first.nearest)
+    h = first.h()  # all began between 0 and 1
+    assert float(((h == 0) | (h == 1)).float().mean()) > 0.1
+
+
+@given(st.floats(-126, 126, width=32))
+def test_compiled_powers_of_two(x):
+    assert float(_exp2(np.float32(x))) == pytest.approx(2.0**x, rel=3e-7)
+
+
+@given(st.floats(2.0**-99, 2.0**99, width=32))
+def test_compiled_logarithms(x):
+    assert float(_log2(np.float32(x))) == pytest.approx(math.log2(x), rel=3e-7, abs=1e-6)

@@ -50,18 +50,42 @@ class Unfolding:
         """Convert an input ``[N, Cin, H, W]`` (linear: ``[..., Cin]``) to ``[groups, K, positions]``."""
         if self.geometry is None:
             return x.reshape(1, -1, x.shape[-1]).transpose(1, 2)
-        stride, dilation = as_pair(self.geometry.stride), as_pair(self.geometry.dilation)
-        if self.geometry.transposed:
-            x, stride = self._insert_zeros(x, self.geometry), (1, 1)
-        else:
-            vertical, horizontal = as_pair(self.geometry.padding)
-            x = functional.pad(x, (horizontal, horizontal, vertical, vertical))
         # Windows are views until the final copy; functional.unfold copies in another order and would need two copies.
-        windows = x.transpose(0, 1).contiguous()
+        windows = self._padded(x).transpose(0, 1).contiguous()
         for axis in (0, 1):
-            reach = dilation[axis] * (self.kernel[axis] - 1) + 1
-            windows = windows.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
+            windows = self._windows(windows, axis)
         return windows.permute(0, 4, 5, 1, 2, 3).reshape(self.groups, -1, math.prod(windows.shape[1:4]))
+
+    @property
+    def moves_by_rows(self) -> bool:
+        """Whether the windows of a position are those of the position above it, moved by one row of the image."""
+        if self.geometry is None or self.kernel[0] == 1:
+            return False
+        stride = 1 if self.geometry.transposed else as_pair(self.geometry.stride)[0]
+        return stride == 1 and as_pair(self.geometry.dilation)[0] == 1
+
+    def unfold_rows(self, x: Tensor) -> Tensor:
+        """Unfold horizontally only: ``[groups, Cin/groups · kernel width, padded height, positions of a row]``."""
+        windows = self._windows(self._padded(x).permute(1, 2, 0, 3), 1)
+        channels, height, samples, width, kernel = windows.shape
+        rows = windows.permute(0, 4, 1, 2, 3).reshape(self.groups, -1, height, samples * width)
+        assert rows.shape[1] == channels // self.groups * kernel, "channels of a group go together"
+        return rows
+
+    def _windows(self, x: Tensor, axis: int) -> Tensor:
+        """A view of the windows along one axis of the image, of four axes that end with these two; appends an axis."""
+        assert self.geometry is not None, "linear layers have no windows"
+        stride = 1 if self.geometry.transposed else as_pair(self.geometry.stride)[axis]
+        dilation = as_pair(self.geometry.dilation)[axis]
+        return x.unfold(2 + axis, dilation * (self.kernel[axis] - 1) + 1, stride)[..., ::dilation]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """The input of a plain convolution without padding that computes the same output."""
+        assert self.geometry is not None, "linear layers have no padding"
+        if self.geometry.transposed:
+            return self._insert_zeros(x, self.geometry)
+        vertical, horizontal = as_pair(self.geometry.padding)
+        return functional.pad(x, (horizontal, horizontal, vertical, vertical))
 
     def group_outputs(self, y: Tensor) -> Tensor:
         """Convert an output of the layer to ``[groups, Cout/groups, positions]``, positions as in ``unfold``."""
@@ -107,6 +131,9 @@ class GramStatistics:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add the input of a mini-batch and its target output (without bias)."""
+        if self.unfolding.moves_by_rows and y.shape[2] >= self.unfolding.kernel[0]:
+            self._add_rows(self.unfolding.unfold_rows(x.float()), y.float())
+            return
         columns = self.unfolding.unfold(x.float())
         # G is symmetric: each stripe is computed from the diagonal on and mirrored, which saves almost half the work.
         for begin in range(0, columns.shape[1], -(-columns.shape[1] // _STRIPES)):
@@ -116,6 +143,32 @@ class GramStatistics:
             self.gram[:, end:, begin:end] += stripe[:, :, end - begin :].transpose(1, 2)
         self.cross += torch.bmm(self.unfolding.group_outputs(y.float()), columns.transpose(1, 2))
         self.positions += columns.shape[2]
+
+    def _add_rows(self, rows: Tensor, y: Tensor) -> None:
+        """Add the horizontally unfolded rows of the images, and the output.
+
+        The entry of G for the kernel rows i and i + d sums the products of the image rows u and u + d, for as many u
+        from i on as the output has rows. For equal d most terms of these sums are the same: they are computed once.
+        """
+        kernel, height = self.unfolding.kernel[0], y.shape[2]
+        blocks = self.gram.unflatten(2, (-1, *self.unfolding.kernel)).unflatten(1, (-1, *self.unfolding.kernel))
+        for distance in range(kernel):
+            others = kernel - 1 - distance  # so many rows at either end are not in every sum
+            common = _row_products(rows, others, height, distance)
+            above = [_row_products(rows, row, row + 1, distance) for row in range(others)]
+            below = [_row_products(rows, height + row, height + row + 1, distance) for row in range(others)]
+            for place in range(kernel - distance):
+                total = sum((*above[place:], *below[:place]), common).unflatten(2, (-1, self.unfolding.kernel[1]))
+                total = total.unflatten(1, (-1, self.unfolding.kernel[1]))
+                blocks[:, :, place, :, :, place + distance] += total
+                if distance:
+                    blocks[:, :, place + distance, :, :, place] += total.permute(0, 3, 4, 1, 2)
+        outputs = y.transpose(0, 1).transpose(1, 2).reshape(self.unfolding.groups, -1, height * rows.shape[3])
+        crosses = self.cross.unflatten(2, (-1, *self.unfolding.kernel))
+        for place in range(kernel):
+            product = torch.bmm(outputs, rows[:, :, place : place + height].flatten(2).transpose(1, 2))
+            crosses[:, :, :, place] += product.unflatten(2, (-1, self.unfolding.kernel[1]))
+        self.positions += outputs.shape[2]
 
     def part(self, rows: slice) -> GramStatistics:
         """Return the statistics of some output channels: of one group, or whole groups."""
@@ -133,6 +186,12 @@ class GramStatistics:
     def half_gradient(self, weight: Tensor) -> Tensor:
         """Return half the gradient of the squared error, ``w G - C``, in float64."""
         return torch.bmm(weight.double(), self.gram) - self.cross
+
+
+def _row_products(rows: Tensor, begin: int, end: int, distance: int) -> Tensor:
+    """Sum the products of the rows ``begin`` to ``end`` with those that are ``distance`` below them."""
+    left, right = (rows[:, :, begin + move : end + move].flatten(2) for move in (0, distance))
+    return torch.bmm(left, right.transpose(1, 2))
 
 
 @compiled

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.scale import initial_scale
-from amct.numerics.adaround.soft_rounding import Adam, AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.steps import steps_for
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first, factors_per_row, from_channels_first
 from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
 
@@ -318,20 +319,18 @@ def _learn_rows(
     statistics: GramStatistics, rounding: SoftRounding, settings: AdaRoundSettings, progress: Progress | None
 ) -> Tensor:
     """Learn the rounding of the rows of some output channels."""
-    unfolding = statistics.unfolding
-    gram = (statistics.gram / statistics.positions).float()
+    gram = (2 * statistics.gram / statistics.positions).float()
     double_cross = (2 * statistics.cross / statistics.positions).float()
-    adam = Adam(rounding.alpha, settings.learning_rate)
+    steps = steps_for(rounding, statistics.unfolding, settings)
+    slope = torch.empty_like(double_cross)
     report_every = max(1, settings.num_iteration // _REPORTS)
     for iteration in range(settings.num_iteration):
-        sigmoid = torch.sigmoid(rounding.alpha)
-        weight = unfolding.group_rows(rounding.soft(sigmoid))
-        slope = torch.baddbmm(double_cross, weight, gram, beta=-1, alpha=2)
-        beta = settings.beta_at(iteration)
-        adam.step(rounding.gradient(unfolding.ungroup_rows(slope), beta, settings.reg_param, sigmoid))
+        torch.baddbmm(double_cross, steps.weight, gram, beta=-1, out=slope)
         if progress is not None and (iteration + 1) % report_every == 0:
             # w·G w - 2 w·C is the loss without its constant part, which does not depend on the weight.
-            progress(iteration + 1, settings.num_iteration, float((weight * (slope - double_cross)).sum()) / 2)
+            progress(iteration + 1, settings.num_iteration, float((steps.weight * (slope - double_cross)).sum()) / 2)
+        steps.step(slope, settings.beta_at(iteration))
+    steps.finish()
     return _switch_greedily(statistics, rounding)
 
 

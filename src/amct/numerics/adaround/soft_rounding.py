@@ -17,10 +17,10 @@ from torch import Tensor
 from amct.errors import ArgumentError
 from amct.numerics.affine import integer_range
 
-_STRETCH = 1.2
-_SHIFT = -0.1
-_BETAS = (0.9, 0.999)
-_EPSILON = 1e-8
+STRETCH = 1.2
+SHIFT = -0.1
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class SoftRounding:
         self.nearest = steps.round().clamp(self.lowest, self.highest)
         self.floor = steps.floor()
         rest = steps - self.floor
-        self.alpha = -torch.log(_STRETCH / (rest - _SHIFT) - 1)
+        self.alpha = -torch.log(STRETCH / (rest - SHIFT) - 1)
         # A weight beyond the grid is clipped for every h, so its gradient is zero.
-        self._step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
-        self._base = self.floor.clamp(self.lowest, self.highest) * self.scale
+        self.step = self.scale * ((self.floor >= self.lowest) & (self.floor < self.highest))
+        self.base = self.floor.clamp(self.lowest, self.highest) * self.scale
 
     def part(self, rows: slice) -> SoftRounding:
         """Return the rounding of some rows, which is learned independently of this one."""
@@ -97,7 +97,7 @@ class SoftRounding:
         ``sigmoid`` is that of ``alpha``, if the caller has it already.
         """
         h = _stretched(torch.sigmoid(self.alpha) if sigmoid is None else sigmoid).clamp_(0, 1)
-        return torch.addcmul(self._base, h, self._step)
+        return torch.addcmul(self.base, h, self.step)
 
     def hard(self) -> Tensor:
         """Return the final integers: the ceiling where ``h >= 0.5``, else the floor."""
@@ -112,7 +112,7 @@ class SoftRounding:
         """
         sigmoid = torch.sigmoid(self.alpha) if sigmoid is None else sigmoid
         stretched = _stretched(sigmoid)
-        result = weight_gradient * self._step
+        result = weight_gradient * self.step
         if beta is not None:
             centred = stretched.mul(2).sub_(1)  # beyond 0..1 the gradient is dropped below
             # |centred|^(beta - 1) by log and exp, which torch vectorizes, unlike pow.
@@ -120,7 +120,7 @@ class SoftRounding:
             result.sub_(power.copysign_(centred), alpha=2 * beta * reg_param)
         inner: Tensor = torch.ops.aten.hardtanh_backward(result, stretched, 0.0, 1.0)
         slope: Tensor = torch.ops.aten.sigmoid_backward(inner, sigmoid)
-        return slope.mul_(_STRETCH)
+        return slope.mul_(STRETCH)
 
 
 class Adam:
@@ -132,18 +132,18 @@ class Adam:
     def __init__(self, parameter: Tensor, learning_rate: float) -> None:
         self._parameter, self._rate = parameter, learning_rate
         self._mean, self._square = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        self._steps = 0
+        self.steps = 0
 
     def step(self, gradient: Tensor) -> None:
         """Change the parameter in place."""
-        self._steps += 1
-        self._mean.lerp_(gradient, 1 - _BETAS[0])
-        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
-        first, second = (1 - beta**self._steps for beta in _BETAS)
-        divisor = self._square.sqrt().div_(math.sqrt(second)).add_(_EPSILON)
+        self.steps += 1
+        self._mean.lerp_(gradient, 1 - BETAS[0])
+        self._square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        first, second = (1 - beta**self.steps for beta in BETAS)
+        divisor = self._square.sqrt().div_(math.sqrt(second)).add_(EPSILON)
         self._parameter.addcdiv_(self._mean, divisor, value=-self._rate / first)
 
 
 def _stretched(sigmoid: Tensor) -> Tensor:
     """1.2 · sigmoid - 0.1, a new tensor."""
-    return sigmoid.mul(_STRETCH).add_(_SHIFT)
+    return sigmoid.mul(STRETCH).add_(SHIFT)
