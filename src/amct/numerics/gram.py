@@ -150,24 +150,24 @@ class GramStatistics:
         The entry of G for the kernel rows i and i + d sums the products of the image rows u and u + d, for as many u
         from i on as the output has rows. For equal d most terms of these sums are the same: they are computed once.
         """
-        kernel, height = self.unfolding.kernel[0], y.shape[2]
-        blocks = self.gram.unflatten(2, (-1, *self.unfolding.kernel)).unflatten(1, (-1, *self.unfolding.kernel))
+        (kernel, width), height = self.unfolding.kernel, y.shape[2]
+        groups, channels = rows.shape[0], rows.shape[1] // width
+        blocks = self.gram.view(groups, channels, kernel, width, channels, kernel, width)
         for distance in range(kernel):
             others = kernel - 1 - distance  # so many rows at either end are not in every sum
             common = _row_products(rows, others, height, distance)
             above = [_row_products(rows, row, row + 1, distance) for row in range(others)]
             below = [_row_products(rows, height + row, height + row + 1, distance) for row in range(others)]
             for place in range(kernel - distance):
-                total = sum((*above[place:], *below[:place]), common).unflatten(2, (-1, self.unfolding.kernel[1]))
-                total = total.unflatten(1, (-1, self.unfolding.kernel[1]))
+                total = sum((*above[place:], *below[:place]), common).view(groups, channels, width, channels, width)
                 blocks[:, :, place, :, :, place + distance] += total
                 if distance:
                     blocks[:, :, place + distance, :, :, place] += total.permute(0, 3, 4, 1, 2)
-        outputs = y.transpose(0, 1).transpose(1, 2).reshape(self.unfolding.groups, -1, height * rows.shape[3])
-        crosses = self.cross.unflatten(2, (-1, *self.unfolding.kernel))
+        outputs = y.permute(1, 2, 0, 3).reshape(groups, -1, height * rows.shape[3])
+        crosses = self.cross.view(groups, -1, channels, kernel, width)
         for place in range(kernel):
             product = torch.bmm(outputs, rows[:, :, place : place + height].flatten(2).transpose(1, 2))
-            crosses[:, :, :, place] += product.unflatten(2, (-1, self.unfolding.kernel[1]))
+            crosses[:, :, :, place] += product.view(groups, -1, channels, width)
         self.positions += outputs.shape[2]
 
     def part(self, rows: slice) -> GramStatistics:

@@ -86,8 +86,9 @@ class CompiledSteps:
 
     def __init__(self, rounding: SoftRounding, unfolding: Unfolding, settings: AdaRoundSettings) -> None:
         self._rounding, self._unfolding, self._settings = rounding, unfolding, settings
-        step, base = torch.broadcast_tensors(rounding.step, rounding.base)
-        self._alpha, self._step, self._base = (self._flat(rows) for rows in (rounding.alpha, step, base))
+        self._alpha, self._step, self._base = (
+            self._flat(rows) for rows in (rounding.alpha, rounding.step, rounding.base)
+        )
         self._mean, self._square, self._sigmoid = (np.zeros_like(self._alpha) for _ in range(3))
         self.weight = unfolding.group_rows(torch.empty_like(rounding.alpha)).contiguous()
         self._weight: Floats = self.weight.reshape(-1).numpy()
@@ -202,7 +203,8 @@ def _exp2(x: np.float32) -> np.float32:
     series = series * rest + _C2
     series = (series * rest + _ONE) * rest + _ONE
     power = np.int32(np.int32(np.int32(whole) + _BIAS) << _MANTISSA)
-    return series * np.int32(power).view(np.float32)
+    result: np.float32 = series * np.int32(power).view(np.float32)
+    return result
 
 
 @compiled
@@ -217,4 +219,5 @@ def _log2(x: np.float32) -> np.float32:
     series = series * square + _L5
     series = series * square + _L3
     series = series * square + _L1
-    return series * ratio + np.float32(exponent)
+    result: np.float32 = series * ratio + np.float32(exponent)
+    return result
