@@ -31,6 +31,7 @@ from real_models import cifar_images, cifar_resnet, onnx_top1, torch_top1  # noq
 from torch.nn import functional  # noqa: E402
 
 import amct.pytorch  # noqa: E402
+from amct.export.writer import save_model  # noqa: E402
 from amct.numerics.pruning.two_of_four import broken_groups  # noqa: E402
 
 if TYPE_CHECKING:
@@ -198,9 +199,9 @@ def _exported(setting: Setting, small: nn.Module, seed: int, folder: Path) -> di
     """The whole and the pruned model as float files, and both trained with quantizers as INT8 files."""
     files = {}
     for name, model in (("float", setting.net), ("pruned", small)):
-        exported = amct.pytorch.quantize(model, setting.statistics[:1], io=ANY_BATCH).prepared.float_model(None)
+        quantized = amct.pytorch.quantize(model, setting.statistics[:1], io=ANY_BATCH)
         files[name] = folder / f"{name}.onnx"
-        files[name].write_bytes(exported.SerializeToString())
+        save_model(files[name], quantized.prepared.float_model(None))
     for name, model in (("INT8", setting.net), ("pruned + INT8", small)):
         trainable = amct.pytorch.prepare_qat(copy.deepcopy(model), setting.statistics[:4], io=ANY_BATCH)
         train(trainable, 1, seed, setting.net)

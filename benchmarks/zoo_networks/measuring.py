@@ -10,10 +10,10 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 import onnxruntime
 
 from amct.errors import AmctError
+from amct.export.writer import save_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +88,7 @@ def _measure(subject: Subject, folder: Path, progress: Progress, warnings: Warni
     wanted = [subject.file_reference(batch, names) for batch in subject.test]
     simulated = [subject.simulated_outputs(quantized, batch, names) for batch in subject.test]
     progress.write(simulation_sqnr=sqnr(wanted, simulated))
-    onnx.save(subject.float_onnx(quantized), files["float"])
+    save_model(files["float"], subject.float_onnx(quantized))
     progress.write(file_sqnr=file_sqnr(files["ours"], subject))
     progress.write(outcome="quantized")
     if not brief:
