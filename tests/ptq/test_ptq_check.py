@@ -20,7 +20,7 @@ import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import checking, child
-from amct.export.check.reference import Reference
+from amct.export.check.reference import FEWEST_BATCHES, Reference
 from amct.export.exported import ExportedModel, ExportReport
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.ptq import batches
@@ -314,6 +314,31 @@ def test_tensors_that_cost_too_much_stay_float_in_the_fast_file(tmp_path, lines)
     assert not set(check.left_float) & set(entry["files"]["net_qdq_model.onnx"]["tensors"])
     # What the record quantizes stays quantized.
     assert {"first", "second", "last"} == {name for name, each in entry["layers"].items() if "qdq" in each["files"]}
+
+
+def test_a_file_that_is_good_enough_is_not_repaired(tmp_path, lines, monkeypatch):
+    """Float tensors would make it slower, for a noise below that of its 8-bit outputs."""
+    quantized = amct.pytorch.quantize(WideSum().eval(), torch.randn(4, 3, 8, 8))
+    monkeypatch.setattr(checking, "ENOUGH", 0.0)
+    quantized.save(tmp_path / "net", formats=("qdq",))
+    check = checks_in(tmp_path)["qdq"]
+    assert check.sqnr > 0
+    assert not check.left_float
+    assert "worse than the simulation" in lines.text
+
+
+def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(tmp_path, monkeypatch):
+    used = []
+
+    class Spy(checking.Repair):
+        def __init__(self, export, batches, wanted):
+            used.append(len(batches))
+            super().__init__(export, batches, wanted)
+
+    monkeypatch.setattr(checking, "Repair", Spy)
+    quantized = amct.pytorch.quantize(WideSum().eval(), list(torch.randn(6, 4, 3, 8, 8)))
+    quantized.save(tmp_path / "net", formats=("qdq",))
+    assert used == [FEWEST_BATCHES]
 
 
 def _run(path, data):

@@ -31,7 +31,7 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
+from amct.export.check.reference import ENOUGH, FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
 from amct.export.check.running import BUDGET, LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
@@ -178,13 +178,14 @@ class OnnxCheck:
         try:
             further = self._batches_for(file)[1:]
             loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
-            outputs = loaded.run(self._inputs)
+            outputs = [loaded.run(self._inputs)]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
             return self._unusable(file, error), None
-        measured = self._compared(file, [outputs, *(loaded.run(batch.inputs) for batch in further)])
-        repaired = self._repaired(file, measured)
+        outputs += [loaded.run(batch.inputs) for batch in further]
+        measured = self._compared(file, outputs)
+        repaired = self._repaired(file, outputs[:FEWEST_BATCHES])
         if repaired is not None:
             exported, left = repaired
             loaded = LoadedModel(exported.model, profile=True)
@@ -284,16 +285,23 @@ class OnnxCheck:
         warn_worse(file.target, found)
         return found
 
-    def _repaired(self, file: WrittenFile, measured: FileCheck) -> tuple[ExportedModel, tuple[str, ...]] | None:
+    def _repaired(
+        self, file: WrittenFile, outputs: Sequence[Mapping[str, NDArray[Any]]]
+    ) -> tuple[ExportedModel, tuple[str, ...]] | None:
+        """Judged by a number of batches that no time changes: the same model and data give the same file."""
         subject, exported = self._subject, file.report
-        if file.format != "qdq" or subject.export_qdq is None or measured.sqnr is None:
+        if file.format != "qdq" or subject.export_qdq is None:
+            return None
+        batches = self._batches[: len(outputs)]
+        measured = compared(file.target, subject.reference.origin, batches, outputs)
+        if measured.sqnr is None or measured.sqnr >= ENOUGH:
             return None
         factors = subject.tensors or {}
         between = {name: factors[name] for name in exported.tensors if name in factors and factors[name].mean is None}
         if not between or lost(measured) <= expected_loss(len(exported.layers), len(between)) + WORSE:
             return None
         assert measured.simulation_sqnr is not None
-        repair = Repair(subject.export_qdq, self._batches, measured.simulation_sqnr)
+        repair = Repair(subject.export_qdq, batches, measured.simulation_sqnr)
         return repair.run(noisiest_tensors(subject.original, between, self._inputs), measured.sqnr)
 
 

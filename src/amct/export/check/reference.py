@@ -16,7 +16,8 @@ square.
 A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
 data (``likely_loss``). One that is worse by more than ``expected_loss`` + ``WORSE`` is repaired, if its further tensors
 are the cause of at least half of the loss: without them, fewer layers run in integer kernels, so they are not given up
-for little.
+for little. A file above ``ENOUGH`` is not repaired: one rounding of normally distributed numbers to the 256 steps of
+eight standard deviations leaves 10 log10(12 · (255/8)²) = 41 dB, so its noise is that of rounding the output alone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ Float model, simulation and file on further batches, and the timing, are then a 
 """
 FEWEST_BATCHES = 3
 """So many batches are run however short the job was: one sample may hide a loss."""
+ENOUGH = 41.0
+"""Decibels of SQNR from which a file is as good as 8-bit outputs can be."""
 WORSE = 1.0
 """Decibels by which a file may be worse than the simulation without a warning."""
 
