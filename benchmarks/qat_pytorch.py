@@ -11,9 +11,10 @@ growth of the process over its size before the first step, each model in a proce
 written to ``benchmarks/results/qat_pytorch.json``.
 
 At 8 bits one row evaluates the moving average of the weights (torch's, with its default decay of 0.999, statistics of
-batch norms averaged too) in place of the last weights, from the labels alone. The loss of the row with a teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the
-start is as good as the float network, which the recipe itself harms (row "float"). Part ``file`` is the default QDQ
-file: of a normally trained network, and of one trained for it (``target="portable"``).
+batch norms averaged too) in place of the last weights, trained with the labels alone. The loss of the row with a
+teacher is a sixteenth of ``distillation_loss`` alone, with frozen batch norms: the start is as good as the float
+network, which the recipe itself harms (row "float"). Part ``file`` is the default QDQ file: of a normally trained
+network, and of one trained for it (``target="portable"``).
 """
 
 from __future__ import annotations

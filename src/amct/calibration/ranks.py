@@ -134,6 +134,19 @@ def fingerprint(names: Iterable[str]) -> str:
     return hashlib.sha256(repr(list(names)).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What processes do together, in the words of the message that one of them is lost."""
+
+    name: str = "calibration"
+    other: str = "calibrates another model or config"
+    duty: str = (
+        "Every process must run its share of the batches: with torch.distributed, batch_num counts the batches of all "
+        "of them"
+    )
+    alone: str = "calibrate"
+
+
 class OtherRankError(CalibrationError):
     """Another rank failed or was lost, so this one cannot go on."""
 
@@ -144,10 +157,11 @@ class Meeting:
     Args:
         ranks: The processes.
         what: What they calibrate; ranks meet if they say the same. The n-th meeting about it is the same in each rank.
+        purpose: How messages call it.
     """
 
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, what: str, purpose: Purpose = Purpose()) -> None:  # noqa: B008  it is frozen
+        self._ranks, self._purpose = ranks, purpose
         self._timeout = _timeout()
         self._store = distributed.distributed_c10d._get_default_store()
         self._others = list(range(1, ranks.size)) if ranks.is_first else [0]
@@ -348,7 +362,8 @@ class Meeting:
             elif now - self._signs[rank][1] > self._timeout and (status is None or status["stage"] != _DONE):
                 silent.append(rank)
         if silent:
-            raise self._lost(silent, "; ".join(f"rank {rank} {_last_words(found.get(rank))}" for rank in silent))
+            words = (f"rank {rank} {_last_words(found.get(rank), self._purpose)}" for rank in silent)
+            raise self._lost(silent, "; ".join(words))
         return found
 
     def _wait(self, stages: Sequence[str]) -> dict[int, list[int]]:
@@ -369,11 +384,11 @@ class Meeting:
         return f"rank {self._ranks.rank} of {self._ranks.size}"
 
     def _lost(self, lost: Sequence[int], how: str) -> OtherRankError:
-        names = ", ".join(map(str, lost))
+        names, purpose = ", ".join(map(str, lost)), self._purpose
         text = (
-            f"rank {names} of {self._ranks.size} is lost to the calibration ({how}). Every process must run its share "
-            f"of the batches: with torch.distributed, batch_num counts the batches of all of them. To calibrate in one "
-            f"process by itself, set {LOCAL}=1; if a batch may take longer than {self._timeout:g} s, set {TIMEOUT}"
+            f"rank {names} of {self._ranks.size} is lost to the {purpose.name} ({how}). {purpose.duty}. To "
+            f"{purpose.alone} in one process by itself, set {LOCAL}=1; if a batch may take longer than "
+            f"{self._timeout:g} s, set {TIMEOUT}"
         )
         self._fail(text, lost)
         return OtherRankError(text)
@@ -383,9 +398,9 @@ class Meeting:
         raise OtherRankError(text)
 
 
-def _last_words(status: Mapping[str, Any] | None) -> str:
+def _last_words(status: Mapping[str, Any] | None, purpose: Purpose) -> str:
     if status is None:
-        return "has not begun this calibration, or calibrates another model or config"
+        return f"has not begun this {purpose.name}, or {purpose.other}"
     return f"has given no sign of life since: {status['text']}"
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from prune_nets import filters, masks, retrain_net
+from torch import nn
 
 import amct_pytorch
+from amct.pytorch.pruning.input_moments import measure_inputs
 from amct.record import read_record
 
 HERE = Path(__file__).parent
@@ -21,16 +23,36 @@ BOTH = filters(
     0.3, more=f'override_layer_configs {{ layer_name: "c3" {masks(2)} }} {QUANTIZED} quant_skip_types: "Linear"'
 )
 SHARED = f"""
-import os, sys, torch
+import os, socket, sys, torch
+import torch.distributed as dist
 sys.path.insert(0, {str(HERE)!r})
 from prune_nets import retrain_net
 import amct.pytorch, amct_pytorch
+from amct.errors import AmctError
 
 def train(model, optimizer, steps, batches):
     for step in steps:
         optimizer.zero_grad()
         model(batches[step % 3] + step).square().mean().backward()
         optimizer.step()
+
+def in_two_processes(run):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            try:
+                run(rank, port)
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        children.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
@@ -88,9 +110,6 @@ def test_two_ranks_have_the_same_channels_and_masks(tmp_path):
     (tmp_path / "prune.cfg").write_text(BOTH)
     in_fresh_process(
         """
-        import socket
-        import torch.distributed as dist
-
         def run(rank, port):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -108,22 +127,7 @@ def test_two_ranks_have_the_same_channels_and_masks(tmp_path):
                 torch.save(dict(trained.named_parameters()) | {"mask": trained.c3.weight_mask}, f"{kind}{rank}.pth")
             dist.destroy_process_group()
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                try:
-                    run(rank, port)
-                    os._exit(0)
-                except BaseException:
-                    import traceback
-                    traceback.print_exc()
-                    os._exit(1)
-            children.append(child)
-        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+        in_two_processes(run)
         """,
         tmp_path,
     )
@@ -135,3 +139,60 @@ def test_two_ranks_have_the_same_channels_and_masks(tmp_path):
         assert list(one) == list(other)
         assert all(torch.equal(one[name], other[name]) for name in one), kind
     assert read_record(tmp_path / "prune0.txt").prune == read_record(tmp_path / "prune1.txt").prune
+
+
+def test_layers_are_measured_in_the_same_order_by_all_processes():
+    """Sets have another order in each process; the tensors of one layer must meet those of the same layer."""
+    model, batches = retrain_net()
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Conv2d, nn.Linear))]
+    found = measure_inputs(model, names[::-1], [((batches[0],), {})])
+    assert list(found) == sorted(names)
+
+
+LONELY = """
+    def outcome(work):
+        try:
+            return f"pruned {{len(work().channels)}} layers"
+        except AmctError as error:
+            return str(error)
+
+    def run(rank, port):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+        store = dist.distributed_c10d._get_default_store()  # rank 0 keeps it: it leaves last
+        model, batches = retrain_net()
+        if rank == 1:
+            {other}
+            store.get("first is done")
+            store.set("second is done", "")
+            return
+        found = outcome(lambda: amct.pytorch.prune(model.eval(), batches[0], 0.5, batches=batches))
+        with open("outcome.txt", "w") as file:
+            file.write(found)
+        store.set("first is done", "")
+        store.get("second is done")
+
+    in_two_processes(run)
+    """
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ("", "rank 1 of 2 is lost to the pruning (rank 1 has not begun this pruning, or prunes another model). With"),
+        (
+            "outcome(lambda: amct.pytorch.prune(model.eval(), batches[0], 0.5, batches=[batches[0], 'words']))",
+            "rank 1: ",
+        ),
+    ],
+)
+def test_a_process_that_does_not_prune_with_the_others_is_an_error_in_all(tmp_path, monkeypatch, other, message):
+    monkeypatch.setenv("AMCT_RANK_TIMEOUT", "5")
+    in_fresh_process(LONELY.format(other=other), tmp_path)
+    assert (tmp_path / "outcome.txt").read_text().startswith(message)
+
+
+def test_one_process_prunes_by_itself_where_it_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMCT_LOCAL_CALIBRATION", "1")
+    in_fresh_process(LONELY.format(other=""), tmp_path)
+    assert (tmp_path / "outcome.txt").read_text().startswith("pruned ")

@@ -17,6 +17,7 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
+from amct.pytorch.pruning.agreement import agreement
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import Compressed, apply_plan
 from amct.pytorch.pruning.costs import cost_of
@@ -25,7 +26,6 @@ from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.checkpoint import load_state
-from amct.pytorch.qat.circumstances import mean_over_ranks
 from amct.record import Record, read_record
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def prune(  # noqa: PLR0913  a front door with its settings
         reach: "full" follows channels through all operations that are known, "amct" as far as AMCT does.
         batches: Data on which the layers behind removed channels are fitted to make up for them, and the statistics of
             batch norms are measured anew: a tensor, an iterable or a DataLoader. In distributed training every
-            process must call this, each with its own data; all choose the same channels.
+            process must call this, each with its own data (else CalibrationError); all choose the same channels.
         config: A simple config (``.cfg``) with ``prune_config``, in place of a ratio: ratios, skips and overrides.
         io: Names and dynamic axes of the exported files.
 
@@ -184,13 +184,12 @@ def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
         norm.momentum = None
         norm.train()
     try:
-        with torch.no_grad():
-            for args, kwargs in batches:
+        with torch.no_grad(), agreement(["batch norms", str(len(norms))]) as agreed:
+            for args, kwargs in agreed.each(batches):
                 model(*args, **kwargs)
-            for norm in norms:
-                for statistic in (norm.running_mean, norm.running_var):
-                    assert statistic is not None
-                    statistic.copy_(mean_over_ranks(statistic))
+            measured = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
+            for statistic, mean in zip(measured, agreed.means(measured), strict=True):
+                statistic.copy_(mean)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.qat.circumstances import mean_over_ranks
+from amct.pytorch.pruning.agreement import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -41,11 +41,14 @@ class InputMoments:
         """Whether there was any input."""
         return bool(self._count > 0)
 
-    def merge_ranks(self) -> None:
-        """Take the mean over all processes of distributed training, so that they choose the same channels."""
-        self._count, self._sum, self._products = (
-            mean_over_ranks(each) for each in (self._count, self._sum, self._products)
-        )
+    @property
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Number, sum and products."""
+        return self._count, self._sum, self._products
+
+    @sums.setter
+    def sums(self, values: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._count, self._sum, self._products = values
 
     def mean(self) -> Tensor:
         """The mean of each channel."""
@@ -63,15 +66,19 @@ def mixes(module: nn.Module | None) -> bool:
 
 
 def measure_inputs(model: nn.Module, names: Collection[str], batches: Iterable[Arguments]) -> dict[str, InputMoments]:
-    """Run a model in eval mode on data and measure the inputs of some layers; layers without input are left out."""
-    moments = {name: InputMoments() for name in names}
+    """Run a model in eval mode on data and measure the inputs of some layers; layers without input are left out.
+
+    Processes of distributed training use the mean of what all have measured, so that they choose the same channels.
+    """
+    moments = {name: InputMoments() for name in sorted(names)}  # the same order in every process
     watched = copy_model(model, share_tensors=True)
     for name, moment in moments.items():
         watched.get_submodule(name).register_forward_pre_hook(moment.hook)
-    with torch.no_grad():
-        for args, kwargs in batches:
+    with torch.no_grad(), agreement(["inputs", *moments]) as agreed:
+        for args, kwargs in agreed.each(batches):
             watched(*args, **kwargs)
-    found = {name: moment for name, moment in moments.items() if moment.seen}
-    for moment in found.values():
-        moment.merge_ranks()
+        found = {name: moment for name, moment in moments.items() if moment.seen}
+        means = iter(agreed.means([each for moment in found.values() for each in moment.sums]))
+        for moment in found.values():
+            moment.sums = next(means), next(means), next(means)
     return found
