@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
 
+from amct import extend
 from amct.calibration.ranks import LOCAL
 
 BATCHES = 7  # shares of 4 and 3, or 3, 2 and 2
@@ -130,6 +132,25 @@ def pixels(folder):
 
 def hfmg(folder):
     torch_flow(folder, "common_config { hfmg_quantize { num_of_bins: 1024 } }", batches())
+
+
+def min_max(folder):
+    """The range as it is, as the algorithm of every layer."""
+    torch_flow(folder, "common_config { min_max_quantize { } }", batches())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinMaxSettings:
+    """Settings of an algorithm that another package adds."""
+
+    num_bits: int = 8
+    asymmetric: bool = True
+
+
+def min_max_observer(settings, **options):
+    from amct.numerics.min_max import MinMaxObserver
+
+    return MinMaxObserver(bits=settings.num_bits, asymmetric=settings.asymmetric, **options)
 
 
 def dmq(folder):
@@ -291,6 +312,46 @@ def torch_one_batch(folder):
     write_result(folder, amct.pytorch.quantize(net(), batches(count=1)))
 
 
+def resumed(folder):
+    """Every process is interrupted in its share, one sooner than the other, and goes on from its own file."""
+    import amct.pytorch
+    from amct.ptq import interim
+
+    data, state = batches(), folder / "net.calibration.npz"
+    if os.environ.get(LOCAL) != "1":
+        interim.SECONDS, interim.MOST_SHARE = 0.0, float("inf")
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        try:
+            amct.pytorch.quantize(net(), Interrupted(data, 1 + rank), resume=state)
+        except InterruptedError:
+            kept = folder / f"net.calibration.rank{rank}of{size}.npz"
+            with np.load(kept) as arrays:
+                assert arrays["calibration/done"] == [1 + rank], arrays["calibration/done"]
+        else:
+            raise AssertionError("not interrupted")
+        interim.SECONDS = 30.0
+        meet()
+    write_result(folder, amct.pytorch.quantize(net(), data, resume=state))
+    assert not list(folder.glob("*.npz"))
+
+
+class Interrupted:
+    """Batches that end with an error; each process reads its share."""
+
+    def __init__(self, data, after):
+        self.data, self.after = data, after
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        return iter(self.data)
+
+    def part(self, first, step):
+        yield from self.data[first::step][: self.after]
+        raise InterruptedError
+
+
 def adaround(folder):
     import amct.pytorch
 
@@ -383,6 +444,7 @@ CASES = (
     counted,
     pixels,
     hfmg,
+    min_max,
     dmq,
     kv_cache,
     caffe_flow,
@@ -391,6 +453,7 @@ CASES = (
     torch_loader,
     torch_dmq_call,
     torch_one_batch,
+    resumed,
     adaround,
     onnx_call,
     caffe_call,
@@ -399,6 +462,7 @@ CASES = (
 
 def main():
     torch.set_num_threads(1)
+    extend.register_activation(name="min_max", settings=MinMaxSettings, observer=min_max_observer)
     distributed.init_process_group("gloo")
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     for case in CASES:

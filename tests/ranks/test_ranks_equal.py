@@ -11,7 +11,7 @@ import pytest
 from rank_cases import CASES
 
 HERE = Path(__file__).parent
-WITH_THREE = ("ifmr", "counted", "hfmg", "dmq", "kv_cache", "caffe_batch_norms", "torch_one_batch")
+WITH_THREE = ("ifmr", "counted", "hfmg", "min_max", "dmq", "kv_cache", "caffe_batch_norms", "torch_one_batch")
 
 
 def torchrun(folder, processes, *arguments):

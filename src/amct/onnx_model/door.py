@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration import ALONE
@@ -13,7 +14,7 @@ from amct.errors import ArgumentError, ConfigError
 from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.messages import model_opset
+from amct.export.onnx.messages import model_opset, tensor_array
 from amct.export.onnx.runtime import Runner
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
@@ -178,8 +179,13 @@ class OnnxDoor:
         return plan_of(config, self._found.config_layers(), batches)
 
     def fingerprint(self) -> str:
-        """Of the whole model."""
-        return fingerprint([self._source.model.SerializeToString(deterministic=True)])
+        """Of the whole model, part by part: one message of all its bytes would be a copy of its weights."""
+        model = self._source.model
+        graph = model.graph
+        small = [*model.opset_import, *model.functions, *graph.input, *graph.output, *graph.sparse_initializer]
+        messages = (part.SerializeToString(deterministic=True) for part in (*small, *graph.node))
+        weights = (part for each in graph.initializer for part in (each.name, tensor_array(each)))
+        return fingerprint(chain(messages, weights))
 
     def reads_data_first(self, plan: Plan) -> bool:
         """True with DMQ, which needs the activations of all batches before the weights are quantized."""

@@ -30,4 +30,6 @@ def _content(values: Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]])
     if isinstance(values, Tensor):
         flat = values.detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data  # every type, also those that NumPy does not have
+    if values.dtype.hasobject:  # texts
+        return memoryview(repr(values.tolist()).encode())
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
