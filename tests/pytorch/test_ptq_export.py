@@ -195,15 +195,38 @@ def test_half_precision_models_are_quantized_and_run(tmp_path):
         assert difference(found, expected) <= 0.02 * np.abs(expected[0]).max()
 
 
-def test_a_bias_that_does_not_fit_int32_is_refused_with_the_layer(tmp_path):
+def test_a_bias_that_does_not_fit_int32_is_refused_by_amct_functions_with_the_layer(tmp_path):
     model = small()
     with torch.no_grad():
         model.fc.bias.fill_(1e6)
         model.fc.weight.mul_(1e-4)
-    quantized = amct.quantize(model, images())
+    flow = Flow(tmp_path, model, images()).configure()
+    flow.quantize()(images())
     with pytest.raises(ExportError, match=r'layer "fc": the bias does not fit int32.*skip_layers'):
-        quantized.save(tmp_path / "q")
-    assert not list(tmp_path.iterdir())
+        flow.save()
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("factor", "bias"), [(0.0, 0.3), (1e-9, 0.3), (1e-5, 1e5)], ids=["no weights", "hardly any", "a huge bias"]
+)
+def test_a_channel_that_is_all_bias_is_as_good_as_the_others(factor, bias, tmp_path):
+    """As a batch norm with a scale of zero leaves it: its weight scale follows from the bias, not from the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    with torch.no_grad():
+        model[2].weight[1] *= factor
+        model[2].bias[1] = bias
+    data = [torch.randn(4, 3, 8, 8) for _ in range(4)]
+    quantized = amct.quantize(model, data)
+    quantized.save(tmp_path / "q", placement="exact")
+    expected = run_torch(model, data[0])[0][:, 1]
+    results = [run_torch(quantized.model, data[0])[0]]
+    results += [run_onnx(tmp_path / f"q_{name}_model.onnx", model, data[0])[0] for name in ("qdq", "fake_quant")]
+    for result in results:
+        np.testing.assert_allclose(result[:, 1], expected, rtol=1e-5)
+    files = json.loads((tmp_path / "q_quant.json").read_text())["files"]
+    assert files["q_deploy_model.onnx"]["check"]["sqnr"] > 35
 
 
 class Branching(nn.Module):

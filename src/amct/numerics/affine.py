@@ -368,6 +368,24 @@ def fit_bias(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> BiasFit:
     return BiasFit(scale, tuple(excess.reshape(-1).nonzero().reshape(-1).tolist()))
 
 
+def fine_where_empty(scale_weight: Tensor, empty: Tensor, bias: Tensor, scale_data: Tensor) -> Tensor:
+    """Choose the scale of channels without any weight for their bias: in steps as fine as float32.
+
+    Any scale is right for weights that are all zero; the steps of the usual 1 are far too large for a bias.
+
+    Args:
+        scale_weight: ``[1]`` or ``[Cout]``.
+        empty: ``[Cout]``: whether all weights of a channel are zero.
+        bias: ``[Cout]``.
+        scale_data: one value.
+    """
+    size = bias.detach().float().abs()
+    if scale_weight.numel() == 1:
+        empty, size = empty.all().reshape(scale_weight.shape), size.amax().reshape(scale_weight.shape)
+    wanted = size / (scale_data.reshape(()) * 2.0**23)
+    return torch.where(empty & (wanted >= torch.finfo(torch.float32).smallest_normal), wanted, scale_weight)
+
+
 def _bias_grid(bias: Tensor, scale_weight: Tensor, scale_data: Tensor) -> Tensor:
     """Return the bias in rounded steps, float64 ``[Cout]``, not yet limited to int32."""
     if bias.ndim != 1 or scale_weight.numel() not in (1, bias.numel()) or scale_data.numel() != 1:

@@ -15,7 +15,7 @@ from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, tensor_array
-from amct.export.onnx.runtime import Runner
+from amct.export.onnx.runtime import Runner, as_tensor
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from onnx import ModelProto
+    from torch import Tensor
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
@@ -79,6 +80,11 @@ class OnnxPreparation(Preparation):
         """The tensors between layers to observe for the fast QDQ placement; None if that placement is impossible."""
         is_float32 = all(layer.is_wide_float for layer in self.onnx_layers.values())
         return self.fast_tensors(self.folded, self.bindings, is_float32=is_float32)
+
+    def bias(self, layer: str) -> Tensor | None:
+        """The bias of a layer, folded; None: it has none, or one for each gate."""
+        found = self.onnx_layers[layer]
+        return None if found.bias is None or found.kind.is_recurrent else as_tensor(found.bias)
 
     def tensor_observers(self) -> dict[str, TensorObserver]:
         """Observers of tensors that only the QDQ file needs: tensors between layers, and layer inputs per channel."""

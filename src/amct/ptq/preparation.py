@@ -17,6 +17,7 @@ from amct.export.saving import save_files
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.weight_kind import WeightKind
+from amct.ptq.weights import suited_to_bias
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 from amct.report.network.onnx_graph import onnx_network
@@ -117,9 +118,18 @@ class Preparation(ABC):
         names = [layer.name for layer in self.plan.enabled if layer.name in self.weights]
         return Record({name: self.weights[name].record() for name in names})
 
+    @abstractmethod
+    def bias(self, layer: str) -> Tensor | None:
+        """The bias of a layer, folded; None: it has none, or one for each gate."""
+
     def complete_record(self, result: CalibrationResult) -> Record:
-        """The factors of weights and activations."""
-        return complete_record(self.record(), result)
+        """The factors of weights and activations; a few weight scales are changed to suit the bias of their channel."""
+        record = complete_record(self.record(), result)
+        found = ((name, self.bias(name)) for name in record.layers)
+        biases = {name: bias for name, bias in found if bias is not None}
+        return record.with_layers(
+            {name: suited_to_bias(name, record[name], self.weights[name], bias) for name, bias in biases.items()}
+        )
 
     def report_layers(self, record: Record) -> list[ReportLayer]:
         """What a report shows of each quantized layer."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from amct.config.settings import AdaRoundSettings, ArqSettings
 from amct.errors import AmctError, ArgumentTypeError, CalibrationError
-from amct.numerics.affine import SymmetricScale
+from amct.numerics.affine import SymmetricScale, fine_where_empty, fit_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, reorder_gates
 from amct.numerics.dmq import balance_activation, balance_weight, dmq
 from amct.numerics.rounding.error_cancelling import round_weight
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from amct.config.plan import LayerPlan
     from amct.model.kinds import LayerKind
+
+logger = logging.getLogger(__name__)
 
 RECORDED_BITS = (4, 6, 7, 8)
 _FLOATS = (torch.float32, torch.float16)
@@ -255,6 +258,44 @@ def check_weight(layer: str, part: WeightPart) -> None:
             f'layer "{layer}": {bad} of {weight.numel()} values of {part.name} are NaN or infinite; '
             "repair the model, or leave this layer in float"
         )
+
+
+def suited_to_bias(layer: str, entry: LayerRecord, weights: LayerWeights, bias: Tensor) -> LayerRecord:
+    """The entry of a layer in the record with weight scales that suit its bias, in steps of scale_w · scale_d.
+
+    Two kinds of channels that hardly depend on the layer's input, as batch norms with a scale of zero make them, need
+    other scales. Where all weights are zero, or round to it, any scale is right for them, and the steps of the 1 that
+    they get are far too large for a bias. Where they are so small that the bias has no place in int32, the scale is
+    raised just enough: rounding K weights of a channel to it changes the output by at most K · 127 / 2^32 of the bias.
+
+    Raises:
+        CalibrationError: The bias is not finite, or no scale is large enough; names the layer.
+    """
+    scales = torch.tensor(entry.scale_w, dtype=torch.float32)
+    if scales.numel() not in (1, bias.numel()) or entry.scale_d is None:
+        return entry
+    bias = bias.detach().float().cpu()
+    data = torch.tensor(entry.scale_d, dtype=torch.float32)
+    try:
+        fit = fit_bias(bias, _fine_where_zero(scales, weights, bias, data), data)
+    except AmctError as error:
+        raise layer_error(layer, error) from error
+    if fit.raised:
+        logger.info(
+            'layer "%s": the bias does not fit int32, so the weight scale of %d channel(s) is raised',
+            layer,
+            len(fit.raised),
+        )
+    return replace(entry, scale_w=tuple(float(value) for value in fit.scale_weight))
+
+
+def _fine_where_zero(scales: Tensor, weights: LayerWeights, bias: Tensor, data: Tensor) -> Tensor:
+    """The scales, with those of channels without any weight chosen for their bias."""
+    if not bool((scales == 1).any()):  # the scale of weights that are as good as zero
+        return scales
+    rounds_to_zero = weights.rows()[0].detach().cpu().flatten(1).abs().amax(1) < 0.5
+    empty = rounds_to_zero & (scales == 1)
+    return fine_where_empty(scales, empty, bias, data)
 
 
 def layer_error(layer: str, error: AmctError) -> CalibrationError:

@@ -6,6 +6,7 @@ It matches the fake-quant file up to float rounding and is an ordinary module fo
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,7 +70,11 @@ def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) 
     for attribute, weight, scale in pairs:
         bias = getattr(module, attribute, None)
         if isinstance(bias, torch.Tensor) and weight in weights.factors and scale is not None:
-            put_weights(module, {attribute: _rounded_bias(bias.detach(), weights.factors[weight], scale)})
+            factors = weights.factors[weight]
+            if not isinstance(module, nn.RNNBase):  # of a recurrent layer the record has the gates in another order
+                recorded = torch.tensor(entry.scale_w, dtype=torch.float32).reshape(factors.scale.shape)
+                factors = replace(factors, scale=recorded)
+            put_weights(module, {attribute: _rounded_bias(bias.detach(), factors, scale)})
 
 
 def _rounded_bias(bias: Tensor, factors: WeightFactors, scale: float) -> Tensor:

@@ -65,6 +65,11 @@ class TorchPreparation(Preparation):
     fused: Fused
     kept: KeptWeights = field(default_factory=KeptWeights)
 
+    def bias(self, layer: str) -> Tensor | None:
+        """The bias of a layer, folded; None: it has none, or one for each gate."""
+        found = getattr(layer_module(self.fused.model, layer), "bias", None)
+        return found if isinstance(found, torch.Tensor) else None  # a recurrent layer has a bool
+
     @property
     def calls(self) -> Mapping[str, int]:
         """How often each layer is called in one forward, if more than once."""

@@ -40,6 +40,10 @@ class LayerMismatchError(ExportError):
         self.reason = reason
 
 
+AMCT_MARK = "op_data_type"
+"""The attribute that AMCT writes into the nodes of the modified model; runtimes do not support it."""
+
+
 def find_layers(
     model: ModelProto,
     bindings: Sequence[LayerBinding],
@@ -56,7 +60,7 @@ def find_layers(
     _check_names(bindings, factors)
     graph = OnnxGraph(model, kept)
     for node in graph.nodes:
-        graph.drop_attribute(node, "op_data_type")  # AMCT's mark in the modified model; runtimes do not support it
+        graph.drop_attribute(node, AMCT_MARK)
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     bound = [binding for binding in bindings if binding.layer in factors]
     calls: Counter[str] = Counter()

@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from amct.errors import ExportError
+from amct.errors import CalibrationError, ExportError
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
 from amct.export.options import Target
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
+from amct.numerics.affine import fine_where_empty, fit_bias
 from amct.numerics.rounding.paired_weights import adds_pairs, pairs_fit
 
 if TYPE_CHECKING:
@@ -148,6 +149,9 @@ class QdqNodes:
             return
         again = self._is_rounded_again(layer)
         integers, scales = self._layer_weight(layer, again=again)
+        if again and layer.bias is not None:
+            layer = self._with_bias_correction(layer, integers, scales)
+            integers, scales = _suited_to_bias(layer, integers, scales, scale_d)
         if layer.kind is LayerKind.CONV_TRANSPOSE and layer.groups > 1 and scales.size > 1:
             self._grouped_transposed(layer, integers, scales)
         else:
@@ -155,8 +159,7 @@ class QdqNodes:
             axis = 1 if columns or layer.kind is LayerKind.CONV_TRANSPOSE else 0
             self._weight(layer, 1, stored_weight(layer, integers), scales, axis)
         if layer.bias is not None:
-            corrected = self._with_bias_correction(layer, integers, scales) if again else layer
-            self._bias(corrected, scales, scale_d)
+            self._bias(layer, scales, scale_d)
 
     def _is_rounded_again(self, layer: Layer) -> bool:
         """Whether the float weights are rounded again; otherwise the file has the record's own integers."""
@@ -273,3 +276,23 @@ class QdqNodes:
 def _adds_pairs(layer: Layer) -> bool:
     assert layer.weight is not None
     return adds_pairs(layer.weight.shape, layer.groups)
+
+
+def _suited_to_bias(
+    layer: Layer, integers: NDArray[np.int8], scales: NDArray[np.float32], scale_d: float
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Weights whose scales suit the bias: fine for channels without weights, large enough for int32."""
+    assert layer.bias is not None
+    assert layer.weight is not None
+    bias, data = torch.tensor(np.asarray(layer.bias, dtype=np.float32)), torch.tensor(scale_d, dtype=torch.float32)
+    empty = torch.from_numpy(~integers.reshape(len(integers), -1).any(1))
+    fine = fine_where_empty(torch.from_numpy(np.array(scales)), empty, bias, data)
+    try:
+        fit = fit_bias(bias, fine, data)
+    except CalibrationError:  # no scale is large enough: the bias stays float
+        return integers, scales
+    if fit.raised:
+        rows, integers = list(fit.raised), integers.copy()
+        steps = fit.scale_weight[rows].numpy().reshape(-1, *[1] * (integers.ndim - 1))
+        integers[rows] = np.rint(np.asarray(layer.weight)[rows] / steps).astype(np.int8)
+    return integers, fit.scale_weight.numpy()

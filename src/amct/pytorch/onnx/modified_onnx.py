@@ -20,6 +20,7 @@ from amct.atomic import Snapshot, read_bytes
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, ParseError
 from amct.export.onnx.checked import check_loops, check_nodes, check_tensors, decode_model, load_external
+from amct.export.onnx.layer_lookup import AMCT_MARK
 from amct.export.onnx.messages import tensor_array
 from amct.export.onnx.sizes import check_declared_sizes
 from amct.export.writer import save_model
@@ -144,7 +145,16 @@ def read_modified(path: str | os.PathLike[str]) -> tuple[ModelProto, FileNotes]:
         raise ParseError(f'"{file}" is not an ONNX model: it has no nodes')
     snapshot.check_unchanged()
     del model.metadata_props[:]
+    _drop_marks(model)
     return model, notes
+
+
+def _drop_marks(model: ModelProto) -> None:
+    """Remove AMCT's marks: no runtime would load the model."""
+    for node in model.graph.node:
+        for place in reversed(range(len(node.attribute))):
+            if node.attribute[place].name == AMCT_MARK:
+                del node.attribute[place]
 
 
 def _notes_of_nodes(model: ModelProto) -> FileNotes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from amct.calibration import ALONE, CalibrationSession, RecordFiles
-from amct.calibration.layer_records import plan_streams
+from amct.calibration.layer_records import complete_record, plan_streams
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pytorch.capture.operators import MARK
@@ -73,7 +73,7 @@ def start_calibration(
                 beside[tensor_factors_path(files.record)] = tensor_factors_text(observed_factors(result.tensors))
             if kept is not None and (inputs := kept.inputs) is not None:
                 beside[batch_path(files.record)] = lambda record: encode_batch(inputs, record)
-            files.complete(preparation.complete_record(result), beside)
+            files.complete(complete_record(preparation.record(), result), beside)
         for undo in cleanup:
             undo()
 
