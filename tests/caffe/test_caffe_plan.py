@@ -299,6 +299,86 @@ def test_only_parameters_shapes_and_device_bind_a_step_again(write):
     assert not any(step.bound is old for step, old in zip(plan.steps[1:], bound[1:], strict=True))
 
 
+def lean_pair(write, **options):
+    """The net that frees blobs, after a pass that bound it, and a function that computes the same literally."""
+    path = write(BRANCHES)
+    lean = randomize(caffe.Net(path, caffe.TEST, **options))
+    lean.forward(data=np.ones((2, 8, 40, 40)))
+    reference = randomize(caffe.Net(path, caffe.TEST))
+    reference.after_forward(lambda _: None)
+    return lean, reference
+
+
+def test_a_bound_pass_gives_the_same_as_its_steps(write):
+    lean, reference = lean_pair(write, keep_blobs=False)
+    for seed in (1, 2):
+        data = np.random.RandomState(seed).randn(2, 8, 40, 40)
+        (plan,) = lean._plans.values()
+        bound = plan.bound
+        np.testing.assert_allclose(lean.forward(data=data)["h"], reference.forward(data=data)["h"], **TOLERANCE)
+        assert plan.bound is bound is not None
+    with pytest.raises(ArgumentError, match="freed after its last use"):
+        _ = lean.blobs["a"].data
+
+
+@pytest.mark.parametrize("change", ["parameter", "shape", "held parameter", "another blob"])
+def test_a_bound_pass_sees_every_change(write, change):
+    lean, reference = lean_pair(write, keep_blobs=False)
+    data = np.random.RandomState(1).randn(2, 8, 40, 40)
+    held = []
+    for net in (lean, reference):
+        if change == "shape":
+            net.blobs["data"].reshape(1, 8, 40, 40)
+        elif change != "another blob":
+            net.params["a"][0].data[...] *= 3
+            held.append(net.params["a"][0].data if change == "held parameter" else None)
+    given = data[:1] if change == "shape" else data
+    for factor in (1, 2):
+        if change == "held parameter":
+            for array in held:
+                array[...] *= factor
+        wanted = ["f"] if change == "another blob" else []
+        got, want = (net.forward(data=given, blobs=wanted) for net in (lean, reference))
+        for name in ("h", *wanted):
+            np.testing.assert_allclose(got[name], want[name], **TOLERANCE)
+
+
+def test_a_bound_pass_writes_into_arrays_that_are_held(write):
+    lean, reference = lean_pair(write, keep_blobs=["d"])
+    held = lean.blobs["d"].data
+    for seed in (1, 2, 3):
+        data = np.random.RandomState(seed).randn(2, 8, 40, 40)
+        lean.forward(data=data)
+        reference.forward(data=data)
+        np.testing.assert_allclose(held, reference.blobs["d"].data, **TOLERANCE)
+
+
+def test_a_bound_pass_that_fails_names_the_layer(write, monkeypatch):
+    lean, _ = lean_pair(write, keep_blobs=False)
+    layer = lean.layer_dict["d"]
+
+    def broken(*_):
+        raise RuntimeError("no memory for this")
+
+    monkeypatch.setattr(layer, "forward", broken)
+    (plan,) = lean._plans.values()
+    assert plan.bound is not None
+    with pytest.raises(ModelError, match=r'layer "d" \(Power\): cannot run on its bottoms .*no memory for this'):
+        lean.forward()
+
+
+def test_short_rows_of_a_softmax(write):
+    shape = "dim: 2 dim: 100 dim: 3"
+    path = write(
+        f'layer {{ name: "in" type: "Input" top: "data" input_param {{ shape {{ {shape} }} }} }}\n'
+        'layer { name: "s" type: "Softmax" bottom: "data" top: "s" softmax_param { axis: 2 } }'
+    )
+    data = np.random.RandomState(0).randn(2, 100, 3) * 5
+    got = caffe.Net(path, caffe.TEST).forward(data=data)["s"]
+    powers = np.exp(data)
+    np.testing.assert_allclose(got, powers / powers.sum(2, keepdims=True), rtol=1e-5)
+
+
 def test_a_subclass_that_overrides_forward_alone_is_run_by_it(write):
     net = caffe.Net(write(HEAD + CONV.format(type="Convolution", more="")), caffe.TEST)
     layer = net.layer_dict["conv"]

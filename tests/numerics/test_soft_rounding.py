@@ -113,7 +113,8 @@ def test_compiled_steps_are_those_of_torch(bits):
     scale = rows.abs().amax(1) / 2 ** (bits - 1) * 0.9  # some weights are clipped
     settings = AdaRoundSettings(bits=bits, num_iteration=200, learning_rate=3e-2)
     roundings = [SoftRounding(rows, scale, bits) for _ in range(2)]
-    both = [kind(each, Unfolding(None), settings) for kind, each in zip((TorchSteps, CompiledSteps), roundings, strict=True)]
+    kinds = (TorchSteps, CompiledSteps)
+    both = [kind(each, Unfolding(None), settings) for kind, each in zip(kinds, roundings, strict=True)]
     pull = torch.randn(1, 6, 700, generator=generator)
     for iteration in range(settings.num_iteration):
         for steps in both:

@@ -111,6 +111,8 @@ class Layer:
     default_loss_weight: ClassVar[float] = 0.0
     makes_missing_tops: ClassVar[bool] = False
     """Whether the prototxt may omit the top (losses); the net then adds one."""
+    is_filled_by_user: ClassVar[bool] = False
+    """Whether ``run`` does nothing, because the user sets the tops."""
     keeps_integers: ClassVar[bool] = False
     """Whether parameters stored as integers stay integers (layers of deploy models)."""
     has_gradients: bool = True

@@ -10,6 +10,7 @@ import torch
 
 from amct.caffe.engine import weights
 from amct.caffe.engine.backward import record_forward, run_backward
+from amct.caffe.engine.bound_plan import bind_plan
 from amct.caffe.engine.build.filter_rules import filter_net
 from amct.caffe.engine.build.graph import GraphBuilder
 from amct.caffe.engine.build.insert_splits import insert_splits
@@ -150,6 +151,8 @@ class Net:
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
         plan = self._plan(start, last, kept, literal=bool(watched))
+        if plan.bound is not None and _run_bound(plan):
+            return 0.0
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
         loss, memory = 0.0, NetMemory(plan)
@@ -163,6 +166,8 @@ class Net:
                     loss += _loss_of(step.node)
                 for callback in after:
                     callback(step.node.index)
+        if not watched:
+            plan.bound = bind_plan(plan)
         return loss
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
@@ -358,6 +363,20 @@ def build_graph(
     net.state.level = level
     net.state.stage.extend(stages)
     return GraphBuilder(insert_splits(filter_net(net)), allow_python=allow_python).build()
+
+
+def _run_bound(plan: Plan) -> bool:
+    """Run the whole plan at once, if nothing has changed; else its steps have to be run one by one."""
+    assert plan.bound is not None
+    try:
+        if plan.bound.is_current():
+            with torch.no_grad():
+                plan.bound.run()
+            return True
+    except (RuntimeError, MemoryError, ArithmeticError) as error:  # running the steps names the layer
+        logger.debug("a bound plan failed: %s", error)
+    plan.bound = None
+    return False
 
 
 def _loss_of(node: Node) -> float:

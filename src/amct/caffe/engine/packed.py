@@ -21,6 +21,8 @@ Activation: TypeAlias = tuple[str, tuple[float, ...]]
 #: torch's own limits: one small image with a small kernel is convolved by a matrix product.
 SMALLEST_INPUT = 20480
 LARGEST_SMALL_KERNEL = 3
+#: For that an image in channels_last would have to be converted first, unless the kernel is one pixel.
+SMALLEST_REORDERED_INPUT = 8192
 
 
 @cache
@@ -39,11 +41,13 @@ def is_available() -> bool:
 def is_worthwhile(bottom: torch.Tensor, window: Window, group: int) -> bool:
     """Whether the packed convolution can run on this input and is faster.
 
-    That is where torch itself uses oneDNN, which then need not reorder the weights each time, and with dilation.
+    That is where torch itself uses oneDNN, which then need not reorder the weights each time, with dilation, and where
+    the input has oneDNN's layout.
     """
+    is_reordered = max(window.kernel) > 1 and _is_reordered(bottom)
     return (
         (
-            bottom.numel() > SMALLEST_INPUT
+            bottom.numel() > (SMALLEST_REORDERED_INPUT if is_reordered else SMALLEST_INPUT)
             or bottom.shape[0] > 1
             or group > 1
             or min(window.kernel) > LARGEST_SMALL_KERNEL
@@ -54,6 +58,10 @@ def is_worthwhile(bottom: torch.Tensor, window: Window, group: int) -> bool:
         and not torch.is_grad_enabled()
         and is_available()
     )
+
+
+def _is_reordered(bottom: torch.Tensor) -> bool:
+    return bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
 
 
 def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.Size) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.bound_plan import BoundPlan
     from amct.caffe.engine.build.graph import Graph, Node
 
 
@@ -49,7 +50,7 @@ class BoundStep:
     one device). Parameters of which a NumPy array is alive may change at any time: such steps are not kept.
     """
 
-    __slots__ = ("_bottoms", "_call", "_layer", "_overwrite", "_parameters", "_release", "_tops")
+    __slots__ = ("_bottoms", "_layer", "_overwrite", "_parameters", "_release", "_tops", "call")
 
     def __init__(self, step: Step) -> None:
         self._layer, self._overwrite = step.node.layer, step.overwrite
@@ -57,7 +58,7 @@ class BoundStep:
         self._release = [blob.values for blob in step.release]
         maker = self._layer if step.chain is None else step.chain
         self._layer.may_overwrite = step.overwrite
-        self._call = maker.bind([blob.tensor for blob in step.bottoms])
+        self.call = maker.bind([blob.tensor for blob in step.bottoms])
         # An array that is taken later counts as a change.
         self._parameters = [(blob, blob.values, blob.values.epoch) for blob in parameters_of(step)]
 
@@ -74,7 +75,7 @@ class BoundStep:
     def run(self) -> None:
         """Compute the tops and free what has no other reader."""
         self._layer.may_overwrite = self._overwrite
-        results = self._call([blob.tensor for blob, _ in self._bottoms])
+        results = self.call([blob.tensor for blob, _ in self._bottoms])
         if len(results) == 1:
             self._tops[0].set_tensor(results[0])
         else:
@@ -91,13 +92,17 @@ def parameters_of(step: Step) -> list[Blob]:
     return [blob for node in nodes for blob in node.layer.blobs]
 
 
-@dataclass(eq=False, frozen=True)
+@dataclass(eq=False)
 class Plan:
     """The steps of a forward pass."""
 
     steps: list[Step]
     stale: list[Blob]
     """Blobs to free before the first step, because they are written before they are read."""
+    frees_blobs: bool
+    """Whether blobs are freed after their last reader."""
+    bound: BoundPlan | None = None
+    """The pass as it was last run, if it can be run again in the same way."""
 
 
 def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Collection[int] | None) -> Plan:
@@ -133,7 +138,7 @@ def build_plan(graph: Graph, start: int, end: int, *, literal: bool, kept: Colle
         _find_mirrors(graph, steps)
     else:
         _release_after_last_use(graph, steps, kept)
-    return Plan(steps, _stale(steps))
+    return Plan(steps, _stale(steps), frees_blobs=kept is not None)
 
 
 def _allow_overwriting(graph: Graph, steps: list[Step], kept: Collection[int] | None) -> None:

@@ -124,7 +124,7 @@ class CompiledSteps:
 
 
 @compiled
-def _take_step(  # noqa: PLR0913  what changes, what is given, and the numbers of this iteration
+def _take_step(
     learned: tuple[Floats, Floats, Floats, Floats, Floats],
     given: tuple[Floats, Floats, Floats],
     power: np.float32,
@@ -157,7 +157,7 @@ def _gradient(sigmoid: Floats, slope: Floats, step: Floats, gradient: Floats) ->
 
 
 @compiled
-def _regularized(  # noqa: PLR0913  arrays, and the two numbers of the regularizer
+def _regularized(
     sigmoid: Floats, slope: Floats, step: Floats, power: np.float32, factor: np.float32, gradient: Floats
 ) -> None:
     for i in range(sigmoid.size):

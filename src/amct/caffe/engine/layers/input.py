@@ -21,6 +21,7 @@ class Input(Layer):
 
     bottom_count = (0, 0)
     top_count = (1, None)
+    is_filled_by_user = True
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read the shapes: none, one for all tops, or one per top."""

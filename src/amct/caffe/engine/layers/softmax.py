@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
 
+#: torch computes rows shorter than a vector of the processor number by number; so many of them are faster as columns.
+SHORT_ROW, MANY_ROWS = 16, 64
+
 
 @register("Softmax")
 class Softmax(Layer):
@@ -26,5 +29,10 @@ class Softmax(Layer):
         return [bottoms[0]]
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Softmax along the axis."""
-        return [torch.softmax(bottoms[0], self.axis)]
+        """Softmax along the axis; many short rows are computed as columns."""
+        bottom, axis = bottoms[0], self.axis
+        is_last = 0 < axis == bottom.dim() - 1
+        if is_last and bottom.shape[axis] < SHORT_ROW and bottom.shape[axis - 1] >= MANY_ROWS:
+            columns = torch.softmax(bottom.transpose(axis - 1, axis).contiguous(), axis - 1)
+            return [columns.transpose(axis - 1, axis).contiguous()]
+        return [torch.softmax(bottom, axis)]
