@@ -50,8 +50,10 @@ class BoundPlan:
             for blob in step.bottoms:
                 if id(blob) not in self._places:
                     self._loads.append((self._place(blob), blob))
-            places = [[self._place(blob) for blob in blobs] for blobs in (step.bottoms, step.tops, step.release)]
-            self._moves.append((step.node.layer, step.overwrite, step.bound.call, *places))
+            bottoms, tops, release = (
+                [self._place(blob) for blob in blobs] for blobs in (step.bottoms, step.tops, step.release)
+            )
+            self._moves.append((step.node.layer, step.overwrite, step.bound.call, bottoms, tops, release))
             written.update((id(blob), blob) for blob in step.tops)
             freed.update(id(blob) for blob in step.release)
             parameters += parameters_of(step)
