@@ -10,7 +10,6 @@ import numpy as np
 
 import amct.caffe
 from amct.caffe.running import build_net, run_net
-from amct.export.onnx.kept_weights import with_values
 from amct_caffe import caffe
 from zoo_networks.data import images
 from zoo_networks.network import CALIBRATION, TEST, Network
@@ -64,7 +63,7 @@ class CaffeSubject:
 
     def float_onnx(self, quantized: QuantizedModel) -> onnx.ModelProto:
         """The float net as ONNX, batch norms folded."""
-        return with_values(quantized.prepared.float_model(None))
+        return quantized.prepared.float_model(None)
 
     def feeds(self, batch: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
         """The batch itself."""

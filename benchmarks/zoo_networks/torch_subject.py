@@ -9,7 +9,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 import amct.pytorch
-from amct.export.onnx.kept_weights import with_values
 from zoo_networks.network import CALIBRATION, TEST
 from zoo_networks.weights import settle
 
@@ -53,7 +52,7 @@ class TorchSubject:
 
     def float_onnx(self, quantized: QuantizedModel) -> onnx.ModelProto:
         """The exported float model, batch norms folded."""
-        return with_values(quantized.prepared.float_model(None))
+        return quantized.prepared.float_model(None)
 
     def feeds(self, batch: Any, names: Sequence[str]) -> dict[str, np.ndarray]:  # noqa: ANN401
         """By name, or in the order of the arguments."""

@@ -109,7 +109,7 @@ def uncollected() -> Iterator[None]:
     """A context in which Python does not search for unreachable cycles of objects.
 
     For steps that make many small objects which stay, such as the import of a large package: the search would look
-    at all of them again and again, a sixth of the time of a short job. Not for steps that run the user's code at length.
+    at all of them again and again, a sixth of the time of a short job. Not for steps that run the user's code for long.
     """
     _COLLECTOR_PAUSE.enter()
     try:

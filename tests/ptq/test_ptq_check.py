@@ -20,7 +20,7 @@ import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import checking, child
-from amct.export.check.reference import FEWEST_BATCHES, Reference
+from amct.export.check.reference import Reference
 from amct.export.exported import ExportedModel, ExportReport
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.ptq import batches
@@ -327,7 +327,10 @@ def test_a_file_that_is_good_enough_is_not_repaired(tmp_path, lines, monkeypatch
     assert "worse than the simulation" in lines.text
 
 
-def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("samples", "batches"), [(1, 3), (2, 2), (4, 1)])
+def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(
+    samples, batches, tmp_path, monkeypatch
+):
     used = []
 
     class Spy(checking.Repair):
@@ -336,9 +339,9 @@ def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(t
             super().__init__(export, batches, wanted)
 
     monkeypatch.setattr(checking, "Repair", Spy)
-    quantized = amct.pytorch.quantize(WideSum().eval(), list(torch.randn(6, 4, 3, 8, 8)))
+    quantized = amct.pytorch.quantize(WideSum().eval(), list(torch.randn(6, samples, 3, 8, 8)))
     quantized.save(tmp_path / "net", formats=("qdq",))
-    assert used == [FEWEST_BATCHES]
+    assert used == [batches]
 
 
 def _run(path, data):
