@@ -176,14 +176,122 @@ class Added(nn.Sequential):
 def test_a_tensor_of_a_container_is_observed_and_reported(caplog, tmp_path):
     torch.manual_seed(0)
     inner = Added(nn.Conv2d(8, 8, 3, padding=1))
-    original = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), inner, Added(nn.Conv2d(8, 8, 1)), nn.Conv2d(8, 5, 1))
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    original = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), inner, Added(nn.Conv2d(8, 8, 1)), *end)
     with caplog.at_level(logging.INFO):
         model = amct.prepare_qat(original, batches(), target="portable").train()
     model(images()).square().mean().backward()
+    assert "observed, not trained: " in caplog.text
     model.save(tmp_path / "net", formats=["qdq"], check=False)
     expected = evaluate(model, images(1))
     found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
     assert np.linalg.norm(found - expected.numpy()) < 0.05 * expected.norm()
+
+
+# -- hooks, and forwards that take another way -------------------------------------------------------------------------
+
+
+def watch(model, seen):
+    """Hooks of a user that compute something, before and after modules."""
+
+    def look(*given):
+        seen.append(given[-1][0].abs().mean() + 1)
+
+    modules = [model.stem, model.first, model.first.conv1, model.second.conv2, model.side, model.tail[1]]
+    return [each.register_forward_hook(look) for each in modules] + [
+        each.register_forward_pre_hook(look) for each in (*modules, model)
+    ]
+
+
+def test_hooks_that_compute_do_not_move_the_quantizers():
+    plain = amct.prepare_qat(residual(), batches(), target="portable")
+    hooked = residual()
+    seen: list[Tensor] = []
+    watch(hooked, seen)
+    before = amct.prepare_qat(hooked, batches(), target="portable")
+    expected = evaluate(plain, images(3))
+    assert operation_quantizers(before).keys() == operation_quantizers(plain).keys()
+    assert torch.equal(evaluate(before, images(3)), expected)
+    after = copy.deepcopy(plain)
+    handles = watch(after, seen)
+    count = len(seen)
+    assert torch.equal(evaluate(after, images(3)), expected)
+    assert len(seen) == count + len(handles)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(evaluate(after, images(3)), expected)
+
+
+def test_a_hook_that_changes_a_tensor_is_trained_as_part_of_the_model(tmp_path):
+    original = residual()
+    original.side.register_forward_hook(lambda _, __, output: functional.hardtanh(output * 2, -0.5, 0.5))
+    model = amct.prepare_qat(original, batches(), target="portable")
+    train(model, range(2))
+    round_biases(model, batches())
+    model.save(tmp_path / "net", formats=["qdq"], check=False)
+    found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
+    assert steps_apart(found, evaluate(model, images(1)), model) <= 1
+
+
+class Unfolded(nn.Module):
+    """A batch norm that cannot be folded: in train mode it calls a function more than in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        return self.last(torch.relu(self.norm(x) + x)).mean((2, 3))
+
+
+def test_a_batch_norm_that_is_not_folded_is_quantized_in_train_mode_too(caplog):
+    torch.manual_seed(0)
+    model = amct.prepare_qat(Unfolded(), batches(), target="portable").train()
+    quantizer = operation_quantizers(model)["norm.amct_quantizers.output"]
+    model(images()).square().mean().backward()
+    assert quantizer.clip_max.grad is not None
+    assert "takes another way" not in caplog.text
+
+
+class Direct(nn.Module):
+    """Calls the forward of a child, without its hooks."""
+
+    def __init__(self, *, direct: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block, self.last = Block(3), nn.Conv2d(3, 5, 1)
+        self.direct = direct
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.block.forward(x) if self.direct else self.block(x)
+        return self.last(functional.hardtanh(inner + x, -1.0, 1.0)).mean((2, 3))
+
+
+def test_a_forward_that_is_called_directly_has_its_quantizers():
+    expected, found = (amct.prepare_qat(Direct(direct=each), batches(), target="portable") for each in (False, True))
+    assert len(operation_quantizers(found)) == len(operation_quantizers(expected)) > 0
+    assert torch.equal(evaluate(found, images(3)), evaluate(expected, images(3)))
+
+
+class OtherWay(Residual):
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.neg(torch.neg(x)) if self.late else x)
+
+
+def test_a_forward_that_takes_another_way_is_told_once(caplog):
+    torch.manual_seed(0)
+    model = amct.prepare_qat(OtherWay(), batches(), target="portable")
+    model.late = True
+    with caplog.at_level(logging.WARNING):
+        for seed in range(3):
+            evaluate(model, images(seed))
+    told = [record.getMessage() for record in caplog.records if "takes another way" in record.getMessage()]
+    assert told
+    assert len(told) == len(set(told))
+    assert "result of relu as operation_0_0, which is neg now" in told[0]
 
 
 # -- functional calls, and modules called several times ----------------------------------------------------------------

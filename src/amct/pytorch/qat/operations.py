@@ -2,15 +2,17 @@
 
 As a quantized layer, a module whose forward needs them is an object of a class derived from its own. While the forward
 runs, a ``TorchFunctionMode`` sees the torch functions that it calls. It numbers them within each call of a module, as
-``watch/call_sites.py`` does to name the place of a tensor, and quantizes the results at the places that have a
-quantizer. Every module of a model with such places is of such a class, so that functions are counted for the module
-that calls them. A part of the model that runs alone, as gradient checkpointing does, needs nothing from the others.
+``watch/call_sites.py`` does to name the place of a tensor (functions of hooks apart), and quantizes the results at the
+places that have a quantizer. Every module of a model with such places is of such a class, so that functions are counted
+for the module that calls them. A part of the model that runs alone, as gradient checkpointing does, needs nothing from
+the others.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -23,17 +25,21 @@ from torch.utils import _pytree as pytree
 from amct.pytorch.functional.calls import base_of, channels_of, functional_call, opened
 from amct.pytorch.qat.functional import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
+from amct.pytorch.watch.call_sites import OpenCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from amct.pytorch.functional.calls import FunctionalCall
 
+logger = logging.getLogger(__name__)
+
 QUANTIZERS = "amct_quantizers"
 """The child of a module that holds the quantizers of its operations."""
 OUTPUT = "output"
 _CALLS = "_functional_calls"
 _SHARED = "_shared_quantizers"
+_TOLD = "_other_way_was_told"
 
 
 def operation_name(operation: int, result: int) -> str:
@@ -49,8 +55,8 @@ def input_name(number: int) -> str:
 class OperationQuantizer(ActivationQuantizer):
     """The quantizer behind an operation.
 
-    ``function`` is the operation's name: another one at its number means that the forward takes another way, and the
-    result is left as it is.
+    ``function`` is the operation's name: another one at its number means that the forward takes another way; this is
+    told, and the result is left as it is.
     """
 
     function = ""
@@ -61,6 +67,11 @@ class Instrumented(nn.Module):
 
     amct_operator = True
     plain_form: ClassVar[type[nn.Module]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
+        """Hooks and forward; functions are counted for this module."""
+        with called(self):
+            return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
         """The module's own forward; its output may be quantized."""
@@ -140,26 +151,63 @@ def _is_instrumented(module: nn.Module) -> bool:
 
 
 @contextmanager
-def inside(module: nn.Module) -> Iterator[None]:
-    """The context of a module's forward."""
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    mode = next((each for each in reversed(stack) if isinstance(each, _OperationMode)), None)
+def called(module: nn.Module) -> Iterator[_Frame]:
+    """The context of a module's call: its hooks and its forward."""
+    mode = _current_mode()
     if mode is None:
         mode = _OperationMode()
-        with mode, mode.frame(module):
-            yield
+        with mode, mode.frame(module) as frame:
+            yield frame
         return
-    with mode.frame(module):
+    with mode.frame(module) as frame:
+        yield frame
+
+
+@contextmanager
+def inside(module: nn.Module) -> Iterator[None]:
+    """The context of a module's forward.
+
+    If another module calls just the forward, without hooks, its functions count as those of that module.
+    """
+    mode = _current_mode()
+    if mode is None:
+        with called(module) as frame, frame.forward():
+            yield
+    elif mode.innermost.module is module and not mode.innermost.opened.in_forward:
+        with mode.innermost.forward():
+            yield
+    else:
         yield
+
+
+def _current_mode() -> _OperationMode | None:
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((each for each in reversed(stack) if isinstance(each, _OperationMode)), None)
 
 
 def quantizer_of(module: nn.Module, name: str, function: str = "") -> ActivationQuantizer | None:
     """The quantizer of an operation, an output or an input: the module's own, or that of a layer."""
     own = own_quantizer(module, name)
     if own is not None:
-        return own if own.function == function else None
+        return own if _is_at(own, name, own.function, function) else None
     quantizer, expected = vars(module).get(_SHARED, {}).get(name, (None, ""))
-    return cast("ActivationQuantizer | None", quantizer) if expected == function else None
+    if quantizer is None:
+        return None
+    return cast("ActivationQuantizer", quantizer) if _is_at(quantizer, name, expected, function) else None
+
+
+def _is_at(quantizer: ActivationQuantizer, name: str, expected: str, function: str) -> bool:
+    """Whether an operation is the one that a quantizer was put behind; otherwise this is told once."""
+    if expected == function:
+        return True
+    if not torch.compiler.is_compiling() and not vars(quantizer).get(_TOLD):
+        setattr(quantizer, _TOLD, True)
+        logger.warning(
+            'the quantizer of "%s" expects the result of %s as %s, which is %s now: the forward takes another way than '
+            "when the model was prepared. That tensor is not quantized here, but it is in the exported file",
+            quantizer.layer, expected, name, function,
+        )  # fmt: skip
+    return False
 
 
 def own_quantizer(module: nn.Module, name: str) -> OperationQuantizer | None:
@@ -203,11 +251,20 @@ def quantized_inputs(module: nn.Module, arguments: Any) -> Any:  # noqa: ANN401 
 
 @dataclass(eq=False)
 class _Frame:
-    """A call of a module: how many functions it has called so far."""
+    """A call of a module."""
 
     module: nn.Module
     calls: Mapping[tuple[int, Any], QuantizedCall | None]
-    operations: int = 0
+    opened: OpenCall
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """While the module's own forward runs."""
+        self.opened.in_forward = True
+        try:
+            yield
+        finally:
+            self.opened.in_forward = False
 
 
 class _OperationMode(TorchFunctionMode):
@@ -217,12 +274,17 @@ class _OperationMode(TorchFunctionMode):
         super().__init__()
         self._frames: list[_Frame] = []
 
+    @property
+    def innermost(self) -> _Frame:
+        """The call that is being executed."""
+        return self._frames[-1]
+
     @contextmanager
-    def frame(self, module: nn.Module) -> Iterator[None]:
+    def frame(self, module: nn.Module) -> Iterator[_Frame]:
         """The context of one call of a module."""
-        self._frames.append(_Frame(module, _calls_of(module)))
+        self._frames.append(_Frame(module, _calls_of(module), OpenCall()))
         try:
-            yield
+            yield self._frames[-1]
         finally:
             self._frames.pop()
 
@@ -247,8 +309,7 @@ class _OperationMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         frame = self._frames[-1]
-        number = frame.operations
-        frame.operations += 1
+        number = frame.opened.next_operation()
         return _quantized_results(frame.module, number, getattr(func, "__name__", str(func)), result)
 
     def _layer_of(self, call: FunctionalCall) -> tuple[bool, QuantizedCall | None]:

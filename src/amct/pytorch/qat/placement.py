@@ -73,7 +73,16 @@ def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Plac
         path = child_path(layer) if layer in functional else layer
         yield _Place(name, norms.get(layer, path), OUTPUT)
     for site, name in watch.operations.items():
-        yield _Place(name, site.path, operation_name(site.operation, site.result), site.function)
+        if site.operation >= 0 and _is_one_operation(preparation, site.path):
+            yield _Place(name, site.path, OUTPUT)
+        elif site.path or site.operation >= 0:  # hooks of the whole model are not seen
+            yield _Place(name, site.path, operation_name(site.operation, site.result), site.function)
+
+
+def _is_one_operation(preparation: TorchPreparation, path: str) -> bool:
+    """Whether a module computes one tensor, with other functions beside it in training than in the float model."""
+    module = preparation.traced.model.get_submodule(path)
+    return path in preparation.traced.layers or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def train_placement(model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]) -> None:
@@ -87,7 +96,7 @@ def train_placement(model: nn.Module, preparation: TorchPreparation, batches: It
     if watch is None or not found:
         logger.info("the tensors between layers are not trained: placement fast is impossible for this model")
         return
-    left = list(watch.missing)
+    left = [*watch.missing, *(name for site, name in watch.operations.items() if not site.path and site.operation < 0)]
     for place in _places(preparation, watch):
         module = model.get_submodule(place.module)
         if place.tensor not in found:

@@ -1,7 +1,9 @@
 """Call sites: which operation of which module call computes a tensor.
 
-Operations are numbered within each module call, without those of the modules it calls. A call site is found by running
-a copy of the model; it stays valid for other batch sizes and for the folded copy, as folding replaces whole modules.
+Operations are numbered within each module call, without those of the modules it calls. Operations of the module's
+hooks have negative numbers, so that a hook that is added or removed later does not shift those of the forward. A call
+site is found by running a copy of the model; it stays valid for other batch sizes and for the folded copy, as folding
+replaces whole modules.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallSite:
-    """One result of one operation, all numbered from 0.
+    """One result of one operation, numbered from 0.
 
     Attributes:
         path: The module that executes the operation.
         call: The number of the module's call within the forward.
-        operation: The number of the torch function within that call.
+        operation: The number of the torch function within that call; that of a hook's n-th function is -1 - n.
         result: The number of the tensor among the function's results.
         function: The function's name; another name at the same numbers means that a batch executed other operations.
     """
@@ -64,30 +66,46 @@ WantedSites = frozenset[tuple[str, int]] | None
 """Module paths and operation numbers whose results are reported; None for all."""
 
 
+@dataclass
+class OpenCall:
+    """A module call that is being executed: what it has called so far, and whether its forward runs or a hook."""
+
+    in_forward: bool = False
+    of_forward: int = 0
+    of_hooks: int = 0
+
+    def next_operation(self) -> int:
+        """The number of the function that is called now."""
+        if self.in_forward:
+            self.of_forward += 1
+            return self.of_forward - 1
+        self.of_hooks += 1
+        return -self.of_hooks
+
+
 class _ModuleCallTracker:
     """Tracks, by hooks on every module, which module call is being executed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._calls: Counter[str] = Counter()
-        self._open: list[tuple[str, int]] = []
-        self._operations: Counter[tuple[str, int]] = Counter()
+        self._open: list[tuple[str, int, OpenCall]] = []
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
+            # The first and the last of all hooks, around those of the user.
             if module is not model:
-                # Entered first and left last: operations of a layer's other hooks count as the layer's own.
                 self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self._set_forward(running=True)))
+            self._handles.append(module.register_forward_hook(self._set_forward(running=False), prepend=True))
+            if module is not model:
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def begin(self) -> None:
         self._calls.clear()
-        self._operations.clear()
-        self._open = [("", 0)]
+        self._open = [("", 0, OpenCall())]
 
     def next_operation(self) -> tuple[str, int, int]:
-        path, call = self._open[-1]
-        number = self._operations[path, call]
-        self._operations[path, call] += 1
-        return path, call, number
+        path, call, opened = self._open[-1]
+        return path, call, opened.next_operation()
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -95,10 +113,17 @@ class _ModuleCallTracker:
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
-            self._open.append((name, self._calls[name]))
+            self._open.append((name, self._calls[name], OpenCall()))
             self._calls[name] += 1
 
         return enter
+
+    def _set_forward(self, *, running: bool) -> Callable[..., None]:
+        def switch(*_: object) -> None:
+            if self._open:  # else a forward that is not watched
+                self._open[-1][2].in_forward = running
+
+        return switch
 
     def _leave(self, *_: object) -> None:
         if len(self._open) > 1:
