@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
@@ -20,7 +21,7 @@ from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from amct.atomic import FileGroup
@@ -129,8 +130,9 @@ def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) 
     assert content.reference is not None
     tensors = content.tensors or {}
 
-    def export(name: str, used: Mapping[str, TensorFactors]) -> ExportedModel:
-        found = _exported(name, results, used, request)
+    def export(name: str, left_float: Collection[str] = ()) -> ExportedModel:
+        options = replace(request.options, float_tensors=request.options.float_tensors.union(left_float))
+        found = _exported(name, results, tensors, replace(request, options=options))
         if not isinstance(found, ExportedModel):
             raise found if isinstance(found, ExportError) else ExportError(f"format {name} is no ONNX model")
         return found
@@ -139,7 +141,7 @@ def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) 
     return Subject(
         reference=content.reference,
         original=float_onnx(build_net(results.float_model()), opset=opset).model,
-        simulate=lambda: export("fake_quant", tensors),
-        export_qdq=lambda left: export("qdq", {name: each for name, each in tensors.items() if name not in left}),
+        simulate=lambda: export("fake_quant"),
+        export_qdq=lambda left: export("qdq", left),
         tensors=tensors,
     )
