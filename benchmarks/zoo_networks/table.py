@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
 Row = dict[str, Any]
@@ -18,6 +18,7 @@ MARK = "<!-- the rest is written by benchmarks/zoo.py --table -->\n"
 EXACT, NEAR, SLOW_NET = 200.0, 1.0, 1.0  # dB without noise, dB to the simulation, milliseconds
 SPREAD = 0.06  # nine of ten repeated measurements of one file on a busy machine differ by less
 PACKAGES = ("torch", "onnxruntime", "torchvision", "timm", "transformers")
+EARLIER = "of an earlier version"
 WORSE_WARNING, SLOWER_WARNING = "worse than the simulation", "slower than the float"
 
 
@@ -27,10 +28,26 @@ def write_page(path: Path, rows: Iterable[Row]) -> None:
 
     order = {network.name: place for place, network in enumerate(all_networks())}
     rows = sorted(rows, key=lambda row: order.get(row["name"], len(order)))
-    head = path.read_text().partition(MARK)[0]
-    missing = len(order.keys() - {row["name"] for row in rows})
+    head, _, before = path.read_text().partition(MARK)
+    earlier = earlier_lines(before, {row["name"] for row in rows})
+    missing = len(order.keys() - {row["name"] for row in rows} - set(earlier))
     partial = [f"{missing} of {len(order)} networks have no result yet."] if missing else []
-    path.write_text(head + MARK + "\n".join(["", *partial, *summary(rows), "", *table(rows), ""]))
+    if earlier:
+        partial.append(f"{len(earlier)} rows are {EARLIER} and not counted in the figures.")
+    lines = [*table(rows), *earlier.values()]
+    path.write_text(head + MARK + "\n".join(["", *partial, *summary(rows), "", *lines, ""]))
+
+
+def earlier_lines(text: str, measured: Collection[str]) -> dict[str, str]:
+    """The lines that a table has of networks which were not measured again, marked as such, by name."""
+    found = {}
+    for line in text.splitlines():
+        name = line.removeprefix("| `").partition("`")[0] if line.startswith("| `") else ""
+        if name and name not in measured:
+            cells = line.removesuffix("|").rstrip()
+            mark = f" {EARLIER}" if cells.endswith("|") else f"; {EARLIER}"
+            found[name] = line if EARLIER in line else f"{cells}{mark} |"
+    return found
 
 
 def is_warned(row: Row, words: str) -> bool:

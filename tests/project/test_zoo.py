@@ -54,6 +54,21 @@ def test_every_network_is_one_row_of_the_table():
     assert "ModelError: a \\| in a name |" in lines[4]
 
 
+def test_rows_that_were_not_measured_again_stay_and_say_so(tmp_path):
+    from zoo_networks.table import MARK, write_page
+
+    page = tmp_path / "zoo.md"
+    page.write_text(f"# Head\n{MARK}| `a/fast` | old |\n| `a/old` | 3 of 4 |  |\n| `a/older` | 1 of 2 | worse |\n")
+    for _ in range(2):  # the mark is not repeated
+        write_page(page, ROWS)
+    text = page.read_text()
+    assert text.startswith("# Head\n")
+    assert "| `a/fast` | old |" not in text
+    assert "| `a/old` | 3 of 4 | of an earlier version |" in text
+    assert "| `a/older` | 1 of 2 | worse; of an earlier version |" in text
+    assert "2 rows are of an earlier version" in text
+
+
 def test_sqnr_counts_every_float_output_alike():
     from zoo_networks.measuring import sqnr
 
