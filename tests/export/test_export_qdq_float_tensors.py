@@ -127,6 +127,31 @@ def test_a_convolution_in_front_of_a_normalization_is_no_stream():
     assert residual_streams(OnnxGraph(net.model("y"))) == frozenset()
 
 
+def test_a_convolution_that_is_added_to_a_stream_runs_in_integers():
+    """ConvNeXt: its output is rounded once, in steps of its own; the stream and what starts it stay float."""
+    net = Net()
+    scale, shift = net.constant("s", np.ones(4, np.float32)), net.constant("b", np.zeros(4, np.float32))
+    gamma = net.constant("gamma", np.full((1, 4, 1, 1), 0.5, np.float32))
+    x = net.layer("Conv", "stem", net.input("x", 1, 3, 6, 6), net.weight("stem.w", 4, 3, 3, 3))
+    for name in ("one", "two"):
+        y = net.add("InstanceNormalization", f"{name}_norm", x, scale, shift)
+        y = net.layer("Conv", f"{name}_wide", y, net.weight(f"{name}_wide.w", 8, 4, 1, 1))
+        y = net.layer("Conv", name, net.add("Relu", f"{name}_relu", y), net.weight(f"{name}.w", 4, 8, 1, 1))
+        x = net.add("Add", f"{name}_sum", x, net.add("Mul", f"{name}_scaled", y, gamma))
+    net.add("InstanceNormalization", "last", x, scale, shift, outputs=["y"])
+    model = net.model("y")
+    streams = residual_streams(OnnxGraph(model))
+    assert {"stem_out", "one_sum_out", "two_sum_out"} <= streams
+    assert not {"one_out", "two_out"} & streams
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors, target="exact8")
+    assert {"one_out", "two_out"} <= set(exported.tensors)
+    feeds = net.data(seed=2)
+    expected = run(model, feeds)["y"]
+    simulated = sqnr(expected, run(fake_quant_model(model, net.bindings(), factors).model, feeds)["y"])
+    assert sqnr(expected, run(exported.model, feeds)["y"]) > simulated - 1
+
+
 def test_a_gate_computed_from_means_is_no_normalization():
     """Squeeze and excitation multiplies values by a function of their means that is no statistic of them."""
     net = Net()

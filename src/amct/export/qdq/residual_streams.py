@@ -3,7 +3,7 @@
 Such a stream runs through the whole model, and a few of its channels are much larger than the others. A quantizer of 8
 bits takes its step from the large ones, and the normalization amplifies the rounding error of the small ones; every
 block adds the same error again. So placement ``fast`` leaves the stream float, and the output of each layer that starts
-it.
+it. A convolution whose output is only added to it is no part of it.
 
 Exporters write a normalization as one operator or as arithmetic: ``(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps)``,
 without the subtraction for RMSNorm. Both are found.
@@ -97,7 +97,24 @@ def residual_streams(graph: OnnxGraph) -> frozenset[str]:
         makers = (graph.producer(tensor) for tensor in members)
         if any(node is not None and is_computed_sum(graph, node) for node in makers):
             found |= _reachable(members, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
-    return frozenset(found)
+    return frozenset(tensor for tensor in found if not _is_added_convolution(graph, tensor))
+
+
+def _is_added_convolution(graph: OnnxGraph, tensor: str) -> bool:
+    """Whether a tensor is the output of a convolution that is only added to a stream, at most moved and scaled.
+
+    onnxruntime computes a convolution in integers only if its output is quantized. That rounds the addend in steps of
+    its own range, once; the stream itself is not rounded.
+    """
+    producer = graph.producer(tensor)
+    if producer is None or producer.op_type != "Conv":
+        return False
+    user = graph.only_consumer(tensor)
+    while user is not None and not is_computed_sum(graph, user):
+        scales = user.op_type == "Mul" and len(_data(graph, user)) == 1
+        moves = user.op_type in MOVES and user.op_type != "Concat"
+        user = graph.only_consumer(user.output[0]) if scales or moves else None
+    return user is not None
 
 
 def _reachable(start: Iterable[str], neighbours: Callable[[str], list[str]]) -> set[str]:
