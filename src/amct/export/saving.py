@@ -11,12 +11,11 @@ import numpy as np
 
 from amct import atomic
 from amct.export.binding import LayerFactors, bindings_by_name
-from amct.export.check.checking import FEW_BYTES, OnnxCheck, Subject, WrittenFile
+from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
 from amct.export.exported import ExportedModel, ExportReport
 from amct.export.fake_quant import fake_quant_model
 from amct.export.formats import RECORD, check_formats, export_formats, file_name
 from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.onnx.messages import parameter_bytes
 from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.save_path import SavePath
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
 """The default formats of ``QuantizedModel.save``."""
-_SIMULATION = "fake_quant"
 
 
 def layer_factors(entry: LayerRecord) -> LayerFactors:
@@ -269,13 +267,6 @@ class _Exports:
             self.checks[done], self.reports[done] = check_file(self._check, group, self.request.where, done, report)
 
     def _simulation(self) -> ExportedModel:
-        """The fake-quant form; that of a small model is made once, for the check and for its file."""
-        return self._small_simulation or fake_quant_model(self.model, self.bindings, self.factors, kept=KeptWeights())
-
-    @cached_property
-    def _small_simulation(self) -> ExportedModel | None:
-        if parameter_bytes(self.model) > FEW_BYTES:
-            return None
         return fake_quant_model(self.model, self.bindings, self.factors, kept=KeptWeights())
 
     def _qdq_without(self, left_float: Collection[str]) -> ExportedModel:
@@ -285,8 +276,6 @@ class _Exports:
         return exported
 
     def _exported(self, name: str, options: ExportOptions) -> Exported:
-        if name == _SIMULATION and self._check is not None and self._small_simulation is not None:
-            return self._small_simulation
         factors, tensors = self.factors, self.content.tensors
         return export_formats([name], self.model, self.bindings, factors, tensors, options, keep_weights=True)[name]
 

@@ -31,7 +31,7 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import ENOUGH, SHARE, WORSE, by_name, expected_loss, fewest_batches
+from amct.export.check.reference import ENOUGH, FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
 from amct.export.check.running import BUDGET, LoadedModel, speed_of
 from amct.export.check.similarity import output_similarity
@@ -149,7 +149,7 @@ class OnnxCheck:
         """The outputs of one of the models that a file is compared with."""
         size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
         for number, inputs in enumerate(batches):
-            late = number >= fewest_batches(inputs) and time.process_time() > end
+            late = number >= FEWEST_BATCHES and time.process_time() > end
             if number and (late or size >= LARGEST_BATCH // 2):
                 return
             outputs = model.run(inputs)
@@ -185,7 +185,7 @@ class OnnxCheck:
             return self._unusable(file, error), None
         outputs += [loaded.run(batch.inputs) for batch in further]
         measured = self._compared(file, outputs)
-        repaired = self._repaired(file, outputs[: fewest_batches(self._inputs)])
+        repaired = self._repaired(file, outputs[:FEWEST_BATCHES])
         if repaired is not None:
             exported, left = repaired
             loaded = LoadedModel(exported.model, profile=True)
