@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from amct.caffe.engine.plan import parameters_of
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     import torch
 
     from amct.caffe.engine.blob import Blob
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
 
     #: Layer, whether it may overwrite its bottom, call, and the places of bottoms, tops and what is freed.
     Move: TypeAlias = tuple[Layer, bool, Call, list[int], list[int], list[int]]
+
+    class BoundPass(Protocol):
+        """A way to run a plan again."""
+
+        def is_current(self) -> bool:
+            """Whether it still computes what the steps would."""
+
+        def run(self) -> None:
+            """Compute the blobs that are kept; if this fails, all that the pass reads is unchanged."""
 
 
 def bind_plan(plan: Plan) -> BoundPlan | None:
@@ -64,6 +75,11 @@ class BoundPlan:
         #: Blobs that this pass does not write, though a layer does.
         self.unseen = [blob for key, blob in written.items() if key in freed]
         self._states = [(blob, blob.values, blob.values.epoch) for blob in (*parameters, *self.unseen)]
+
+    @property
+    def stored(self) -> list[Blob]:
+        """The blobs that a pass writes."""
+        return [blob for _, blob in self._stores]
 
     def _place(self, blob: Blob) -> int:
         return self._places.setdefault(id(blob), len(self._places))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.backward import Record
     from amct.caffe.engine.blob import Blob
+    from amct.caffe.engine.bound_plan import BoundPass
     from amct.caffe.engine.build.graph import Graph, LearnableParameter, Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
@@ -167,7 +168,7 @@ class Net:
                 for callback in after:
                     callback(step.node.index)
         if not watched:
-            plan.bound = bind_plan(plan)
+            plan.bound = self._bind(plan, is_whole=start == 0 and last == len(self.graph.nodes) - 1)
         return loss
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
@@ -269,6 +270,11 @@ class Net:
             kept = None if self._kept is None else self._kept | keep
             plan = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
         return plan
+
+    def _bind(self, plan: Plan, *, is_whole: bool) -> BoundPass | None:
+        """The plan that was just run, as a pass that can be repeated; ``is_whole`` if it has all layers of the net."""
+        del is_whole
+        return bind_plan(plan)
 
     def _blobs(self, indices: list[int]) -> list[Blob]:
         return [self.graph.blobs[index] for index in indices]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.bound_plan import BoundPlan
+    from amct.caffe.engine.bound_plan import BoundPass
     from amct.caffe.engine.build.graph import Graph, Node
 
 
@@ -101,7 +101,7 @@ class Plan:
     """Blobs to free before the first step, because they are written before they are read."""
     frees_blobs: bool
     """Whether blobs are freed after their last reader."""
-    bound: BoundPlan | None = None
+    bound: BoundPass | None = None
     """The pass as it was last run, if it can be run again in the same way."""
 
 
