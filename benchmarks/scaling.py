@@ -1,11 +1,15 @@
-"""Calibration in several processes: wall time of the loop on 1 rank divided by that on 2 ranks, and bytes exchanged.
+"""Calibration of large data: on 1 rank and on 2, from a folder of pictures, and with a state that is kept for a resume.
 
-    python benchmarks/scaling.py              64 batches of 64 pictures of 32 x 32, a network of ResNet-20's shape
-    python benchmarks/scaling.py --batches 16 --runs 1
+    python benchmarks/scaling.py              all parts, about a minute on an idle machine
+    python benchmarks/scaling.py ranks        only these parts: ranks, resume, folder
 
-One thread for each process. The loop alone is timed: forwards of the calibration model on batches in memory, the
-meeting of the processes and the search for the factors; not the start of the processes, nor the capture of the model.
-The ratio is the median of some runs, 1 rank and 2 ranks in turn. On a machine with other work it says little.
+One thread for each process. ``ranks``: wall time of the loop on 1 rank divided by that on 2 ranks: forwards of the
+calibration model on 64 batches in memory, the meeting of the processes and the search for the factors; not the start of
+the processes, nor the capture of the model. Both are measured in turn by the same two processes, one of which waits
+while the other works alone; beside it the same ratio of plain forwards, which is what the machine allows. On a machine
+with other work it says little. ``resume``: seconds to write the state of the network in the middle of a calibration,
+divided by the 30 s between two writes. ``folder``: the time until the first of 10^5 pictures is decoded, and the memory
+that a pass over them takes.
 """
 
 from __future__ import annotations
@@ -13,20 +17,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import distributed, nn
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from amct.calibration import Ranks
+    from amct.ptq.door import PreparedModel
+
 RESULTS = Path(__file__).resolve().parent / "results" / "scaling.json"
-WANTED = 1.8
+WANTED_RATIO, MOST_SHARE, MOST_SECONDS, MOST_GROWTH = 1.8, 0.01, 2.0, 16.0
+PARTS = ("ranks", "resume", "folder")
+BATCHES, BATCH, PICTURES = 64, 32, 100_000
+LINKS = 10_000  # a file system may allow no more than some 65 000 of one file
 
 
 class Block(nn.Module):
@@ -56,89 +72,239 @@ def network() -> nn.Module:
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
 
 
-def measure(batch_count: int) -> dict[str, float]:
-    """Calibrate in this process and the others of its group; the seconds of the loop and the bytes of the state."""
-    from amct.calibration import ALONE, all_ranks
-    from amct.calibration.ranks import pack
+def prepared_network() -> tuple[PreparedModel, list[torch.Tensor]]:
+    """The network with quantized weights, and the batches that are used in turn."""
     from amct.config.ptq.quant_config import plan_of
     from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
 
-    torch.set_num_threads(1)
-    ranks = all_ranks()
-    data = [torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    data = [torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
     traced = cached_trace(network(), data[0], all_layers=True)
-    plan, _ = plan_of(None, traced.config_layers(), batch_count)
-    prepared = prepare(traced, plan)
-    warm = prepared.start_calibration(ALONE)
-    warm.run([((data[0],), {})])
-    warm.session.close()
+    plan, _ = plan_of(None, traced.config_layers(), BATCHES)
+    return prepare(traced, plan), data
+
+
+# -- ranks: runs under torchrun ----------------------------------------------------------------------------------------
+
+
+def calibrate(prepared: PreparedModel, data: list[torch.Tensor], ranks: Ranks) -> float:
+    """Seconds of the loop, from the first batch to the factors."""
     calibration = prepared.start_calibration(ranks)
+    meet(ranks)
+    begin = time.perf_counter()
+    calibration.run(((data[n % len(data)],), {}) for n in range(ranks.rank, BATCHES, ranks.size))
+    calibration.session.finish()  # if it has not ended by itself
+    return time.perf_counter() - begin
+
+
+def run_plain(model: nn.Module, data: list[torch.Tensor], ranks: Ranks) -> float:
+    """Seconds of the same forwards without calibration."""
+    meet(ranks)
+    begin = time.perf_counter()
+    with torch.no_grad():
+        for number in range(ranks.rank, BATCHES, ranks.size):
+            model(data[number % len(data)])
+    meet(ranks)
+    return time.perf_counter() - begin
+
+
+def meet(ranks: Ranks) -> None:
+    """Wait for the other process, if there is one."""
     if not ranks.is_alone:
         distributed.barrier()
-    begin = time.perf_counter()
-    calibration.run(((data[n % len(data)],), {}) for n in range(ranks.rank, batch_count - ranks.size, ranks.size))
-    before_last = time.perf_counter()
-    state = len(pack(calibration.session.state()))  # not timed
-    last = time.perf_counter()
-    calibration.run([((data[0],), {})])
-    calibration.session.finish()  # if it has not ended by itself
-    seconds = time.perf_counter() - last + before_last - begin
-    return {"seconds": seconds, "bytes": state, "layers": len(prepared.layers)}
 
 
-def run(ranks: int, batches: int) -> dict[str, float]:
-    """Start the processes; the slowest one counts."""
+def work(folder: str, runs: int) -> None:
+    """One of two processes: calibrate in turn alone (the first one) and together; the slower one counts."""
+    from amct.calibration import ALONE, all_ranks
+    from amct.calibration.ranks import pack
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    ranks = all_ranks()
+    prepared, data = prepared_network()
+    model = network()
+    found: list[dict[str, float]] = []
+    state, parts = (
+        0,
+        {"loop": lambda who: calibrate(prepared, data, who), "plain": lambda who: run_plain(model, data, who)},
+    )
+    warm = prepared.start_calibration(ALONE)
+    warm.run([((data[0],), {})])
+    state = len(pack(warm.session.state()))
+    warm.session.close()
+    for _ in range(runs):
+        for name, measure in parts.items():
+            alone = measure(ALONE) if ranks.is_first else 0.0
+            distributed.barrier()
+            seconds = torch.tensor([measure(ranks)])
+            distributed.all_reduce(seconds, distributed.ReduceOp.MAX)
+            found.append({f"{name} 1": alone, f"{name} 2": float(seconds)})
+    if ranks.is_first:
+        Path(folder, "found.json").write_text(
+            json.dumps({"runs": found, "bytes": state, "layers": len(prepared.layers)})
+        )
+    distributed.destroy_process_group()
+
+
+def measure_ranks(runs: int) -> list[dict[str, Any]]:
+    """The rows of 1 rank and 2."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--worker", "--batches", str(batches), "--folder", folder]
-        if ranks > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command[1:1] = launcher
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+        command = [sys.executable, *launcher, __file__, "--worker", folder, "--runs", str(runs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMCT_LOG_LEVEL": "error"}
         subprocess.run(command, check=True, env=environment)
-        found = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-    return max(found, key=lambda each: each["seconds"])
+        found = json.loads(Path(folder, "found.json").read_text())
+    ratio = {
+        name: statistics.median(run[f"{name} 1"] / run[f"{name} 2"] for run in found["runs"] if f"{name} 1" in run)
+        for name in ("loop", "plain")
+    }
+    seconds = [statistics.median(run[key] for run in found["runs"] if key in run) for key in ("loop 1", "loop 2")]
+    size = found["bytes"]
+    return [
+        row(
+            f"wall time of calibration on 1 rank ÷ on 2 ranks, {BATCHES} batches of {BATCH}",
+            f"{ratio['loop']:.2f} ({seconds[0]:.2f} s, {seconds[1]:.2f} s)",
+            f"≥ {WANTED_RATIO}",
+            ratio["loop"] >= WANTED_RATIO,
+        ),
+        row("the same of plain forwards, which need no meeting", f"{ratio['plain']:.2f}"),
+        row(
+            "bytes that a rank sends, ResNet-20",
+            f"{size / 2**20:.1f} MiB, {size / found['layers'] / 2**10:.0f} KiB a layer",
+        ),
+    ]
 
 
-def work(batches: int, folder: str) -> None:
-    """One of the processes."""
-    if "RANK" in os.environ:
-        distributed.init_process_group("gloo")
-    found = measure(batches)
-    rank = distributed.get_rank() if distributed.is_initialized() else 0
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+# -- resume ------------------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def measure_resume(runs: int) -> list[dict[str, Any]]:
+    """The row of writing a state."""
+    from amct.calibration import ALONE
+    from amct.ptq import interim
+
+    torch.set_num_threads(1)
+    prepared, data = prepared_network()
+    calibration = prepared.start_calibration(ALONE)
+    calibration.run(((data[n % len(data)],), {}) for n in range(BATCHES - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "net.calibration.npz")
+        kept = interim.Interim(interim.CalibrationFile(path=path, read=False), ALONE, lambda: {"model": "x"})
+        seconds = []
+        for _ in range(2 * runs + 1):
+            begin = time.perf_counter()
+            kept._due = 0.0
+            kept.note("calibration", calibration.session, BATCHES - 1)
+            seconds.append(time.perf_counter() - begin)
+        size = path.stat().st_size
+    calibration.session.close()
+    took = statistics.median(seconds)
+    return [
+        row(
+            f"time to keep a state for --resume ({size / 2**20:.1f} MiB) ÷ the {interim.SECONDS:g} s between two",
+            f"{took / interim.SECONDS:.2%} ({took * 1000:.0f} ms)",
+            f"< {MOST_SHARE:.0%}",
+            took / interim.SECONDS < MOST_SHARE,
+        )
+    ]
+
+
+# -- a folder of pictures ----------------------------------------------------------------------------------------------
+
+
+def measure_folder(runs: int) -> list[dict[str, Any]]:
+    """The rows of a large folder: its pictures are links to a few, so that only its size is that of a large one."""
+    del runs
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "pictures")
+        place.mkdir()
+        for number in range(PICTURES):
+            original = Path(folder, f"{number // LINKS}.jpg")
+            if number % LINKS == 0:
+                Image.effect_noise((64, 64), 80).convert("RGB").save(original)
+            os.link(original, place / f"{number:06}.jpg")
+        done = subprocess.run(
+            [sys.executable, __file__, "--pictures", str(place)], check=True, capture_output=True, text=True
+        )
+        shutil.rmtree(place)
+    found = json.loads(done.stdout)
+    return [
+        row(
+            f"seconds until the first batch of {PICTURES} pictures is there, with their number",
+            f"{found['first']:.2f}",
+            f"≤ {MOST_SECONDS:g}",
+            found["first"] <= MOST_SECONDS,
+        ),
+        row(
+            f"memory that a pass over {found['read']} of them adds to its first 100 batches, MiB",
+            f"{found['growth']:.1f}",
+            f"≤ {MOST_GROWTH:g}",
+            found["growth"] <= MOST_GROWTH,
+        ),
+    ]
+
+
+def read_pictures(place: str) -> None:
+    """Read a folder as the command does; print what it took."""
+    from amct.data import StoredBatches
+    from amct.memory import process_bytes
+    from amct.ptq.batches import Batches
+
+    begin = time.perf_counter()
+    data = StoredBatches(place, 8)
+    batches = Batches(data, lambda batch: batch)
+    batches.first()
+    length = len(data)
+    first = time.perf_counter() - begin
+    before = read = 0
+    for number, batch in enumerate(batches.limited(min(length, 2_500))):
+        read += len(batch)
+        if number == 100:
+            before = process_bytes()
+    sys.stdout.write(json.dumps({"first": first, "read": read, "growth": (process_bytes() - before) / 2**20}))
+
+
+# -- all rows ----------------------------------------------------------------------------------------------------------
+
+
+def row(what: str, measured: str, wanted: str = "", kept: bool | None = None) -> dict[str, Any]:
+    """A row of the table."""
+    return {"what": what, "measured": measured, "wanted": wanted, "kept": kept}
+
+
+def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=64)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="part", help=", ".join(PARTS))
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--worker", action="store_true")
-    parser.add_argument("--folder", default="")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--pictures", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.batches, arguments.folder)
-        return
-    runs = [(run(1, arguments.batches), run(2, arguments.batches)) for _ in range(arguments.runs)]
-    ratio = statistics.median(one["seconds"] / two["seconds"] for one, two in runs)
-    one, two = runs[-1]
-    table = Table("row", "1 rank", "2 ranks", "ratio", "wanted")
-    mark = "kept" if ratio >= WANTED else "MISSED"
-    times = [statistics.median(pair[index]["seconds"] for pair in runs) for index in (0, 1)]
-    table.add_row(
-        "wall time of the loop, s", f"{times[0]:.2f}", f"{times[1]:.2f}", f"{ratio:.2f}", f">= {WANTED} {mark}"
-    )
-    console = Console(width=100)
-    console.print(table)
-    console.print(
-        f"state of one rank: {two['bytes'] / 2**20:.1f} MiB, {two['bytes'] / two['layers'] / 2**10:.0f} KiB a layer"
-    )
+        work(arguments.worker, arguments.runs)
+        return 0
+    if arguments.pictures:
+        read_pictures(arguments.pictures)
+        return 0
+    measures: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+        "ranks": measure_ranks, "resume": measure_resume, "folder": measure_folder,
+    }  # fmt: skip
+    rows = [each for part in PARTS if part in arguments.parts for each in measures[part](arguments.runs)]
+    table = Table("row", "measured", "wanted", "")
+    for each in rows:
+        table.add_row(
+            each["what"], each["measured"], each["wanted"], {True: "kept", False: "MISSED", None: ""}[each["kept"]]
+        )
+    Console(width=130).print(table)
+    machine = {"processor": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"ratio": ratio, "one": one, "two": two, "batches": arguments.batches}, indent=1))
+    written = {"machine": machine, "rows": rows, "partial": set(arguments.parts) != set(PARTS)}
+    RESULTS.write_text(json.dumps(written, indent=1) + "\n")
+    return 1 if any(each["kept"] is False for each in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
