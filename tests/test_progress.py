@@ -1,13 +1,15 @@
 """Progress bars: seen on a terminal, silent everywhere else, and never in the way of the work."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from rich.progress import Task
 
 from amct.errors import ArgumentError
-from amct.progress import bar, track
+from amct.progress import bar, rate_text, time_text, track
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are a Unix thing")
 
@@ -117,6 +119,47 @@ list(track(range(5), "Second"))
     shown, _ = on_a_terminal(program, tmp_path)
     assert "Second" in shown
     assert "5/5" in shown
+
+
+def task(done, *, before=0, total=100, seconds=10.0, unit="batches"):
+    fields = {"unit": unit, "before": before}
+    made = Task(0, "", total, done, lambda: seconds, fields=fields)
+    made.start_time = 0.0
+    return made
+
+
+def test_the_rate_and_the_time_left():
+    assert rate_text(task(20)) == "2.0 batches/s"
+    assert rate_text(task(20, unit="")) == "2.0/s"
+    assert rate_text(task(4)) == "2.5 s each"
+    assert time_text(task(20)) == "0:00:40 left"
+    assert time_text(task(20, total=200_000)) == "27:46:30 left"
+    assert time_text(task(20, total=None, seconds=3723)) == "1:02:03 so far"
+    assert (rate_text(task(0)), time_text(task(0))) == ("", "-:--:-- left")
+    assert time_text(task(100)) == "0:00:00 left"
+
+
+def test_what_was_done_before_does_not_count_in_the_rate():
+    assert rate_text(task(60, before=40)) == "2.0 batches/s"
+    assert time_text(task(60, before=40)) == "0:00:20 left"
+    assert (rate_text(task(40, before=40)), time_text(task(40, before=40))) == ("", "-:--:-- left")
+
+
+@posix_only
+def test_rate_and_time_are_seen_on_a_terminal(tmp_path):
+    program = """
+import time
+from amct.progress import bar
+with bar("Calibrating", total=30, unit="batches", done=10) as advance:
+    for _ in range(20):
+        time.sleep(0.02)
+        advance()
+"""
+    shown, _ = on_a_terminal(program, tmp_path)
+    assert "10/30" in shown
+    assert "30/30" in shown
+    assert re.search(r"[0-9.]+ batches/s", shown)
+    assert re.search(r"0:00:0[0-9] left", shown)
 
 
 @posix_only

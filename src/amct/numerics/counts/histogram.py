@@ -204,6 +204,8 @@ class FloatHistogram:
             self._add_block(channel, block, table)
         self._outer = checked_array(state, "outer", np.float32, (None,)).copy()
         lower, upper = checked_array(state, "edges", np.float64, (2,)).tolist()
+        if self._total < 0 or self._largest_weight < 1 or not lower <= 0 <= upper:
+            raise CalibrationError("the state of an observer does not fit: its number of values, or its edges")
         self._set_edges(lower, upper)
 
     def bins(self, channel: int = 0) -> Bins:

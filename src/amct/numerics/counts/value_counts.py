@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from amct.errors import CalibrationError
 from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.histogram import Bins
 from amct.numerics.observer import State, checked_array
@@ -71,7 +72,10 @@ class ValueCounts:
     def restored(state: State) -> ValueCounts:
         """Return the counts of a state."""
         bits = checked_array(state, "value_bits", np.uint32, (None,))
-        return ValueCounts(bits, checked_array(state, "value_counts", np.int64, bits.shape))
+        counts = checked_array(state, "value_counts", np.int64, bits.shape)
+        if bits.size > MAX_DISTINCT_VALUES or (counts < 0).any():
+            raise CalibrationError("the state of an observer does not fit: the counts of its values")
+        return ValueCounts(bits, counts)
 
     def bins(self) -> Bins:
         """Return one bin of zero width per value, ascending."""
