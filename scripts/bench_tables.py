@@ -5,8 +5,8 @@
 
 A benchmark writes ``benchmarks/results/<name>.json`` with ``rows``: what was measured, the value, what is wanted, and
 whether that is kept (null: there is no goal). Its table in the page stands between ``<!-- rows of <name> -->`` and
-``<!-- end -->``; a benchmark that was not run, or only in part (``"partial": true``), keeps the table it has. The exit
-code is 1 if a row is missed.
+``<!-- end -->``; a benchmark that was not run, or only in part (``"partial": true``), keeps the table it has. A goal
+(``GOALS``) that no benchmark has measured is listed too. The exit code is 1 if a row is missed or not measured.
 """
 
 from __future__ import annotations
@@ -39,6 +39,38 @@ class Results:
 
     rows: tuple[Row, ...]
     partial: bool = False
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row that must be measured: by which benchmark, and words that are all in its name."""
+
+    benchmark: str
+    words: tuple[str, ...]
+
+    def is_measured(self, results: dict[str, Results]) -> bool:
+        """Whether a row of the results is that of the goal."""
+        found = results.get(self.benchmark)
+        return found is not None and any(all(word in row.what for word in self.words) for row in found.rows)
+
+
+GOALS = (
+    Goal("ptq_pytorch", ("calibration ÷",)),
+    Goal("ptq_pytorch", ("whole job: ours",)),
+    Goal("ptq_pytorch", ("AdaRound fast", "whole job")),
+    *(Goal("ptq_caffe", ("speed", net)) for net in ("SqueezeNet", "open_nsfw")),
+    *(Goal("ptq_caffe", ("memory", net, "batches of 4")) for net in ("SqueezeNet", "open_nsfw")),
+    Goal("scaling", ("1 rank ÷ on 2 ranks",)),
+    *(
+        Goal("caffe_engine", (net, f"batch {batch}", threads))
+        for net in ("SqueezeNet", "open_nsfw", "ResNet-50", "RFB-320")
+        for batch in (1, 8)
+        for threads in ("1 thread:", "2 threads:")
+    ),
+    *(Goal("caffe_small", (net,)) for net in ("LeNet", "det1", "det2", "det3")),
+    *(Goal("portable_weights", (net, "bounded")) for net in ("ResNet-20", "EfficientNet-Lite0")),
+)
+"""The goals for speed and memory, and those for the weights of the portable file."""
 
 
 def read_results(folder: Path) -> dict[str, Results]:
@@ -91,11 +123,13 @@ def main() -> int:
             mark = {True: "kept  ", False: "MISSED", None: "      "}[row.kept]
             lines.append(f"  {mark}  {row.what}: {row.measured}{f'   wanted {row.wanted}' if row.wanted else ''}")
     missed = sum(row.kept is False for found in results.values() for row in found.rows)
-    sys.stdout.write("\n".join([*lines, f"{missed} missed", ""]))
+    unmeasured = [goal for goal in GOALS if not goal.is_measured(results)]
+    lines += [f"NOT MEASURED  {', '.join(goal.words)}: python benchmarks/{goal.benchmark}.py" for goal in unmeasured]
+    sys.stdout.write("\n".join([*lines, f"{missed} missed, {len(unmeasured)} not measured", ""]))
     if len(sys.argv) > 1:
         page = Path(sys.argv[1])
         page.write_text(with_tables(page.read_text(), results))
-    return 1 if missed else 0
+    return 1 if missed or unmeasured else 0
 
 
 if __name__ == "__main__":

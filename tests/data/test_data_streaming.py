@@ -18,6 +18,7 @@ from PIL import Image
 
 from amct.calibration import Ranks
 from amct.data import AheadIterator, InBackground, Preparation, StoredBatches, images, list_images, open_samples
+from amct.data.arrays import open_rows
 from amct.data.read_ahead import AHEAD
 from amct.errors import ArgumentError, FileError, ParseError
 from amct.ptq.batches import Batches
@@ -283,3 +284,67 @@ def test_the_first_batches_do_not_depend_on_what_was_read(tmp_path, read_before)
     assert [len(batch) for batch in data] == [2, 2, 2, 2, 2, 1]
     assert data.reads_ahead
     assert len(FirstBatches(StoredBatches(path, 2), most=1).first()) == 1
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["u1", "i2", "<f4", ">f4", "f8", "f2", "?"])
+@pytest.mark.parametrize("shape", [(5,), (4, 3), (3, 2, 4, 5), (3, 1, 1)])
+def test_rows_of_a_file_are_those_of_the_array(tmp_path, kind, shape):
+    values = np.random.default_rng(0).integers(0, 100, shape).astype(kind)
+    np.save(tmp_path / "x.npy", values)
+    rows = open_rows(tmp_path / "x.npy")
+    assert (rows.shape, rows.dtype, rows.ndim, rows.size, len(rows)) == (
+        shape,
+        values.dtype,
+        len(shape),
+        values.size,
+        shape[0],
+    )
+    for index in (0, len(values) - 1, 1):
+        assert np.array_equal(rows[index], values[index])
+    samples = [sample.values for sample in open_samples(tmp_path / "x.npy")]
+    assert all(
+        np.array_equal(found.reshape(shape[1:]), row.astype(np.float32))
+        for found, row in zip(samples, values, strict=True)
+    )
+
+
+def test_an_array_larger_than_memory_is_read_row_by_row(tmp_path):
+    """A file with a hole: 2 TiB, of which only the rows that are asked for are read."""
+    count, row = 1 << 21, 1 << 20
+    with (tmp_path / "x.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count, row)})
+        start = file.tell()
+        try:
+            file.truncate(start + count * row)
+        except OSError:
+            pytest.skip("the file system has no file as large as that")
+        file.seek(start + (count - 1) * row)
+        file.write(b"\7" * row)
+    batches = StoredBatches(tmp_path / "x.npy", 2)
+    assert len(batches) == count // 2
+    assert next(iter(batches)).sum() == 0
+    rows = open_rows(tmp_path / "x.npy")
+    assert (rows[count - 1] == 7).all()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path):
+    path = array_file(tmp_path)
+    source = iter(StoredBatches(path, 1))
+    next(source)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(FileError, match="row 10 is missing: the file was changed"):
+        list(source)
+
+
+def test_files_without_rows_are_read_as_before(tmp_path):
+    np.save(tmp_path / "columns.npy", np.asfortranarray(np.arange(6.0).reshape(3, 2)))
+    np.savez(tmp_path / "two.npz", data=np.arange(6.0).reshape(3, 2))
+    (tmp_path / "damaged.npy").write_bytes(b"no array")
+    for name in ("columns.npy", "two.npz"):
+        assert open_rows(tmp_path / name) is None
+        assert [sample.values.tolist() for sample in open_samples(tmp_path / name)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ParseError, match="not an array file"):
+        open_samples(tmp_path / "damaged.npy")

@@ -65,11 +65,32 @@ def test_rows_without_a_place_are_an_error(tmp_path):
 def test_missed_rows_are_marked_and_fail(rows, code, tmp_path, monkeypatch, capsys):
     results(tmp_path, first={"rows": rows})
     monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench_tables, "GOALS", (bench_tables.Goal("first", ("size",)),))
     monkeypatch.setattr(sys, "argv", ["bench_tables.py"])
     assert bench_tables.main() == code
     printed = capsys.readouterr().out
     assert ("MISSED  time | of it: 3 s   wanted ≤ 2 s" in printed) == bool(code)
-    assert printed.splitlines()[-1] == f"{code} missed"
+    assert printed.splitlines()[-1] == f"{code} missed, 0 not measured"
+
+
+def test_goals_that_nothing_has_measured_are_listed(tmp_path, monkeypatch, capsys):
+    goals = (bench_tables.Goal("first", ("size",)), bench_tables.Goal("first", ("size", "of both")))
+    monkeypatch.setattr(bench_tables, "GOALS", (*goals, bench_tables.Goal("second", ("time",))))
+    monkeypatch.setattr(bench_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_tables.py"])
+    results(tmp_path, first={"rows": ROWS[1:]})
+    assert bench_tables.main() == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "NOT MEASURED  size, of both: python benchmarks/first.py",
+        "NOT MEASURED  time: python benchmarks/second.py",
+        "0 missed, 2 not measured",
+    ]
+
+
+def test_every_goal_is_that_of_a_benchmark_whose_table_is_in_the_page():
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    places = {match["name"] for match in bench_tables.BLOCK.finditer(page)}
+    assert {goal.benchmark for goal in bench_tables.GOALS} <= places
 
 
 def test_every_place_in_the_page_is_that_of_a_benchmark_that_writes_rows():

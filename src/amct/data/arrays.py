@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +25,62 @@ _MAX_AXES = 32
 
 DATA_NAMES = ("data", "images", "x", "inputs", "arr_0")
 LABEL_NAMES = ("labels", "label", "y", "targets", "arr_1")
+
+
+class StoredRows:
+    """The array of a .npy file, whose rows are read one at a time: the file may be larger than the memory.
+
+    Attributes:
+        shape: The shape of the array.
+        dtype: Its type.
+    """
+
+    def __init__(self, file: io.BufferedReader, size: int, source: str) -> None:
+        self.shape, is_fortran, self.dtype = _checked_header(file, source)
+        if is_fortran or not self.shape:
+            raise _damaged(source, "it has no rows")
+        self._start, self._source = file.tell(), source
+        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if len(self) * self._row_bytes > size - self._start:
+            raise _damaged(source, f"an array of shape {self.shape} and type {self.dtype} needs a longer file")
+        self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of values."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        """Read a row.
+
+        Raises:
+            FileError: The file has become shorter, or cannot be read.
+        """
+        try:
+            content = os.pread(self._descriptor, self._row_bytes, self._start + index * self._row_bytes)
+        except OSError as error:
+            raise FileError(f"{self._source}: cannot be read: {error.strerror or error}") from error
+        if len(content) < self._row_bytes:
+            raise FileError(f"{self._source}: row {index} is missing: the file was changed while it was read")
+        return np.frombuffer(content, self.dtype).reshape(self.shape[1:])
+
+
+def open_rows(path: str | os.PathLike[str]) -> StoredRows | None:
+    """The rows of a .npy file; None for any other file, also one that is damaged or whose rows do not lie together."""
+    try:
+        with Path(path).open("rb") as file:
+            return StoredRows(file, os.fstat(file.fileno()).st_size, str(path))
+    except Exception:  # noqa: BLE001  NumPy's reader of headers raises many types; read_arrays says what is wrong
+        return None
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, npt.NDArray[Any]]:
@@ -81,9 +138,7 @@ def _read_array(
         source: The name in messages.
         before: The bytes of the arrays that were read from the same file before.
     """
-    shape, is_fortran, dtype = _read_header(file, source)
-    if dtype.hasobject:
-        raise _damaged(source, "it holds Python objects, which can run code and are not read (allow_pickle is off)")
+    shape, is_fortran, dtype = _checked_header(file, source)
     needed = math.prod(shape) * dtype.itemsize
     if length is not None and needed > length - file.tell():
         raise _damaged(source, f"an array of shape {shape} and type {dtype} has {needed} bytes, the file is shorter")
@@ -98,6 +153,14 @@ def _read_array(
         raise _damaged(source, f"an array of shape {shape} and type {dtype} has {needed} bytes, got {filled}")
     values = content.view(dtype)
     return values.reshape(shape[::-1]).T if is_fortran else values.reshape(shape)
+
+
+def _checked_header(file: io.BufferedIOBase, source: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and type of an array of numbers or texts."""
+    shape, is_fortran, dtype = _read_header(file, source)
+    if dtype.hasobject:
+        raise _damaged(source, "it holds Python objects, which can run code and are not read (allow_pickle is off)")
+    return shape, is_fortran, dtype
 
 
 def _read_header(file: io.BufferedIOBase, source: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from amct.atomic import is_file, is_folder
-from amct.data.arrays import DATA_NAMES, LABEL_NAMES, choose, is_array_file, read_array, read_arrays
+from amct.data.arrays import (
+    DATA_NAMES,
+    LABEL_NAMES,
+    StoredRows,
+    choose,
+    is_array_file,
+    open_rows,
+    read_array,
+    read_arrays,
+)
 from amct.data.datum import parse_datum, to_bgr
 from amct.data.idx import is_idx_file, labels_beside, read_idx
 from amct.data.images import read_image, walk_images
@@ -305,6 +314,9 @@ def _stamp(path: Path) -> FileStamp:
 
 
 def _array_source(path: Path, prepare: Preparation) -> SampleSource:
+    rows = open_rows(path)
+    if rows is not None:
+        return _stacked_source(path, rows, None, prepare)
     arrays = read_arrays(path)
     values = choose(arrays, DATA_NAMES)
     values = read_array(path) if values is None else values
@@ -318,7 +330,7 @@ def _idx_source(path: Path, prepare: Preparation) -> SampleSource:
 
 
 def _stacked_source(
-    path: Path, values: npt.NDArray[Any], labels: npt.NDArray[Any] | None, prepare: Preparation
+    path: Path, values: npt.NDArray[Any] | StoredRows, labels: npt.NDArray[Any] | None, prepare: Preparation
 ) -> SampleSource:
     if values.ndim < 1 or not values.size:
         raise ParseError(f"{path}: no samples: the array has shape {values.shape}, samples lie along its first axis")
