@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.bound_plan import BoundPlan
     from amct.caffe.engine.net import Net
+    from amct.caffe.engine.plans.bound_plan import BoundPlan
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.fusion import FusedChain, find_chains
+from amct.caffe.engine.plans.fusion import FusedChain, find_chains
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.bound_plan import BoundPass
     from amct.caffe.engine.build.graph import Graph, Node
+    from amct.caffe.engine.plans.bound_plan import BoundPass
 
 
 @dataclass(eq=False)

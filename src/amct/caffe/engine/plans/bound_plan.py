@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from amct.caffe.engine.plan import parameters_of
+from amct.caffe.engine.plans.plan import parameters_of
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.layer import Call, Layer
-    from amct.caffe.engine.plan import Plan
+    from amct.caffe.engine.plans.plan import Plan
 
     #: Layer, whether it may overwrite its bottom, call, and the places of bottoms, tops and what is freed.
     Move: TypeAlias = tuple[Layer, bool, Call, list[int], list[int], list[int]]
