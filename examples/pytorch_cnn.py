@@ -106,7 +106,8 @@ def export_float(model: nn.Module, example: torch.Tensor, path: Path) -> Path:
     open_batch = ({0: torch.export.Dim.DYNAMIC},)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # raised inside torch
-        torch.onnx.export(model, (example,), path, dynamic_shapes=open_batch, external_data=False, verbose=False)
+        settings = {"dynamo": True, "dynamic_shapes": open_batch, "external_data": False, "verbose": False}
+        torch.onnx.export(model, (example,), path, **settings)
     return path
 
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OWN_PINS = ("torch", "torchvision", "sympy", "networkx", "setuptools", "triton", "typing_extensions")
 """Packages whose version torch decides."""
-EXTRAS = ("test", "caffe", "demo", "docs")
-"""What the tests need beside the package; networks of ``assets`` are not tried."""
+EXTRAS = ("test", "caffe", "demo", "docs", "assets")
+"""What the tests need beside the package."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,23 @@ def environment(version: str, folder: Path) -> Path:
     """The Python of an environment with this torch and the packages of the tests; made on first use."""
     home = folder / f"torch-{version}"
     python, complete = home / "bin" / "python", home / "complete"
-    wanted = "\n".join([f"torch=={version}", "setuptools", *dependencies()])
-    if complete.exists() and complete.read_text() == wanted:
+    wanted = [f"torch=={version}", "setuptools", *dependencies()]
+    content = "\n".join([*wanted, str(ROOT)])
+    if complete.exists() and complete.read_text() == content:
         return python
     if not complete.exists():
         say(f"torch {version}: making {home}, which takes several minutes and GB")
         venv.create(home, with_pip=True, clear=True)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    log = folder / f"torch-{version}.pip.log"
     with tempfile.TemporaryDirectory() as scratch:
-        # The package itself is found by PYTHONPATH: its own lower bound of torch must not forbid the trial.
-        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-        pip += ["-c", str(other_constraints(Path(scratch))), *wanted.splitlines()]
-        if run(pip, folder / f"torch-{version}.pip.log", shown=False):
-            raise SystemExit(f"torch {version}: pip failed, see {folder / f'torch-{version}.pip.log'}")
-    complete.write_text(wanted)
+        others = ["-c", str(other_constraints(Path(scratch))), *wanted]
+        # Without dependencies: the package's own lower bound of torch must not forbid the trial.
+        itself = ["--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+        for packages in (others, itself):
+            if run([*pip, *packages], log, shown=False):
+                raise SystemExit(f"torch {version}: pip failed, see {log}")
+    complete.write_text(content)
     return python
 
 

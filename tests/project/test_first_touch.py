@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from amct.cli import main
@@ -197,6 +199,32 @@ def test_no_log_lines_of_torch_stand_beside_our_message():
     lines = result.stderr.splitlines()
     assert len([line for line in lines if line.startswith("error: ")]) == 1
     assert [line for line in lines if not line.startswith(("error: ", "[AMCT]"))] == []
+
+
+def test_no_log_lines_of_onnxruntime_stand_beside_our_message(folder):
+    """A product that the checker accepts, as a size is open, and that onnxruntime refuses while it runs."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["y"], name="fc"),
+        helper.make_node("Reshape", ["y", "shape"], ["z"], name="reshape"),
+    ]
+    constants = [
+        numpy_helper.from_array(np.ones((8, 4), np.float32), "w"),
+        numpy_helper.from_array(np.array([5, 7]), "shape"),
+    ]
+    ends = value("x", TensorProto.FLOAT, ["n", 8]), value("z", TensorProto.FLOAT, [5, 7])
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    onnx.save(model, folder / "net.onnx")
+    np.save(folder / "rows.npy", np.ones((2, 8), np.float32))
+    code = (
+        "import sys; from amct.cli import main; sys.exit(main('quantize net.onnx --data rows.npy -o out/net'.split()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode in (1, 2)
+    lines = result.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("error: ")]) == 1
+    assert [line for line in lines if ":onnxruntime:" in line] == []
 
 
 @pytest.mark.usefixtures("folder")

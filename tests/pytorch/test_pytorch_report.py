@@ -108,6 +108,19 @@ def test_a_report_puts_its_numbers_into_quant_json(quantized, batches, tmp_path)
     assert (measured["of"], measured["on"]) == ("the simulation", "3 batches")
 
 
+def test_an_exception_in_the_users_metric_ends_at_the_users_line(quantized, batches, tmp_path):
+    def metric(output, batch):
+        del output, batch
+        return {}["labels"]
+
+    with pytest.raises(KeyError, match="labels") as caught:
+        quantized.report(tmp_path / "report.html", batches, metric)
+    places = [entry.path.name for entry in caught.traceback]
+    assert places[0] == places[-1] == "test_pytorch_report.py"
+    assert len(places) <= 8  # a few lines of ours between the call and the metric
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_a_notebook_shows_the_summary_with_every_name_escaped():
     net = nn.Sequential(OrderedDict({"fc": nn.Linear(4, 4), "<b>harm</b>": nn.LayerNorm(4)}))
     shown = amct.quantize(net, [torch.randn(2, 4)])._repr_html_()

@@ -139,7 +139,7 @@ def test_inputs_outputs_and_axes_have_the_names_asked_for():
 
 def test_names_that_do_not_fit_are_refused():
     linear = nn.Linear(3, 3)
-    with pytest.raises(ExportError, match='"function.weight" is the name of a parameter'):
+    with pytest.raises(ExportError, match=r'"function\.weight" is the name of a parameter'):
         names_of(linear, torch.randn(2, 3), IoNames(inputs=("x",), outputs=("function.weight",), axes={}))
     with pytest.raises(ExportError, match="the model has 1 outputs, got 2 names"):
         names_of(linear, torch.randn(2, 3), IoNames(inputs=("x",), outputs=("a", "b"), axes={}))
