@@ -214,3 +214,18 @@ def test_weights_far_outside_of_their_range_mean_their_outermost_integer(tmp_pat
     quantized.save(tmp_path / "net", formats=["qdq"])
     found = run_onnx(tmp_path / "net_qdq_model.onnx", images(1))
     assert np.linalg.norm(found - expected.numpy()) < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("target", ["portable", "vnni"])
+def test_files_that_round_anew_start_from_the_trained_weights(tmp_path, target):
+    """A learned scale as large as the weights leaves three integers: what was trained is not the float weight."""
+    model = amct.prepare_qat(net(), images())
+    train(model, range(2))
+    with torch.no_grad():
+        for layer in (model.c1, model.c2, model.c3):
+            scale = 0.6 * layer.weight.abs().amax(dim=(1, 2, 3))
+            layer.weight_quantizer.scale.copy_(scale)
+    model.save(tmp_path / "net", formats=["qdq"], data=images(), target=target, check=False)
+    expected = evaluate(model, images(3)).numpy()
+    found = run_onnx(tmp_path / "net_qdq_model.onnx", images(3))
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)

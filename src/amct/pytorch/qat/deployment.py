@@ -18,7 +18,7 @@ from amct.config.plan import OPEN_ENDED
 from amct.config.settings import IfmrSettings
 from amct.errors import ExportError, TrainingError
 from amct.export.qdq.tensor_factors import observed_factors
-from amct.numerics.arq import WeightFactors, from_channels_first, quantize_weight
+from amct.numerics.arq import WeightFactors, from_channels_first
 from amct.numerics.fold import ChannelAffine
 from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.training.deployed import fold_into_integers
@@ -138,7 +138,7 @@ def _multiplier(norm: nn.Module) -> Tensor:
 def _trained_weights(
     layer: QuantizedLayer, folded: nn.Module, multiplier: Tensor | None, *, can_pack: bool
 ) -> LayerWeights:
-    """The weights of one layer on their trained grid; the folded float weights are made to round to it."""
+    """The weights of one layer on their trained grid; the folded float weights become the same."""
     quantizers: Mapping[str, WeightQuantizer] = {
         "weight": layer.weight_quantizer,
         "weight_ih_l0": layer.weight_quantizer,
@@ -153,7 +153,7 @@ def _trained_weights(
         if multiplier is not None:
             integers, scale = fold_into_integers(integers, scale, multiplier, quantizer.bits)
         factors[part.name] = WeightFactors(scale, torch.zeros_like(scale, dtype=torch.int32))
-        rounded[part.name] = _on_grid(part, integers, factors[part.name], quantizer.bits, folded)
+        rounded[part.name] = _on_grid(part, integers, factors[part.name], folded)
     return LayerWeights(
         parts=weight_parts(folded),
         rounded=rounded,
@@ -163,20 +163,15 @@ def _trained_weights(
     )
 
 
-def _on_grid(part: WeightPart, integers: Tensor, factors: WeightFactors, bits: int, folded: nn.Module) -> Tensor:
-    """The dequantized weight; a float weight that is not rounded to it is replaced by it.
+def _on_grid(part: WeightPart, integers: Tensor, factors: WeightFactors, folded: nn.Module) -> Tensor:
+    """The dequantized weight, which replaces the float one.
 
-    Folding multiplies weight and scale by the same number, but each product is rounded: a weight in the middle between
-    two integers may fall on the other side. And a weight far outside of its range means its outermost integer: training
-    may have moved it there without effect, but a file that rounds to fewer bits would start from it.
+    Training sees the rounded weight only. The float weight may be far from it: outside of its range, or anywhere in the
+    step of a scale that has grown. A file that rounds anew must start from what was trained.
     """
-    wanted = from_channels_first(integers, part.tensor.shape, part.kind, part.groups)
     step = factors.scale.repeat_interleave(integers.shape[0] // factors.scale.numel())[:, None]
     exact = from_channels_first(integers * step, part.tensor.shape, part.kind, part.groups)
-    limit = from_channels_first(step.expand_as(integers).contiguous(), part.tensor.shape, part.kind, part.groups) / 2
-    found = quantize_weight(part.tensor, factors, part.kind, bits, part.groups)
-    is_near = (found == wanted) & ((part.tensor - exact).abs() <= limit * (1 + 1e-6))
-    put_weights(folded, {part.name: torch.where(is_near, part.tensor, exact)})
+    put_weights(folded, {part.name: exact})
     return exact
 
 
