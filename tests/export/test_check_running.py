@@ -96,6 +96,21 @@ def test_a_speed_has_a_margin(net, monkeypatch, original, ratio, may_be_slower):
     assert speed.nodes
 
 
+def test_a_large_file_is_closed_before_the_original_is_loaded(net):
+    shapes, model = net
+    file, feeds = LoadedModel(model, profile=True), shapes.data()
+
+    def load() -> LoadedModel:
+        with pytest.raises(AttributeError):
+            file.run(feeds)
+        return LoadedModel(model)
+
+    speed = running.speed_apart(file, load, feeds, budget=0.01)
+    assert speed.ratio > 0
+    assert speed.least <= speed.ratio
+    assert speed.nodes
+
+
 def test_of_several_outputs_the_worst_is_reported():
     x = np.array([3.0, 4.0], np.float32)
     expected = {"same": x, "other": x, "classes": np.array([1])}

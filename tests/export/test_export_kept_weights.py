@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -11,16 +12,22 @@ import torch
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from torch import nn
 
+import amct.caffe
 import amct.onnx_model
 import amct.pytorch
+from amct.caffe.engine import net as engine
 from amct.errors import AmctError, ExportError
 from amct.export import formats
-from amct.export.onnx import kept_weights
-from amct.export.onnx.file_parts import initializer_bytes, model_parts
-from amct.export.onnx.kept_weights import KeptWeights, kept_arrays, with_values
+from amct.export.onnx import kept_weights, runtime
+from amct.export.onnx.file_parts import initializer_bytes, model_parts, read_parts
+from amct.export.onnx.kept_weights import KeptWeights, kept_arrays, owner_of, with_values
+from amct.export.onnx.light import with_weights_beside
 from amct.export.onnx.messages import tensor_array
 from amct.export.onnx.runtime import Runner
 from amct.export.writer import save_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -114,6 +121,64 @@ def test_session_computes_the_same_and_keeps_the_weights() -> None:
 
 
 @pytest.mark.usefixtures("keep_all")
+def test_lean_session_computes_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "LARGE_MODEL", 1)
+    kept = KeptWeights()
+    session = runtime.open_session(net(kept)[0], lean=True)
+    feeds = {"x": np.random.default_rng(1).standard_normal((1, 3, 8, 8)).astype(np.float32)}
+
+    assert [value.name for value in session.get_inputs()] == ["x"]
+    (got,) = session.run(["out"], feeds)
+
+    np.testing.assert_allclose(got, Runner(net(None)[0]).run(feeds)["out"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_a_written_file_is_read_with_its_weights_beside_it(tmp_path) -> None:
+    whole, arrays = net(None)
+    whole.graph.initializer.append(helper.make_tensor("floats", TensorProto.FLOAT, [2], [1.0, 2.0]))
+    packed = TensorProto(name="nibbles", data_type=TensorProto.INT4, dims=[4], raw_data=b"\x12\x34")
+    whole.graph.initializer.append(packed)
+    whole.graph.initializer.append(TensorProto(name="empty", data_type=TensorProto.FLOAT, dims=[0]))
+    save_model(tmp_path / "net.onnx", whole)
+    kept = KeptWeights()
+
+    read = read_parts(tmp_path / "net.onnx", kept)
+
+    assert set(kept_arrays(read)) == set(arrays) - {"shape"}
+    assert with_values(read) == whole
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_integers_that_are_floats_in_the_file() -> None:
+    integers = np.random.default_rng(0).integers(-127, 128, (700, 900)).astype(np.int8)
+    kept = KeptWeights()
+    graph = helper.make_graph([], "g", [], [], [kept.tensor("w", integers, np.float32)])
+    whole = helper.make_graph([], "g", [], [], [numpy_helper.from_array(integers.astype(np.float32), "w")])
+    light, plain = (helper.make_model(each, ir_version=8) for each in (graph, whole))
+
+    np.testing.assert_array_equal(tensor_array(light.graph.initializer[0]), integers.astype(np.float32))
+    assert b"".join(bytes(part) for part in model_parts(light)) == plain.SerializeToString()
+
+
+def test_models_get_their_weights_beside_them() -> None:
+    whole, arrays = net(None, rows=300)
+    kept = KeptWeights()
+
+    light = with_weights_beside(whole, kept)
+
+    assert set(kept_arrays(light)) == {"fc.weight"}
+    np.testing.assert_array_equal(kept_arrays(light)["fc.weight"], arrays["fc.weight"])
+    assert with_values(light) == whole
+    other = owner_of(light)
+    del kept
+    assert set(kept_arrays(light)) == {"fc.weight"}
+    del other
+    with pytest.raises(ExportError, match="were freed"):
+        kept_arrays(light)
+
+
+@pytest.mark.usefixtures("keep_all")
 def test_arrays_are_shared_and_cannot_be_changed() -> None:
     kept = KeptWeights()
     array = np.ones((4, 4), np.float32)
@@ -168,20 +233,71 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
-def saved(folder, least: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    monkeypatch.setattr(kept_weights, "LEAST_BYTES", least)
-    torch.manual_seed(0)
-    model, data = Net().eval(), torch.randn(4, 3, 8, 8)
-    amct.pytorch.quantize(model, data).save(folder / "net")
+def saved(folder, quantize) -> dict[str, bytes]:
+    quantize().save(folder / "net")
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith("quant.json")}
 
 
-def test_files_of_a_save_do_not_depend_on_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    light, whole = saved(tmp_path / "light", 1, monkeypatch), saved(tmp_path / "whole", 2**40, monkeypatch)
+def from_torch(_: Path):
+    torch.manual_seed(0)
+    return amct.pytorch.quantize(Net().eval(), torch.randn(4, 3, 8, 8))
 
-    assert {"net_qdq_model.onnx", "net_deploy_model.onnx", "net_fake_quant_model.onnx"} <= set(whole)
-    assert light == whole
-    onnx.checker.check_model(onnx.load_model_from_string(light["net_qdq_model.onnx"]))
+
+def from_onnx(folder: Path):
+    random = np.random.default_rng(0)
+    shapes = {"conv.weight": (8, 3, 3, 3), "scale": (8,), "shift": (8,), "mean": (8,), "fc.weight": (16, 288)}
+    arrays = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays["variance"] = np.full(8, 0.5, np.float32)
+    nodes = [
+        helper.make_node("Conv", ["x", "conv.weight"], ["y"], "conv", kernel_shape=[3, 3]),
+        helper.make_node("BatchNormalization", ["y", "scale", "shift", "mean", "variance"], ["n"], "norm"),
+        helper.make_node("Relu", ["n"], ["r"], "relu"),
+        helper.make_node("Flatten", ["r"], ["f"], "flatten"),
+        helper.make_node("Gemm", ["f", "fc.weight"], ["out"], "fc", transB=1),
+    ]
+    ends = [helper.make_tensor_value_info("x", 1, ["n", 3, 8, 8])], [helper.make_tensor_value_info("out", 1, ["n", 16])]
+    stored = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "net", *ends, stored), opset_imports=[helper.make_opsetid("", 17)]
+    )
+    onnx.save(model, folder / "net.onnx")
+    return amct.onnx_model.quantize(folder / "net.onnx", random.standard_normal((4, 3, 8, 8)).astype(np.float32))
+
+
+def from_caffe(folder: Path):
+    (folder / "net.prototxt").write_text(PROTOTXT)
+    torch.manual_seed(0)
+    net = engine.Net.from_file(folder / "net.prototxt")
+    for layer in net.layers:
+        for blob in layer.blobs:
+            blob.set_tensor(torch.rand(blob.shape))
+    net.save_weights(folder / "net.caffemodel")
+    data = [np.random.default_rng(seed).standard_normal((1, 3, 8, 8)).astype(np.float32) for seed in range(4)]
+    return amct.caffe.quantize(folder / "net.prototxt", folder / "net.caffemodel", data)
+
+
+PROTOTXT = """
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" convolution_param { num_output: 8 kernel_size: 3 } }
+layer { name: "norm" type: "BatchNorm" bottom: "conv" top: "norm" batch_norm_param { use_global_stats: true } }
+layer { name: "relu" type: "ReLU" bottom: "norm" top: "relu" }
+layer { name: "fc" type: "InnerProduct" bottom: "relu" top: "fc" inner_product_param { num_output: 16 } }
+"""
+
+
+@pytest.mark.parametrize("door", [from_torch, from_onnx, from_caffe])
+def test_files_of_a_save_do_not_depend_on_it(door, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name, least in {"light": 1, "whole": 2**40}.items():
+        monkeypatch.setattr(kept_weights, "LEAST_BYTES", least)
+        source = tmp_path / f"{name}_source"
+        source.mkdir()
+        found[name] = saved(tmp_path / name, lambda source=source: door(source))
+
+    assert "net_qdq_model.onnx" in found["whole"]
+    assert len(found["whole"]) >= 4
+    assert found["light"] == found["whole"]
+    onnx.checker.check_model(onnx.load_model_from_string(found["light"]["net_qdq_model.onnx"]))
 
 
 @pytest.mark.usefixtures("keep_all")

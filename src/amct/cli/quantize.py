@@ -248,12 +248,13 @@ def _measured(
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
     """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs."""
     from amct.model.quant_json import QUANT_JSON, add_measurement
+    from amct.export.onnx.kept_weights import with_values
     from amct.onnx_model import measure
 
     file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
     if file is None:
         return "simulation", quantized.compare(batches), ()
-    measured = measure(quantized.prepared.float_model(None), file, batches)
+    measured = measure(with_values(quantized.prepared.float_model(None)), file, batches)
     for document in (path for path in written if path.name.endswith(QUANT_JSON)):
         add_measurement(document, measured.as_measurement(file.name))
     return str(file), measured.layers.values(), measured.outputs

@@ -79,7 +79,7 @@ def _quantize_layer(graph: OnnxGraph, layer: Layer, quantizers: dict[tuple[str, 
     graph.set_input(layer.reader, 0, quantizers[key])
     if layer.weight is not None:
         straighten_gemm(graph, layer)
-        replace_weight(graph, layer, layer.integer_weight().astype(np.float32))
+        replace_weight(graph, layer, layer.integer_weight(), dtype=np.float32)
         if layer.adds_integers:
             replace_bias(graph, layer, layer.integer_bias().astype(np.float32))
     return _insert_dequantizer(graph, layer)

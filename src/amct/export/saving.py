@@ -20,6 +20,7 @@ from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.save_path import SavePath
 from amct.export.writer import add_model, check_opset, save_models
+from amct.memory import give_back_freed
 from amct.model import Skip
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, RelatedFile, related_file
 from amct.record import encode_record
@@ -260,6 +261,7 @@ class _Exports:
     def check(self, group: FileGroup, name: str) -> None:
         """Run the file that was written last."""
         self._kept = None  # nobody needs the exported model any more
+        give_back_freed()
         done = list(self.reports)[-1]
         assert name == file_name(done)
         report = self.reports[done]

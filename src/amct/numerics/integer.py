@@ -13,6 +13,7 @@ precision of float32 products, float64 is used and rounded, because the error of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.numerics.affine import integer_range
-from amct.numerics.arq import WeightKind, channels_first
+from amct.numerics.arq import WeightKind, channels_first, row_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _EXACT_FLOAT32 = 2**24
 _EXACT_FLOAT64 = 2**53
@@ -73,8 +77,7 @@ def integer_convolution(
             f"and {list(weight.shape)}"
         )
     kind = WeightKind.CONV_TRANSPOSE if geometry.transposed else WeightKind.CONV
-    row_sums = channels_first(weight, kind, geometry.groups).double().abs().sum(dim=1)
-    bound = _largest_magnitude(x, offset) * int(row_sums.max())
+    bound = _largest_magnitude(x, offset) * _largest_row_sum(channels_first(weight, kind, geometry.groups))
     dtype = _exact_dtype(bound, x.device)
     sums = _convolve(x.to(dtype) - offset, weight.to(dtype), geometry)
     return _with_bias(sums, bias, bound, channel_axis=1)
@@ -92,9 +95,11 @@ def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, off
         raise ArgumentError(
             f"expected x [..., Cin] and a weight [Cout, Cin], got {list(x.shape)} and {list(weight.shape)}"
         )
-    bound = _largest_magnitude(x, offset) * int(weight.double().abs().sum(dim=1).max())
+    bound = _largest_magnitude(x, offset) * _largest_row_sum(weight)
     dtype = _exact_dtype(bound, x.device)
-    return _with_bias(functional.linear(x.to(dtype) - offset, weight.to(dtype)), bias, bound, channel_axis=-1)
+    moved = x.to(dtype) - offset
+    sums = torch.cat([functional.linear(moved, some) for some in _converted_rows(weight, dtype)], dim=-1)
+    return _with_bias(sums, bias, bound, channel_axis=-1)
 
 
 def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0) -> Tensor:
@@ -146,11 +151,23 @@ def worst_case_accumulator(
     _check_integers(weight=weight, bias=bias)
     lowest, highest = integer_range(bits)
     low, high = lowest - offset, highest - offset
-    rows = channels_first(weight, kind, groups).to(torch.int64)
+    rows = channels_first(weight, kind, groups)
     _check_bias(bias, len(rows))
-    positive, negative = rows.clamp(min=0).sum(dim=1), rows.clamp(max=0).sum(dim=1)
+    sums = [(some.sum(dim=1), some.clamp_(min=0).sum(dim=1)) for some in _converted_rows(rows, torch.int64)]
+    total, positive = (torch.cat(each) for each in zip(*sums, strict=True))
+    negative = total - positive
     shift = torch.zeros_like(positive) if bias is None else bias.to(torch.int64)
     return AccumulatorRange(low * positive + high * negative + shift, high * positive + low * negative + shift)
+
+
+def _converted_rows(rows: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Some rows at a time in a wider type, each in the memory of those before: a large weight is not copied."""
+    memory: Tensor | None = None
+    for part in row_chunks(len(rows), rows.numel()):
+        some = rows[part]
+        if memory is None:
+            memory = torch.empty(some.shape, dtype=dtype, device=rows.device)
+        yield memory[: len(some)].copy_(some)
 
 
 def actual_accumulator(sums: Tensor, *, channel_axis: int = 1) -> AccumulatorRange:
@@ -204,6 +221,11 @@ def _largest_magnitude(x: Tensor, offset: int) -> int:
         return 0
     low, high = torch.aminmax(x)
     return max(abs(int(low) - offset), abs(int(high) - offset))
+
+
+def _largest_row_sum(rows: Tensor) -> int:
+    """The largest sum of magnitudes of a row."""
+    return max(int(some.abs_().sum(dim=1).max()) for some in _converted_rows(rows, torch.float64))
 
 
 def _exact_dtype(bound: int, device: torch.device) -> torch.dtype:

@@ -52,7 +52,8 @@ def find_integer_weights(rows: Tensor, bias: Tensor | None, scale_data: Tensor) 
         scale_data: The scale of the data, one value.
     """
     rows = rows.detach().float()
-    if not bool(torch.isfinite(rows).all()) or (bias is not None and not bool(torch.isfinite(bias).all())):
+    limits = torch.stack(torch.aminmax(rows))
+    if not bool(torch.isfinite(limits).all()) or (bias is not None and not bool(torch.isfinite(bias).all())):
         return None
     for grid in _grids(rows):
         scale = _scale_for_bias(grid, bias, scale_data)
@@ -150,7 +151,8 @@ def dequantized_bias(bias: Tensor, step: Tensor) -> Tensor:
 
 def _find(rows: Tensor, largest_integers: Iterable[int]) -> _Grid | None:
     """The grid of every row, with its largest magnitude at the first of these integers that fits."""
-    bound = rows.abs().amax(dim=1)
+    lowest, highest = torch.aminmax(rows, dim=1)
+    bound = torch.maximum(-lowest, highest)
     integers = torch.zeros(rows.shape, dtype=torch.int8)
     scales = torch.full((len(rows), len(_NEIGHBOURS)), torch.nan)
     open_rows = (bound > 0).nonzero().reshape(-1)
@@ -162,7 +164,8 @@ def _find(rows: Tensor, largest_integers: Iterable[int]) -> _Grid | None:
         done = open_rows[fits]
         scales[done] = scale[fits]
         nearest = (bound[done] / largest)[:, None]
-        integers[done] = (rows[done] / nearest).round().to(torch.int8)
+        for columns in _chunks(rows):
+            integers[done, columns] = (rows[done, columns] / nearest).round_().to(torch.int8)
         open_rows = open_rows[~fits]
     return None if open_rows.numel() else _Grid(integers, scales)
 

@@ -14,6 +14,7 @@ from amct.calibration import ALONE, BalanceSession, CalibrationSession
 from amct.calibration.layer_records import plan_streams
 from amct.calibration.session import HIDDEN
 from amct.export.binding import placeholder_factors
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.layers import find_all_layers, weight_parts
@@ -67,7 +68,8 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
     recurrent = [name for name, layer in prepared.onnx_layers.items() if layer.kind.is_recurrent]
     observers = prepared.tensor_observers()
     session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers, ranks=ranks)
-    model, watched = watch_layers(prepared.rounded_model(), prepared)
+    kept = KeptWeights()  # the session of the runner keeps them
+    model, watched = watch_layers(prepared.rounded_model(kept), prepared)
     runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])
 
     def run(batches: Iterable[Feeds]) -> None:

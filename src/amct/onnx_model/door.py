@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ConfigError
 from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
+from amct.export.onnx.kept_weights import KeptWeights, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, tensor_array
 from amct.export.onnx.runtime import Runner, as_tensor
@@ -63,12 +64,14 @@ class OnnxPreparation(Preparation):
         found: The layers of the user's model.
         folded: The float model with its batch norms folded.
         onnx_layers: The quantized layers in the folded model.
+        kept: The weights of the folded model and of those made of it.
     """
 
     source: SourceModel
     found: Layers
     folded: ModelProto
     onnx_layers: Mapping[str, Layer]
+    kept: KeptWeights
 
     @property
     def bindings(self) -> list[LayerBinding]:
@@ -94,19 +97,19 @@ class OnnxPreparation(Preparation):
         observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
         return observers | {name: MinMaxObserver() for name in self.intermediate_tensors}
 
-    def rounded_model(self) -> ModelProto:
-        """The folded model with fake-quantized weights."""
-        return self._with_rounded_weights(self.weights)
+    def rounded_model(self, kept: KeptWeights | None = None) -> ModelProto:
+        """The folded model with fake-quantized weights; ``kept`` takes large ones."""
+        return self._with_rounded_weights(self.weights, kept)
 
     @cached_property
     def exported_model(self) -> ModelProto:
         """The folded model; weights are float, except where the integers do not follow from weight and scale."""
         rounded = [name for name, weights in self.weights.items() if weights.custom_rounding]
-        return self._with_rounded_weights(rounded) if rounded else self.folded
+        return self._with_rounded_weights(rounded, self.kept) if rounded else self.folded
 
-    def _with_rounded_weights(self, names: Collection[str]) -> ModelProto:
+    def _with_rounded_weights(self, names: Collection[str], kept: KeptWeights | None) -> ModelProto:
         placeholders = dict.fromkeys(self.weights, placeholder_factors())
-        graph, layers, _ = find_layers(self.folded, self.bindings, placeholders)
+        graph, layers, _ = find_layers(self.folded, self.bindings, placeholders, kept)
         for layer in layers:
             if layer.name in names:
                 put_weights(self.weights[layer.name], graph, layer)
@@ -123,7 +126,7 @@ class OnnxPreparation(Preparation):
         if deploy:
             raise ArgumentError("deploy: the deploy model of an ONNX model runs on the chip only; leave it out")
         factors = {name: layer_factors(entry) for name, entry in record.items()}
-        return fake_quant_model(self.exported_model, self.bindings, factors).model
+        return with_values(fake_quant_model(self.exported_model, self.bindings, factors).model)
 
     def runner(self, simulation: ModelProto) -> Callable[[Feeds], dict[str, Any]]:
         """A function that runs the model on a batch and returns the outputs by name."""
@@ -206,7 +209,12 @@ class OnnxDoor:
         """
         _refuse_adaround(plan)
         chosen = enabled_layers(plan, self._found.found)
-        folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers)
+        kept = KeptWeights()
+        folded = fold(self._source.model, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers, kept=kept)
+        kept.adopt(folded.model)
+        # The weights from before the folding are not needed any more, only the inputs and names of the model.
+        self._source = replace(self._source, kept=None)
+        self._found = self._found.without_weights()
         balance = balance_factors(folded.model, plan, data, ranks)
         after = find_all_layers(folded.model).found
         weights = {
@@ -230,6 +238,7 @@ class OnnxDoor:
             found=self._found,
             folded=folded.model,
             onnx_layers={name: after[name].layer for name in weights},
+            kept=kept,
         )
 
 
@@ -267,4 +276,4 @@ def quantize(
     Raises:
         AmctError: The subclass tells whether model, config, data or files are invalid.
     """
-    return flow.quantize(OnnxDoor(read_model(model)), calibration_data, config, inputs, resume)
+    return flow.quantize(OnnxDoor(read_model(model, keep_weights=True)), calibration_data, config, inputs, resume)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto, NodeProto
 
+    from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
 
 _HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # MatMul has no bias input
@@ -36,7 +37,9 @@ _PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
-def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = ()) -> Folded[ModelProto]:
+def fold(
+    model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = (), kept: KeptWeights | None = None
+) -> Folded[ModelProto]:
     """Fold every batch norm that is the only reader of a convolution or Gemm; report each other one with the reason.
 
     Add, Sub, Mul and Div with a constant per channel are folded in the same way, before the batch norms.
@@ -45,11 +48,12 @@ def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = (
         model: its nodes have unique names; it is not changed.
         do_fusion: False folds nothing.
         skip: layers (or batch norms) that are not folded, AMCT's ``skip_fusion_layers``.
+        kept: takes the large weights that change; None: they are in the message.
     """
     if not do_fusion:
         norms = [node.name for node in model.graph.node if node.op_type == BATCH_NORM]
         return Folded.unchanged(model, norms, "do_fusion is false")
-    graph = OnnxGraph(model)
+    graph = OnnxGraph(model, kept)
     constants = _fold_constants(graph, skip)
 
     def refuse(head: Node, norm: Node) -> str | None:
@@ -60,7 +64,7 @@ def fold(model: ModelProto, *, do_fusion: bool = True, skip: Collection[str] = (
 
     if constants:
         model = graph.build()
-        graph = OnnxGraph(model)
+        graph = OnnxGraph(model, kept)
     fusions, skips = fold_batch_norms(topology(model), _PATTERN, fold_one, skip=skip, refuse=refuse)
     return Folded(model=graph.build(), fusions={**constants, **fusions}, skips=skips)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from amct.config.layers import LayerInfo, LayerList
 from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer import shared_tensor
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
 from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.export.onnx.weights import replace_weight
@@ -76,6 +76,14 @@ class Layers:
     found: Mapping[str, FoundLayer]
     skips: tuple[Skip, ...]
     operators: Mapping[str, str]
+
+    def without_weights(self) -> Layers:
+        """The same layers without their arrays of weights, which are large."""
+        found = {
+            name: replace(each, layer=replace(each.layer, weight=None, recurrent_weight=None))
+            for name, each in self.found.items()
+        }
+        return replace(self, found=found)
 
     def config_layers(self) -> LayerList:
         """The nodes in the form that the config package reads."""
@@ -221,7 +229,7 @@ def weight_parts(layer: Layer) -> tuple[WeightPart, ...]:
     return tuple(
         WeightPart(
             name=name,
-            tensor=torch.from_numpy(np.array(array)),
+            tensor=shared_tensor(array),
             kind=layer.kind.weight_kind,
             groups=layer.groups,
             gates=layer.kind.gates,

@@ -24,10 +24,12 @@ from amct.export.onnx.checked import (
     decode_model,
     load_external,
 )
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.onnx.light import light_copy, with_weights_beside
 from amct.export.onnx.messages import first_line
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.onnx.sizes import check_sizes
+from amct.memory import give_back_freed
 from amct.onnx_model.opset import (
     drop_stored_inputs,
     set_file_version,
@@ -66,19 +68,24 @@ class SourceModel:
     Attributes:
         name: The file's name without its suffix, or the graph's name.
         model: The normalized model; never changed.
+        kept: The weights beside the model; they exist as long as this object.
     """
 
     name: str
     model: ModelProto
+    kept: KeptWeights | None = None
 
 
-def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: bool = False) -> SourceModel:
+def read_model(
+    model: AnyModel, argument: str = "model", *, allow_quantized: bool = False, keep_weights: bool = False
+) -> SourceModel:
     """Read, check and normalize a model.
 
     Args:
         model: a path, the bytes of a file, or a ModelProto, which is not changed.
         argument: the argument's name in messages.
         allow_quantized: whether quantized operators are accepted (for comparing); the opset is then kept.
+        keep_weights: whether large weights are beside the message (``kept_weights.py``), for a model that is edited.
 
     Raises:
         ArgumentTypeError: it has another type.
@@ -89,6 +96,10 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
     source, proto = _parsed(model, argument)
     _open_dimensions(proto)
     check_tensors(source, proto)
+    kept = KeptWeights() if keep_weights else None
+    if kept is not None:
+        proto = with_weights_beside(proto, kept)
+        give_back_freed()
     proto = _without_functions(source, proto)
     drop_stored_inputs(proto)
     set_file_version(proto)
@@ -101,7 +112,7 @@ def read_model(model: AnyModel, argument: str = "model", *, allow_quantized: boo
         _name_nodes(proto)
     check_sizes(source, _declare_shapes(proto))
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
-    return SourceModel(name=name, model=proto)
+    return SourceModel(name=name, model=proto, kept=kept)
 
 
 def _parsed(model: AnyModel, argument: str) -> tuple[str, ModelProto]:

@@ -183,7 +183,7 @@ class Door(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """A fingerprint of the model and the options of the door; called after ``plan``."""
+        """A fingerprint of the model and the options of the door; called after ``plan`` and before ``prepare``."""
 
     def reads_data_first(self, plan: Plan) -> bool:
         """Whether ``prepare`` needs a pass over the data of its own (DMQ, AdaRound, equalization)."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.calibration import all_ranks
 from amct.export.qdq.tensor_factors import observed_factors
+from amct.memory import give_back_freed
 from amct.ptq.batches import KeptBatches
 from amct.ptq.fingerprints import fingerprint
 from amct.ptq.interim import CalibrationFile, Interim, bound_to
@@ -61,7 +62,8 @@ def quantize(
         file = None if resume is None else CalibrationFile.of(resume)
         interim = None
         if file is not None:
-            interim = Interim(file, ranks, lambda: bound_to(_parts(door, plan, batches, example), ranks), begin)
+            model = door.fingerprint()  # now: a door may free weights that it folds
+            interim = Interim(file, ranks, lambda: bound_to(_parts(model, plan, batches, example), ranks), begin)
         passes = Passes(batches, None if open_ended else plan.batch_num, ranks, interim)
         prepared = door.prepare(plan, passes, ranks)
         calibration = prepared.start_calibration(ranks)
@@ -71,6 +73,8 @@ def quantize(
             calibration.session.finish(complete=not open_ended)
             result = calibration.session.result
     tensors = observed_factors(result.tensors) if calibration.observes_tensors else None
+    del calibration  # a caught error may keep this frame, and with it a copy of the model
+    give_back_freed()
     record = prepared.complete_record(result)
     if file is not None and not file.removed_by_caller:
         file.remove(ranks)
@@ -78,11 +82,11 @@ def quantize(
     return QuantizedModel(prepared, record, tensors, seen.kept, seconds)
 
 
-def _parts(door: Door, plan: Plan, batches: Batches, example: object) -> dict[str, str]:
-    """Fingerprints of what the result depends on."""
+def _parts(model: str, plan: Plan, batches: Batches, example: object) -> dict[str, str]:
+    """Fingerprints of what the result depends on; ``model`` is that of the model."""
     settings = replace(plan, source="", warnings=())
     return {
-        "model": door.fingerprint(),
+        "model": model,
         "data": batches.fingerprint(example),
         "config": fingerprint([repr(settings)]),
     }

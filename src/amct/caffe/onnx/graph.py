@@ -33,6 +33,7 @@ from amct.caffe.onnx.forms.writer import OnnxWriter
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
 from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ExportError, did_you_mean
+from amct.export.onnx.light import light_copy
 from amct.export.writer import check_opset, save_model
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.build.graph import Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.onnx.forms.place import Dims
+    from amct.export.onnx.kept_weights import KeptWeights
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,12 @@ class FloatOnnx:
 
 
 def float_onnx(
-    net: Net, *, opset: int = DEFAULT_OPSET, outputs: Sequence[str] | None = None, dynamic_batch: bool = True
+    net: Net,
+    *,
+    opset: int = DEFAULT_OPSET,
+    outputs: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    kept: KeptWeights | None = None,
 ) -> FloatOnnx:
     """Convert a net to ONNX, in memory.
 
@@ -94,6 +101,7 @@ def float_onnx(
         opset: 16 to 21.
         outputs: The output blobs; by default the net's outputs.
         dynamic_batch: Make the batch size dynamic where the net allows it.
+        kept: Takes the large weights, which the net and the model then share; None: they are copied.
 
     Raises:
         ArgumentError: The opset is outside 16..21, an output is not a blob, or the net is of the TRAIN phase.
@@ -105,10 +113,10 @@ def float_onnx(
     shapes = batch_shapes(net) if dynamic_batch else None
     if shapes is not None:
         try:
-            return _Export(net, opset, outputs, shapes).run()
+            return _Export(net, opset, outputs, shapes, kept).run()
         except FollowsBatchError as reason:
             logger.info("the batch size of the ONNX file is fixed: %s", reason)
-    return _Export(net, opset, outputs, fixed_shapes(net)).run()
+    return _Export(net, opset, outputs, fixed_shapes(net), kept).run()
 
 
 def export_onnx(
@@ -153,11 +161,12 @@ class _Export:
     opset: int
     outputs: Sequence[str] | None
     shapes: NetShapes
+    kept: KeptWeights | None = None
     inputs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.writer = OnnxWriter(self.opset, taken=self.net.graph.blob_names)
+        self.writer = OnnxWriter(self.opset, taken=self.net.graph.blob_names, kept=self.kept)
         self._current: dict[int, str] = {}
         """The tensor that holds the content of a blob (by index) at this point of the net."""
         self._made: dict[str, tuple[int, str]] = {}
@@ -335,7 +344,7 @@ class _Export:
         model.ir_version = _FILE_VERSIONS[self.opset]
         model.producer_name = "amct"
         try:
-            onnx.checker.check_model(model)
+            onnx.checker.check_model(light_copy(model))
         except onnx.checker.ValidationError as error:
             raise ExportError(f'the ONNX model of net "{self.net.name}" is not valid: {error}') from error
         return model

@@ -17,6 +17,7 @@ from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.kept_weights import KeptWeights, owner_of
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes
@@ -37,7 +38,7 @@ _TABLE_BITS = 4
 _NO_WEIGHT = np.ones(1, dtype=np.float32)
 
 
-def quantized_onnx(
+def quantized_onnx(  # noqa: PLR0913  placement, target and float_tensors are the options of a user
     net: Net,
     record: CaffeRecord,
     tensors: Mapping[str, TensorFactors] | None = None,
@@ -46,6 +47,7 @@ def quantized_onnx(
     target: Target | str = Target.PORTABLE,
     opset: int = DEFAULT_OPSET,
     float_tensors: Collection[str] = (),
+    keep_weights: bool = False,
 ) -> ExportedModel:
     """Convert a quantized net to a QDQ model, in memory.
 
@@ -57,13 +59,15 @@ def quantized_onnx(
         target: The integer types: ``portable``, ``vnni`` or ``exact8``.
         opset: 16 to 21; activations of more than 8 bits need 21.
         float_tensors: Blobs between layers that ``fast`` leaves float.
+        keep_weights: Whether the model may refer to its large weights (``kept_weights.py``).
 
     Raises:
         RecordError: The record belongs to another model, or a layer lacks the factors of its input.
         ArgumentError: The placement, target or opset is unknown.
         ExportError: A layer has no ONNX form, or its factors do not fit it.
     """
-    parts = _Parts.of(net, record, opset)
+    kept = KeptWeights() if keep_weights else None
+    parts = _Parts.of(net, record, opset, kept)
     exported = parts.exported
     observed = None if tensors is None else {**tensors, **parts.tensors()}
     result = qdq_model(
@@ -74,11 +78,13 @@ def quantized_onnx(
         placement=placement,
         target=target,
         float_tensors=float_tensors,
+        kept=kept,
     )
     if observed is None or Placement(placement) is Placement.EXACT:
         result = _with_data_only(result, exported, parts, Target(target))
     return replace(
         result,
+        kept=owner_of(result.model),
         skipped=(*result.skipped, *parts.skipped),
         notes=(*exported.notes, *result.notes, *parts.notes),
     )
@@ -98,8 +104,11 @@ def other_format(
     Raises:
         ExportError: A layer has no ONNX form, or the exporter rejects the model.
     """
-    parts = _Parts.of(net, record, opset)
-    return export_formats([name], parts.exported.model, parts.bindings, parts.factors, tensors, options)[name]
+    kept = KeptWeights()
+    parts = _Parts.of(net, record, opset, kept)
+    model, factors = parts.exported.model, parts.factors
+    found = export_formats([name], model, parts.bindings, factors, tensors, options, keep_weights=True)[name]
+    return found if isinstance(found, bytes) else replace(found, kept=owner_of(found.model))
 
 
 def tensors_to_observe(
@@ -115,7 +124,8 @@ def tensors_to_observe(
     Raises:
         ExportError: A layer has no ONNX form.
     """
-    exported = float_onnx(net)
+    kept = KeptWeights()
+    exported = float_onnx(net, kept=kept)
     bindings = []
     for layer in net.layers:
         if layers is None or layer.name in layers:
@@ -166,9 +176,9 @@ class _Parts:
         self._layers = {layer.name: layer for layer in self.net.layers}
 
     @classmethod
-    def of(cls, net: Net, record: CaffeRecord, opset: int) -> _Parts:
+    def of(cls, net: Net, record: CaffeRecord, opset: int, kept: KeptWeights | None) -> _Parts:
         """Combine the float ONNX model of a net with the factors of its record."""
-        parts = cls(float_onnx(net, opset=opset), net)
+        parts = cls(float_onnx(net, opset=opset, kept=kept), net)
         for name, factors in record.items():
             parts.add(name, factors)
         return parts

@@ -14,6 +14,7 @@ from amct.errors import ExportError
 from amct.export.check.checking import Subject
 from amct.export.exported import ExportedModel, ExportReport
 from amct.export.formats import file_name
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.options import Placement, Target
 from amct.export.saving import report_of
 from amct.export.writer import add_file
@@ -120,6 +121,7 @@ def _exported(
             target=options.target,
             opset=opset,
             float_tensors=options.float_tensors,
+            keep_weights=True,
         )
     except ExportError as error:
         return error
@@ -137,10 +139,11 @@ def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) 
             raise found if isinstance(found, ExportError) else ExportError(f"format {name} is no ONNX model")
         return found
 
-    opset = request.opset if request.opset is not None else DEFAULT_OPSET
+    opset, kept = request.opset if request.opset is not None else DEFAULT_OPSET, KeptWeights()
     return Subject(
         reference=content.reference,
-        original=float_onnx(build_net(results.float_model()), opset=opset).model,
+        original=float_onnx(build_net(results.float_model()), opset=opset, kept=kept).model,
+        kept=kept,
         simulate=lambda: export("fake_quant"),
         export_qdq=lambda left: export("qdq", left),
         tensors=tensors,

@@ -63,10 +63,10 @@ class QuantizedMatrix:
     def real(self) -> torch.Tensor:
         """The dequantized float32 weight, in the layout of the file."""
         rows = channels_first(self.integers, self.layout.kind, self.layout.groups).float()
-        real = from_channels_first(
-            rows * self.factors.scale.reshape(-1, 1), self.integers.shape, self.layout.kind, self.layout.groups
+        rows *= self.factors.scale.reshape(-1, 1)
+        return self.layout.restored(
+            from_channels_first(rows, self.integers.shape, self.layout.kind, self.layout.groups)
         )
-        return self.layout.restored(real)
 
     def stored(self) -> torch.Tensor:
         """The blob of a deploy model: int8 weights in the layer's own layout, or packed indices."""

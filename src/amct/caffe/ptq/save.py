@@ -22,6 +22,7 @@ from amct.errors import ArgumentError, RecordError
 from amct.export.formats import file_name
 from amct.export.save_path import SavePath, warn_of_replaced
 from amct.export.saving import SavedContent, SaveRequest, file_entry
+from amct.memory import give_back_freed
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
@@ -177,20 +178,20 @@ def save_results(
     where = request.where
     atomic.check_writable(where.folder)
     makers = {"fake_quant": results.fake_quant, "deploy": results.deploy}
-    nets = {name: make() for name, make in makers.items() if name in request.formats}
-    onnx_formats = [name for name in request.formats if name not in nets]
+    nets: dict[str, QuantizedNet] = {}
+    onnx_formats = [name for name in request.formats if name not in makers]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
     reports: dict[str, ExportReport | None] = {}
     not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
-    pairs = {kind: net.model for kind, net in nets.items()}
-    if results.equalized:
-        pairs["equalized"] = results.folded_model
     written: list[Path] = [where.quant_json] if request.formats else []
     with FileGroup() as group:
-        for kind, model in pairs.items():
-            files = pair_of(where, kind)
-            write_model(group, model, *files)
-            written += files
+        for kind in (name for name in makers if name in request.formats):
+            net = makers[kind]()
+            written += _write_pair(group, where, kind, net.model)
+            nets[kind] = replace(net, model=replace(net.model, weights={}))  # one net's weights at a time
+            del net
+        if results.equalized:
+            written += _write_pair(group, where, "equalized", results.folded_model)
         if isinstance(inference, Inference) and "deploy" in nets:
             path = where.file("atc_model.prototxt")
             group.write_text(path, format_text(inference.results.deploy().model.net))
@@ -202,6 +203,7 @@ def save_results(
             paths, reports, not_written = add_onnx_formats(group, onnx.results, onnx_formats, factors, request)
             written += paths
         if request.formats:
+            give_back_freed()  # the weights of several nets
             checks = check_save(group, results, request, content, [*nets])
             checks |= check_onnx(group, onnx.results, request, onnx.content, reports)
             document = replace(
@@ -217,6 +219,13 @@ def save_results(
     saved = [*nets, *reports] or ["the record" if request.with_record else "no model"]
     logger.info("Saved %s of %d quantized layers to %s.", " and ".join(saved), len(results.record), where.folder)
     return written
+
+
+def _write_pair(group: FileGroup, where: SavePath, kind: str, model: CaffeModel) -> list[Path]:
+    """Write a net as prototxt and caffemodel; return the paths."""
+    files = pair_of(where, kind)
+    write_model(group, model, *files)
+    return [*files]
 
 
 def _write_record(group: FileGroup, where: SavePath, record: CaffeRecord) -> list[Path]:

@@ -33,9 +33,12 @@ from amct.export.check.outcome import (
 )
 from amct.export.check.reference import ENOUGH, FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import BUDGET, LoadedModel, speed_of
+from amct.export.check.running import BUDGET, LoadedModel, speed_apart, speed_of
 from amct.export.check.similarity import output_similarity
+from amct.export.onnx.file_parts import read_parts
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
+from amct.export.onnx.runtime import LARGE_MODEL
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ logger = logging.getLogger(__name__)
 OWN_FORMATS = ("qdq", "deploy", "fake_quant")
 _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
-FEW_BYTES = 32_000_000
+FEW_BYTES = 16_000_000
 """Parameters of a model that may be loaded twice."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
@@ -69,6 +72,7 @@ class Subject:
         export_qdq: Exports the QDQ file without quantizing some of the tensors between the layers; None if the file
             has no such tensors.
         tensors: The factors of those tensors.
+        kept: The weights beside ``original``, if nobody else owns them.
     """
 
     reference: Reference
@@ -76,6 +80,7 @@ class Subject:
     simulate: Callable[[], ExportedModel]
     export_qdq: Callable[[Collection[str]], ExportedModel] | None = None
     tensors: Mapping[str, TensorFactors] | None = None
+    kept: KeptWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,6 +118,11 @@ class OnnxCheck:
         types = {value.name: value.type.tensor_type.elem_type for value in self._subject.original.graph.output}
         return [name for name, kind in types.items() if kind in _FLOAT_TYPES]
 
+    @property
+    def _is_large(self) -> bool:
+        """Whether two models at a time would need too much memory."""
+        return parameter_bytes(self._subject.original) > FEW_BYTES
+
     @cached_property
     def _original(self) -> LoadedModel:
         return LoadedModel(self._subject.original)
@@ -131,12 +141,13 @@ class OnnxCheck:
         expected = [by_name(batch.expected, names) for batch in batches]
         simulated = [by_name(batch.simulated, names) for batch in batches]
         if any(outputs is None for outputs in expected):
-            expected = list(self._outputs(self._original, [batch.inputs for batch in batches]))
-            if parameter_bytes(self._subject.original) > FEW_BYTES:
-                del self._original  # it is loaded again to be timed: two models would need too much memory
+            # A large model is loaded again to be timed.
+            original = LoadedModel(self._subject.original, lean=True) if self._is_large else self._original
+            expected = list(self._outputs(original, [batch.inputs for batch in batches]))
+            del original
         if any(outputs is None for outputs in simulated):
             simulation = self._subject.simulate()
-            loaded = LoadedModel(simulation.model)
+            loaded = LoadedModel(simulation.model, lean=True)
             simulated = list(self._outputs(loaded, [batch.inputs for batch in batches[: len(expected)]]))
         return [
             ComparedBatch(inputs=batch.inputs, expected=exact or {}, simulated=rounded or {})
@@ -177,7 +188,8 @@ class OnnxCheck:
             return self._in_child(file), None
         try:
             further = self._batches_for(file)[1:]
-            loaded = LoadedModel(_runnable(file), profile=file.format == "qdq")
+            kept = KeptWeights()
+            loaded = LoadedModel(_runnable(file, kept), profile=file.format == "qdq", lean=file.format != "qdq")
             outputs = [loaded.run(self._inputs)]
         except ExportError as error:
             return self._not_checked(file, str(error)), None
@@ -227,8 +239,11 @@ class OnnxCheck:
         if file.format != "qdq":
             return measured
         budget = min(BUDGET, SHARE * self._subject.reference.seconds)
-        speed = speed_of(loaded, self._original, self._inputs, budget)
-        del self._original  # as large as all parameters, and no other file is timed
+        if self._is_large:
+            speed = speed_apart(loaded, lambda: LoadedModel(self._subject.original), self._inputs, budget)
+        else:
+            speed = speed_of(loaded, self._original, self._inputs, budget)
+            del self._original  # no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)
@@ -275,8 +290,10 @@ class OnnxCheck:
         if file.format == "deploy":
             outputs = {report.layer: f"{report.layer}.dequant.output0" for report in file.report.layers}
 
+        kept = KeptWeights()
+
         def written() -> ModelProto:
-            runnable = _runnable(file) if repaired is None else repaired.model
+            runnable = _runnable(file, kept) if repaired is None else repaired.model
             return runnable if isinstance(runnable, ModelProto) else file.model()
 
         models = self._subject.original, self._subject.simulate, written
@@ -305,15 +322,21 @@ class OnnxCheck:
         return repair.run(noisiest_tensors(subject.original, between, self._inputs), measured.sqnr)
 
 
-def _runnable(file: WrittenFile) -> ModelProto | Path:
-    """The file, or the integer form of a deploy file.
+def _runnable(file: WrittenFile, kept: KeptWeights) -> ModelProto | Path:
+    """The file, its content if it is large and not timed, or the integer form of a deploy file.
+
+    Args:
+        file: The file.
+        kept: Takes the large weights of a content.
 
     Raises:
         ExportError: a deploy file has an operator on integers that cannot be computed here.
     """
-    if file.format != "deploy":
-        return file.path
-    return standard_model(file.model(), packed=_packed(file))
+    if file.format == "deploy":
+        return standard_model(read_parts(file.path, kept), packed=_packed(file), kept=kept)
+    if file.format == "fake_quant" and file.path.stat().st_size >= LARGE_MODEL:
+        return read_parts(file.path, kept)
+    return file.path
 
 
 def _packed(file: WrittenFile) -> list[str]:

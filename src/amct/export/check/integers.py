@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import NodeProto
 
+    from amct.export.onnx.kept_weights import KeptWeights
+
 _ZERO = 128
 _MOVING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _EXACT_IN_FLOAT32 = 1 << 24
@@ -37,18 +39,19 @@ _NARROW_BITS = (4, 8)
 _LARGEST_NIBBLE = 15
 
 
-def standard_model(deploy: ModelProto, *, packed: Collection[str] = ()) -> ModelProto:
+def standard_model(deploy: ModelProto, *, packed: Collection[str] = (), kept: KeptWeights | None = None) -> ModelProto:
     """A model of standard operators that computes what a deploy file computes; tensors keep their names.
 
     Args:
         deploy: The content of the file; it is not changed.
         packed: The nodes whose weights hold two 4-bit values per byte.
+        kept: Takes the large weights of the result, which then refers to them; None: they are in its message.
 
     Raises:
         ExportError: an operator on integers has no such form; the message names the node.
         ModelError: a node reads a tensor that does not exist.
     """
-    return _Translation(deploy, packed).run()
+    return _Translation(deploy, packed, kept).run()
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class _Sums:
 
 
 class _Translation:
-    def __init__(self, deploy: ModelProto, packed: Collection[str]) -> None:
+    def __init__(self, deploy: ModelProto, packed: Collection[str], kept: KeptWeights | None) -> None:
+        self._kept = kept
         self._deploy = deploy
         self._packed = packed
         self._stored = {tensor.name: tensor for tensor in deploy.graph.initializer}
@@ -236,7 +240,7 @@ class _Translation:
 
     def _unsigned(self, node: NodeProto, weight: NDArray[Any], x: _Integers) -> list[str]:
         """The weight as uint8, and the values that stand for 0 in the input and in the weight."""
-        moved = (weight.astype(np.int16) + _ZERO).astype(np.uint8)
+        moved = np.ascontiguousarray(weight, np.int8).view(np.uint8) ^ np.uint8(_ZERO)
         return [self._constant(node, value) for value in (moved, np.uint8(x.zero), np.uint8(_ZERO))]
 
     def _centred(self, node: NodeProto, x: _Integers) -> str:
@@ -274,7 +278,9 @@ class _Translation:
 
     def _constant(self, source: NodeProto, value: Any) -> str:  # noqa: ANN401  an array or a NumPy scalar
         name = self._fresh(f"{source.name}.constant")
-        self._added.append(numpy_helper.from_array(np.asarray(value), name))
+        array = np.asarray(value)
+        stored = numpy_helper.from_array(array, name) if self._kept is None else self._kept.tensor(name, array)
+        self._added.append(stored)
         return name
 
     def _fresh(self, name: str) -> str:

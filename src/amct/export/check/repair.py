@@ -98,6 +98,6 @@ class Repair:
 
     def _without(self, tensors: Sequence[str]) -> tuple[ExportedModel, float]:
         exported = self._export(set(tensors))
-        loaded = LoadedModel(exported.model)
+        loaded = LoadedModel(exported.model, lean=True)
         similarity, _ = similarity_over((batch.expected, loaded.run(batch.inputs)) for batch in self._batches)
         return exported, similarity.sqnr if similarity is not None else -np.inf

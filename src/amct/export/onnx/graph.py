@@ -31,6 +31,7 @@ from amct.model import TensorIndex
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy.typing as npt
     from numpy.typing import NDArray
 
     from amct.export.onnx.kept_weights import KeptWeights
@@ -238,12 +239,15 @@ class OnnxGraph(TensorIndex[NodeProto]):
 
     # -- editing ---------------------------------------------------------------------------------------------------
 
-    def set_initializer(self, name: str, value: NDArray[Any]) -> str:
-        """Store an array under a name, replacing any existing one; returns the name."""
+    def set_initializer(self, name: str, value: NDArray[Any], dtype: npt.DTypeLike | None = None) -> str:
+        """Store an array under a name, replacing any existing one; returns the name.
+
+        ``dtype`` is the type in the file, if it is another one.
+        """
         if self._kept is not None:
-            self._initializers[name] = self._kept.tensor(name, np.asarray(value))
+            self._initializers[name] = self._kept.tensor(name, np.asarray(value), dtype)
         else:
-            self._initializers[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
+            self._initializers[name] = numpy_helper.from_array(np.asarray(value, dtype, order="C"), name)
         self._constant_depths.clear()
         self._value_info.pop(name, None)
         return name

@@ -26,6 +26,9 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
     from numpy.typing import NDArray
 
 LEAST_BYTES = 2**16
@@ -33,34 +36,70 @@ LEAST_BYTES = 2**16
 _TYPES = frozenset(np.dtype(kind) for kind in ("float32", "float16", "float64", "int8", "uint8", "int16", "int32"))
 _LOCATION = f"kept-weights/{secrets.token_hex(16)}/"
 _NUMBERS = itertools.count()
-_ARRAYS: WeakValueDictionary[str, NDArray[Any]] = WeakValueDictionary()
+_VALUES_PER_PART = 2**18
+_KEPT: WeakValueDictionary[str, Kept] = WeakValueDictionary()
+
+
+class Kept:
+    """An array beside a message, and the type that its values have in the model."""
+
+    def __init__(self, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        self._array, self._dtype = np.asarray(array, order="C").view(), dtype
+        self._array.flags.writeable = False
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values in the model."""
+        return int(self._array.size * self._dtype.itemsize)
+
+    def array(self) -> NDArray[Any]:
+        """All values: the array itself, or a new one if it has another type than in the model."""
+        found: NDArray[Any] = self._array.astype(self._dtype, copy=False)
+        return found
+
+    def parts(self) -> Iterator[memoryview]:
+        """The bytes of the values, in parts where they are converted."""
+        flat = self._array.reshape(-1)
+        step = flat.size if flat.dtype == self._dtype else _VALUES_PER_PART
+        for start in range(0, flat.size, step):
+            yield flat[start : start + step].astype(self._dtype, copy=False).data.cast("B")
 
 
 class KeptWeights:
     """Owns the arrays to which models refer."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._owned: dict[str, Kept] = {}
 
-    def tensor(self, name: str, array: NDArray[Any]) -> TensorProto:
+    def tensor(self, name: str, array: NDArray[Any], dtype: npt.DTypeLike | None = None) -> TensorProto:
         """A message that refers to an array; one that holds it, if it is small or of a rare type.
 
-        The array must not be changed any more. It is copied only if it is not in C order.
+        Args:
+            name: Of the message.
+            array: It must not be changed any more, and is copied only if it is not in C order.
+            dtype: The type in the model, if it is another one: small integers that are floats in a file are converted
+                whenever they are read.
         """
-        if array.nbytes < LEAST_BYTES or array.dtype not in _TYPES:
-            return numpy_helper.from_array(np.asarray(array, order="C"), name)
-        kept = np.asarray(array, order="C").view()
-        kept.flags.writeable = False
+        kind = np.dtype(array.dtype if dtype is None else dtype)
+        if array.size * kind.itemsize < LEAST_BYTES or kind not in _TYPES:
+            return numpy_helper.from_array(np.asarray(array, order="C").astype(kind, copy=False), name)
         key = f"{_LOCATION}{next(_NUMBERS)}"
-        self._arrays[key] = _ARRAYS[key] = kept
-        kind = helper.np_dtype_to_tensor_dtype(kept.dtype)
-        message = TensorProto(name=name, data_type=kind, dims=list(kept.shape), data_location=TensorProto.EXTERNAL)
+        self._owned[key] = _KEPT[key] = Kept(array, kind)
+        element = helper.np_dtype_to_tensor_dtype(kind)
+        message = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)
         message.external_data.add(key="location", value=key)
         return message
 
+    def adopt(self, model: ModelProto) -> None:
+        """Own the arrays to which a model refers, too."""
+        for tensor in model.graph.initializer:
+            found = kept_values(tensor)
+            if found is not None:
+                self._owned[tensor.external_data[0].value] = found
 
-def kept_array(tensor: TensorProto) -> NDArray[Any] | None:
-    """The array to which a message refers, read-only; None for any other message.
+
+def kept_values(tensor: TensorProto) -> Kept | None:
+    """What a message refers to; None for a message that holds its values.
 
     Raises:
         ExportError: the owner of the array is gone.
@@ -70,10 +109,32 @@ def kept_array(tensor: TensorProto) -> NDArray[Any] | None:
     key = tensor.external_data[0].value
     if not key.startswith(_LOCATION):
         return None
-    found = _ARRAYS.get(key)
+    found = _KEPT.get(key)
     if found is None:
         raise ExportError(f'the values of "{tensor.name}" were freed; keep the owner of the model as long as the model')
     return found
+
+
+def owner_of(model: ModelProto) -> KeptWeights:
+    """An owner of the arrays to which a model refers, and of no others."""
+    owner = KeptWeights()
+    owner.adopt(model)
+    return owner
+
+
+def kept_array(tensor: TensorProto) -> NDArray[Any] | None:
+    """The array to which a message refers, read-only; None for a message that holds its values.
+
+    Raises:
+        ExportError: the owner of the array is gone.
+    """
+    found = kept_values(tensor)
+    return None if found is None else found.array()
+
+
+def refers(model: ModelProto) -> bool:
+    """Whether a model has weights beside it."""
+    return any(kept_values(tensor) is not None for tensor in model.graph.initializer)
 
 
 def kept_arrays(model: ModelProto) -> dict[str, NDArray[Any]]:
@@ -84,14 +145,17 @@ def kept_arrays(model: ModelProto) -> dict[str, NDArray[Any]]:
 
 def with_values(model: ModelProto) -> ModelProto:
     """The model as a message that holds all its weights; the model itself if it does."""
-    if not kept_arrays(model):
+    if not refers(model):
         return model
     whole = ModelProto()
     whole.CopyFrom(model)
     for tensor in whole.graph.initializer:
-        array = kept_array(tensor)
-        if array is not None:
-            tensor.ClearField("data_location")
-            del tensor.external_data[:]
-            tensor.raw_data = array.tobytes()
+        if kept_values(tensor) is not None:
+            tensor.CopyFrom(whole_tensor(tensor))
     return whole
+
+
+def whole_tensor(tensor: TensorProto) -> TensorProto:
+    """A message that holds its values: the message itself, or one with the values to which it refers."""
+    array = kept_array(tensor)
+    return tensor if array is None else numpy_helper.from_array(array, tensor.name)

@@ -234,9 +234,14 @@ class Layer:
 
 def _as_tensor(array: NDArray[Any]) -> torch.Tensor:
     """A float32 tensor, which shares the memory of a float32 array: it is only read."""
+    return shared_tensor(np.asarray(array, dtype=np.float32))
+
+
+def shared_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor in the memory of an array, which may be read-only: the tensor must not be changed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.asarray(array, dtype=np.float32))
+        return torch.from_numpy(array)
 
 
 def layer_report(layer: Layer, inserted: Iterable[str], output: str | None = None) -> LayerReport:

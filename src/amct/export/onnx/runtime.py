@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from amct.errors import CalibrationError, ModelError
 from amct.export.onnx.kept_weights import kept_arrays
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.light import light_copy, weights_as_inputs
 from amct.export.onnx.messages import any_value, copy_fields, first_line, parameter_bytes, tensor_array
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.sizes import check_sizes_of_run
@@ -30,6 +30,7 @@ LARGE_MODEL = 2**24
 _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
 _PROVIDERS = ["CPUExecutionProvider"]
+_NO_PACKED_WEIGHTS = {"session.disable_prepacking": "1"}
 _NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
 
@@ -120,11 +121,36 @@ class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxrunti
     """
 
     def __init__(self, model: bytes, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]) -> None:
+        self._arrays = dict(weights)
         self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
         options.add_external_initializers(list(self._weights), list(self._weights.values()))
         for name, value in self._weights.items():
             options.add_initializer(name, value)  # external ones alone would be copied
         super().__init__(model, options, providers=_PROVIDERS)
+
+
+class _LeanSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxruntime has no types
+    """A session whose weights are inputs: onnxruntime makes no copy of them.
+
+    Args:
+        model: A model with weights beside it.
+        options: Of the session.
+        weights: By name.
+    """
+
+    def __init__(
+        self, model: ModelProto, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]
+    ) -> None:
+        self._arrays = dict(weights)
+        super().__init__(weights_as_inputs(model).SerializeToString(), options, providers=_PROVIDERS)
+
+    def get_inputs(self) -> list[Any]:
+        """The inputs that are no weights."""
+        return [value for value in super().get_inputs() if value.name not in self._arrays]
+
+    def run(self, names: list[str], feeds: Mapping[str, NDArray[Any]], options: onnxruntime.RunOptions = None) -> Any:  # noqa: ANN401  as the base class
+        """Run the model with its weights."""
+        return super().run(names, {**feeds, **self._arrays}, options)
 
 
 def open_session(
@@ -133,6 +159,7 @@ def open_session(
     *,
     threads: int = 0,
     profile: Path | None = None,
+    lean: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Load a model, or the file of one, in onnxruntime on the CPU; nothing is logged.
 
@@ -141,22 +168,28 @@ def open_session(
         settings: Further settings of the session.
         threads: That compute one operator; 0: one for each core.
         profile: Prefix of the file to which onnxruntime writes the time of each node.
+        lean: Whether a large model is loaded without copies of its weights in the order of fast kernels.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
+    size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
+    if lean and size >= LARGE_MODEL:
+        settings = {**(settings or {}), **_NO_PACKED_WEIGHTS}
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.intra_op_num_threads = threads
     for name, value in (settings or {}).items():
         options.add_session_config_entry(name, value)
     if profile is not None:
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
-    size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
     try:
         if isinstance(model, Path):
             return onnxruntime.InferenceSession(str(model), options, providers=_PROVIDERS)
         kept = kept_arrays(model)
+        if kept and lean:
+            return _LeanSession(model, options, kept)
         if kept:
             return _Session(model.SerializeToString(), options, kept)
         if size < EXTERNAL_THRESHOLD:

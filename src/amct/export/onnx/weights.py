@@ -12,6 +12,7 @@ from amct.model.kinds import LayerKind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
     from numpy.typing import NDArray
     from onnx import NodeProto
 
@@ -32,10 +33,15 @@ def stored_weight(layer: Layer, weight: NDArray[Any]) -> NDArray[Any]:
     return weight
 
 
-def replace_weight(graph: OnnxGraph, layer: Layer, weight: NDArray[Any], index: int = 1) -> str:
-    """Store a weight (layer's own layout) as an initializer of the layer's node; returns its name."""
+def replace_weight(
+    graph: OnnxGraph, layer: Layer, weight: NDArray[Any], index: int = 1, dtype: npt.DTypeLike | None = None
+) -> str:
+    """Store a weight (layer's own layout) as an initializer of the layer's node; returns its name.
+
+    ``dtype`` is its type in the file, if it is another one.
+    """
     name = owned_name(graph, layer.node, index, f"{layer.name}.{_SUFFIX[index]}")
-    graph.set_initializer(name, stored_weight(layer, weight))
+    graph.set_initializer(name, stored_weight(layer, weight), dtype)
     graph.set_input(layer.node, index, name)
     return name
 

@@ -181,7 +181,7 @@ class QdqNodes:
             )
         bounded = self.target is Target.PORTABLE and _adds_pairs(layer)
         integers, scales = layer.requantized_weight(layer.factors.wts_bits, bounded_pairs=bounded)
-        if bounded and np.abs(integers.astype(np.int16)).max() < 2 ** (BITS_OF_ANY_PAIR - 1):
+        if bounded and max(int(integers.max()), -int(integers.min())) < 2 ** (BITS_OF_ANY_PAIR - 1):
             self._bits[layer.name] = BITS_OF_ANY_PAIR
         return integers, scales
 

@@ -76,6 +76,7 @@ def start_calibration(
             files.complete(complete_record(preparation.record(), result), beside)
         for undo in cleanup:
             undo()
+        cleanup.clear()  # they refer to the model, whose weights should be freed with the last other reference
 
     recurrent = [
         name for name in preparation.weights if isinstance(layer_module(preparation.fused.model, name), nn.RNNBase)

@@ -13,16 +13,24 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amct.caffe.engine.blob import Blob
+    from amct.export.onnx.kept_weights import KeptWeights
 
 Attribute: TypeAlias = Any
 """A number, text, a list of them or a graph: whatever an attribute of a node can be."""
 
 
 class OnnxWriter:
-    """Nodes and initializers of one graph; names stay different from each other."""
+    """Nodes and initializers of one graph; names stay different from each other.
 
-    def __init__(self, opset: int, taken: Iterable[str] = ()) -> None:
+    Args:
+        opset: Of the model.
+        taken: Names of tensors that exist already.
+        kept: Takes large arrays, to which the initializers then refer; None: they hold them.
+    """
+
+    def __init__(self, opset: int, taken: Iterable[str] = (), kept: KeptWeights | None = None) -> None:
         self.opset = opset
+        self._kept = kept
         self.nodes: list[NodeProto] = []
         self.initializers: dict[str, TensorProto] = {}
         self.notes: list[str] = []
@@ -48,14 +56,16 @@ class OnnxWriter:
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Store an array; returns the name of the tensor."""
         unique = self.tensor(name)
-        self.initializers[unique] = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), unique)
+        array = np.ascontiguousarray(value).reshape(value.shape)
+        stored = numpy_helper.from_array(array, unique) if self._kept is None else self._kept.tensor(unique, array)
+        self.initializers[unique] = stored
         return unique
 
     def parameter(self, blob: Blob, name: str, shape: tuple[int, ...], *, transposed: bool = False) -> str:
         """Store a parameter of a layer; one that several layers share is stored once."""
         key = (id(blob.values), "transposed" if transposed else "", shape)
         if key not in self._parameters:
-            value = blob.tensor.detach().cpu().numpy().astype(np.float32)
+            value = blob.tensor.detach().cpu().numpy().astype(np.float32, copy=False)
             value = value.T if transposed else value
             self._parameters[key] = self.constant(name, value.reshape(shape))
         return self._parameters[key]

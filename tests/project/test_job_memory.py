@@ -1,0 +1,34 @@
+"""The peak memory of quantize and save, in multiples of the float parameters, through each front door."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
+def test_a_job_needs_few_copies_of_the_weights(benchmark, door: str) -> None:
+    """An MLP of 20 million parameters: the user's model, the folded one, and the one that is being looked at."""
+    (line,) = benchmark.measure(benchmark.NETWORKS["mlp-20m"], [door])
+
+    assert line.parameters_mb > 80
+    assert line.peak_mb > line.toy_mb + line.parameters_mb  # the weights are in memory at least once
+    assert line.ratio <= benchmark.MOST
