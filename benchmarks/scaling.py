@@ -4,8 +4,8 @@
     python benchmarks/scaling.py ranks        only these parts: ranks, resume, folder
 
 One thread for each process. ``ranks``: wall time of the loop on 1 rank divided by that on 2 ranks: forwards of the
-calibration model on 64 batches in memory, the meeting of the processes and the search for the factors; not the start of
-the processes, nor the capture of the model. Both are measured in turn by the same two processes, one of which waits
+calibration model on 256 batches of 16 in memory, the meeting of the processes and the search for the factors; not the
+start of the processes, nor the capture of the model. Both are measured in turn by the same two processes, one of which waits
 while the other works alone; beside it the same ratio of plain forwards, which is what the machine allows. On a machine
 with other work it says little. ``resume``: seconds to write the state of the network in the middle of a calibration,
 divided by the 30 s between two writes. ``folder``: the time until the first of 10^5 pictures is decoded, and the memory
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).resolve().parent / "results" / "scaling.json"
 WANTED_RATIO, MOST_SHARE, MOST_SECONDS, MOST_GROWTH = 1.8, 0.01, 2.0, 16.0
 PARTS = ("ranks", "resume", "folder")
-BATCHES, BATCH, PICTURES = 64, 64, 100_000
+BATCHES, BATCH, PICTURES = 256, 16, 100_000
 LINKS = 10_000  # a file system may allow no more than some 65 000 of one file
 
 

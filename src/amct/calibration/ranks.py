@@ -368,7 +368,7 @@ class Meeting:
 
     def _wait(self, stages: Sequence[str]) -> dict[int, list[int]]:
         """Wait until the others are at one of these stages; returns their counts."""
-        pause = _SHORTEST_PAUSE
+        begin = time.monotonic()
         self._signs.clear()
         while True:
             found = self._look()
@@ -376,8 +376,8 @@ class Meeting:
                 return {rank: status["counts"] for rank, status in found.items()}
             if time.monotonic() - self._last_beat >= _BEAT:
                 self._tell()
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            waited = time.monotonic() - begin
+            time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE))  # at most a tenth too long
 
     @property
     def _me(self) -> str:
