@@ -5,11 +5,11 @@
 
 One thread for each process. ``ranks``: wall time of the loop on 1 rank divided by that on 2 ranks: forwards of the
 calibration model on 256 batches of 16 in memory, the meeting of the processes and the search for the factors; not the
-start of the processes, nor the capture of the model. Both are measured in turn by the same two processes, one of which waits
-while the other works alone; beside it the same ratio of plain forwards, which is what the machine allows. On a machine
-with other work it says little. ``resume``: seconds to write the state of the network in the middle of a calibration,
-divided by the 30 s between two writes. ``folder``: the time until the first of 10^5 pictures is decoded, and the memory
-that a pass over them takes.
+start of the processes, nor the capture of the model. Both are measured in turn by the same two processes, one of which
+waits while the other works alone; beside it the same ratio of plain forwards, which is what the machine allows. On a
+machine with other work it says little. ``resume``: seconds to write the state of the network in the middle of a
+calibration, divided by the 30 s between two writes. ``folder``: the time until the first of 10^5 pictures is decoded,
+and the memory that a pass over them takes.
 """
 
 from __future__ import annotations

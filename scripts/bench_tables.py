@@ -68,6 +68,8 @@ GOALS = (
         for threads in ("1 thread:", "2 threads:")
     ),
     *(Goal("caffe_small", (net,)) for net in ("LeNet", "det1", "det2", "det3")),
+    *(Goal("qdq_speed", (net, "speed")) for net in ("ResNet-20", "SqueezeNet", "EfficientNet-Lite0", "MiniLM")),
+    *(Goal("job_shares", (net, "report")) for net in ("ResNet-20", "open_nsfw")),
     *(Goal("portable_weights", (net, "bounded")) for net in ("ResNet-20", "EfficientNet-Lite0")),
 )
 """The goals for speed and memory, and those for the weights of the portable file."""
