@@ -135,6 +135,17 @@ def test_bits_of_the_weights_are_those_of_the_file(trained):
     assert bits == {{"portable": 7, "vnni": 8}[model._qat.target]}
 
 
+def test_summary_and_report_show_the_clips_of_tensors_between_layers(trained):
+    model, folder = trained
+    report = model.report(folder / "report.html").read_text()
+    quantizer = operation_quantizers(model)["side.amct_quantizers.output"]
+    before, after = model._qat.start["side.output"], quantizer.clips
+    assert before != after
+    shown = " -> ".join(f"[{low:.4g}, {high:.4g}]" for low, high in (before, after))
+    assert f"  side.output: {shown}" in model.summary().splitlines()
+    assert "side.output" in report
+
+
 def test_copies_pickles_and_states_are_complete(trained):
     model, _ = trained
     expected = evaluate(model, images(3))

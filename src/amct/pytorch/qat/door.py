@@ -88,7 +88,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     start_weights(trainable)
     start = start_activations(trainable, data)
     if target != Target.EXACT8.value:
-        train_placement(trainable, trainable.preparation(example, options), data)
+        start |= train_placement(trainable, trainable.preparation(example, options), data)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
     kept = first_samples(example) or example
     if freeze_norms:

@@ -23,7 +23,7 @@ from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import as_float_model, check_trained, prepare_trained, trained_record
 from amct.pytorch.qat.layers import quantized_layers
-from amct.pytorch.qat.operations import has_operations, inside, quantized_inputs
+from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
 from amct.pytorch.qat.placement import tensors_between_layers
 from amct.report.content import TrainedClips, TrainingContent
 
@@ -226,6 +226,9 @@ class QatModel(nn.Module):
     def _clips(self) -> Iterator[TrainedClips]:
         for name, layer in quantized_layers(self).items():
             yield TrainedClips(layer=name, before=self._qat.start.get(name), after=layer.activation.clips)
+        for quantizer in operation_quantizers(self):
+            name = quantizer.layer
+            yield TrainedClips(layer=name, before=self._qat.start.get(name), after=quantizer.clips)
 
     # -- distillation --------------------------------------------------------------------------------------------------
 

@@ -217,6 +217,11 @@ def own_quantizer(module: nn.Module, name: str) -> OperationQuantizer | None:
     return found if isinstance(found, OperationQuantizer) else None
 
 
+def operation_quantizers(model: nn.Module) -> list[OperationQuantizer]:
+    """The quantizers of a model beside those of its layers; each knows its place by its name."""
+    return [module for module in model.modules() if isinstance(module, OperationQuantizer)]
+
+
 def share_quantizer(module: nn.Module, name: str, quantizer: ActivationQuantizer, function: str) -> None:
     """Quantize the result of an operation with the quantizer of a layer that reads it: others read it quantized too.
 

@@ -27,6 +27,7 @@ from amct.pytorch.qat.operations import (
     input_name,
     instrument,
     operation_name,
+    operation_quantizers,
     own_modules,
     own_quantizer,
     share_quantizer,
@@ -85,17 +86,22 @@ def _is_one_operation(preparation: TorchPreparation, path: str) -> bool:
     return path in preparation.traced.layers or isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def train_placement(model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]) -> None:
+def train_placement(
+    model: nn.Module, preparation: TorchPreparation, batches: Iterable[Arguments]
+) -> dict[str, tuple[float, float]]:
     """Put quantizers behind the tensors that the fast file quantizes, in place; they start from the observed ranges.
 
     A tensor whose place was not found, or is in a container that would call the quantizer as its own child, is observed
     when the model is saved, as it is without this.
+
+    Returns:
+        The clips by the place of the tensor.
     """
     watch = watched(preparation)
     found = observe_tensors(preparation, batches, watch) if watch is not None else None
     if watch is None or not found:
         logger.info("the tensors between layers are not trained: placement fast is impossible for this model")
-        return
+        return {}
     left = [*watch.missing, *(name for site, name in watch.operations.items() if not site.path and site.operation < 0)]
     for place in _places(preparation, watch):
         module = model.get_submodule(place.module)
@@ -110,6 +116,7 @@ def train_placement(model: nn.Module, preparation: TorchPreparation, batches: It
         instrument(module)
     if left:
         logger.info("observed, not trained: %s", ", ".join(left))
+    return {quantizer.layer: quantizer.clips for quantizer in operation_quantizers(model)}
 
 
 def _share(model: nn.Module, preparation: TorchPreparation) -> None:
@@ -133,7 +140,7 @@ def _add(module: nn.Module, place: _Place, factors: TensorFactors, *, fixed_min:
         before.set_clips(min(low, before.clips[0]), max(high, before.clips[1]))
         return
     made = OperationQuantizer(
-        f"{place.module}.{place.quantizer}", _BITS, clips=(min(low, 0.0), high), fixed_min=fixed_min
+        f"{place.module}.{place.quantizer}".removeprefix("."), _BITS, clips=(min(low, 0.0), high), fixed_min=fixed_min
     )
     made.function = place.function
     if QUANTIZERS not in module._modules:
