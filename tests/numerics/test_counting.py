@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from amct.errors import CalibrationError
-from amct.numerics.counts.histogram import SAMPLING_TARGET, SHORT_TAIL, FloatHistogram
+from amct.numerics.counts.histogram import MANTISSA_BITS, SHORT_TAIL, FloatHistogram
 from amct.numerics.counts.loops import (
+    BLOCKS,
     LARGEST_INTERVAL,
     RUN,
-    TABLE_MANTISSA,
-    TABLE_SIZE,
+    Runs,
     limits_of,
     range_of,
     sampling_interval,
@@ -24,6 +24,8 @@ from amct.numerics.counts.loops import (
 )
 from amct.numerics.ifmr import IfmrObserver
 
+TABLE_SIZE = BLOCKS << MANTISSA_BITS
+ENOUGH, FEW = 1 << 17, 1 << 13
 ANY = hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(width=32))
 
 
@@ -31,8 +33,8 @@ def normal(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
 
 
-def histogram_of(*batches: np.ndarray, counts_all: bool) -> FloatHistogram:
-    histogram = FloatHistogram(tail=SHORT_TAIL, counts_all=counts_all)
+def histogram_of(*batches: np.ndarray, enough: int | None) -> FloatHistogram:
+    histogram = FloatHistogram(tail=SHORT_TAIL, enough=enough)
     for batch in batches:
         histogram.add(torch.from_numpy(batch)[None])
     return histogram
@@ -55,9 +57,9 @@ def test_the_range_is_that_of_numpy_and_none_when_not_finite(values):
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
 def test_one_pass_tells_the_range_and_counts_the_same(shift):
     first, second = normal(60_000) + np.float32(shift), normal(60_000, seed=1) + np.float32(shift)
-    histogram = histogram_of(first, counts_all=True)
-    assert histogram.add_in_one_pass(torch.from_numpy(second)[None]) == (second.min(), second.max())
-    both = histogram_of(first, second, counts_all=True)
+    histogram = histogram_of(first, enough=None)
+    assert histogram.add_in_one_pass(second) == (second.min(), second.max())
+    both = histogram_of(first, second, enough=None)
     assert all(np.array_equal(one, other) for one, other in zip(parts(histogram), parts(both), strict=True))
 
 
@@ -65,8 +67,9 @@ def test_one_pass_tells_the_range_and_counts_the_same(shift):
 @pytest.mark.parametrize("place", [0, 70_001, -1])
 def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(broken, place):
     batch = normal(1_100_000)
-    observer, untouched = IfmrObserver(counts_all=False), IfmrObserver(counts_all=False)
+    observer, untouched = IfmrObserver(), IfmrObserver()
     for each in (observer, untouched):
+        each.sample_for(2)
         each.observe(torch.from_numpy(batch))
     worse = 5 * normal(300_000, seed=1)
     worse[place] = broken
@@ -82,34 +85,34 @@ def test_a_batch_that_is_not_finite_leaves_everything_as_it_was(broken, place):
 @pytest.mark.parametrize(
     ("share", "count", "wanted"),
     [
-        (1.0, 2 * SAMPLING_TARGET - 1, 1),
-        (1.0, 2 * SAMPLING_TARGET, 2),
-        (1.0, 5 * SAMPLING_TARGET, 4),
-        (1.0, 40 * SAMPLING_TARGET, LARGEST_INTERVAL),
-        (0.0, 5 * SAMPLING_TARGET, 1),
+        (1.0, 2 * FEW - 1, 1),
+        (1.0, 2 * FEW, 2),
+        (1.0, 5 * FEW, 4),
+        (1.0, 200 * FEW, LARGEST_INTERVAL),
+        (0.0, 5 * FEW, 1),
     ],
 )
 def test_so_many_are_left_out_that_enough_stay(share, count, wanted):
     values = (np.linspace(1.0, 2.0, count) * share).astype(np.float32)
-    assert sampling_interval(values, SAMPLING_TARGET) == wanted
+    assert sampling_interval(values, FEW) == wanted
 
 
 def test_pixels_are_counted_completely_and_equal_neighbours_do_not_make_pixels():
-    levels = np.random.default_rng(0).integers(0, 256, 5 * SAMPLING_TARGET)
-    assert sampling_interval(levels.astype(np.float32), SAMPLING_TARGET) == 1
-    assert sampling_interval(np.repeat(normal(2 * SAMPLING_TARGET), 3), SAMPLING_TARGET) == 4
+    levels = np.random.default_rng(0).integers(0, 256, 5 * ENOUGH)
+    assert sampling_interval(levels.astype(np.float32), ENOUGH) == 1
+    assert sampling_interval(np.repeat(normal(2 * ENOUGH), 3), ENOUGH) == 4
 
 
 def test_values_near_zero_do_not_count_as_enough():
-    values = normal(8 * SAMPLING_TARGET)
+    values = normal(8 * ENOUGH)
     values[normal(values.size, seed=1) > -1.28] *= 1e-5  # nine of ten
-    assert sampling_interval(values, SAMPLING_TARGET) == 1
-    assert sampling_interval(normal(9 * SAMPLING_TARGET), SAMPLING_TARGET) == 8
+    assert sampling_interval(values, ENOUGH) == 1
+    assert sampling_interval(normal(9 * ENOUGH), ENOUGH) == 8
 
 
 def test_tails_and_total_are_exact_when_a_part_is_counted():
     batches = [normal(600_000 + 7, seed) * np.float32(1 + seed) for seed in range(3)]
-    part, whole = histogram_of(*batches, counts_all=False), histogram_of(*batches, counts_all=True)
+    part, whole = histogram_of(*batches, enough=ENOUGH), histogram_of(*batches, enough=None)
     assert part._largest_weight == 4
     assert part._edges != (-0.0, 0.0)
     bins, exact = part.bins(), whole.bins()
@@ -124,24 +127,24 @@ def test_a_part_tells_as_much_as_chance_allows():
     batches = [normal(600_000, seed) for seed in range(3)]
     borders = np.linspace(-3, 3, 61)
     shares = []
-    for counts_all in (False, True):
-        bins = histogram_of(*batches, counts_all=counts_all).bins()
+    for enough in (ENOUGH, None):
+        bins = histogram_of(*batches, enough=enough).bins()
         shares.append(np.histogram((bins.low + bins.high) / 2, borders, weights=bins.count)[0])
     counted = shares[1] / 4
     # Of each four values in a cell one is counted: the count's deviation is below its root; five of them in 60 cells.
     assert (np.abs(shares[0] / 4 - counted) <= 5 * np.sqrt(counted)).all()
 
 
-@pytest.mark.parametrize("every", [2, 4, 8])
+@pytest.mark.parametrize("every", [2, 8, 64])
 @pytest.mark.parametrize("channels", [3, 48, 64, 100, 1024])
 def test_no_channel_and_no_column_is_preferred(channels, every):
     count = 1_000_000 // channels * channels
-    first_bin = 127 << TABLE_MANTISSA
+    first_bin = 127 << MANTISSA_BITS
     channels_last = np.arange(count) % channels
     for channel in (channels_last, np.sort(channels_last)):
-        values = ((first_bin + channel) << (23 - TABLE_MANTISSA)).astype(np.uint32).view(np.float32)
+        values = ((first_bin + channel) << (23 - MANTISSA_BITS)).astype(np.uint32).view(np.float32)
         table = np.zeros(TABLE_SIZE, np.uint32)
-        look = scan_and_count(values, table, limits_of(-np.inf, np.inf), 0, (every, 0))
+        look = scan_and_count(values, table, MANTISSA_BITS, limits_of(-np.inf, np.inf), 0, Runs(every))
         counted = table[first_bin : first_bin + channels]
         assert counted.sum() == look.counted == count // (RUN * every) * RUN
         # As even as by chance, at least: the deviation of a count is below its root.
@@ -151,29 +154,30 @@ def test_no_channel_and_no_column_is_preferred(channels, every):
 
 def test_neither_order_nor_threads_nor_merging_change_what_is_counted():
     batches = [normal(2_300_000, seed=1), normal(700_001, seed=2), normal(50_000, seed=3)]
-    wanted = parts(histogram_of(*batches, counts_all=False))
-    assert all(map(np.array_equal, wanted, parts(histogram_of(*batches[::-1], counts_all=False))))
-    merged = histogram_of(batches[2], counts_all=False)
-    merged.merge(histogram_of(*batches[:2], counts_all=False))
+    wanted = parts(histogram_of(*batches, enough=ENOUGH))
+    assert all(map(np.array_equal, wanted, parts(histogram_of(*batches[::-1], enough=ENOUGH))))
+    merged = histogram_of(batches[2], enough=ENOUGH)
+    merged.merge(histogram_of(*batches[:2], enough=ENOUGH))
     assert all(map(np.array_equal, wanted, parts(merged)))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert all(map(np.array_equal, wanted, parts(histogram_of(*batches, counts_all=False))))
+        assert all(map(np.array_equal, wanted, parts(histogram_of(*batches, enough=ENOUGH))))
     finally:
         torch.set_num_threads(before)
 
 
 def test_values_that_are_not_finite_are_counted_inside_the_table():
     """Compiled loops do not check their indices: behind the table nothing may be written."""
-    patterns = np.arange(0, 2**32, 2 ** (23 - TABLE_MANTISSA), dtype=np.uint64).astype(np.uint32)
+    patterns = np.arange(0, 2**32, 2 ** (23 - MANTISSA_BITS), dtype=np.uint64).astype(np.uint32)
     patterns = np.concatenate([patterns, patterns | np.uint32(1), [np.uint32(0xFFFFFFFF)]])
     memory = np.zeros(2 * TABLE_SIZE, np.uint32)
     for every in (1, 2):
-        look = scan_and_count(patterns.view(np.float32), memory[:TABLE_SIZE], limits_of(-np.inf, np.inf), 0, (every, 0))
+        values, limits = patterns.view(np.float32), limits_of(-np.inf, np.inf)
+        look = scan_and_count(values, memory[:TABLE_SIZE], MANTISSA_BITS, limits, 0, Runs(every))
         assert not look.is_finite
     assert not memory[TABLE_SIZE:].any()
-    assert memory[TABLE_SIZE - (1 << TABLE_MANTISSA) : TABLE_SIZE].all()
+    assert memory[TABLE_SIZE - (1 << MANTISSA_BITS) : TABLE_SIZE].all()
 
 
 def test_steps_beyond_counts_as_rounding_in_torch_does():

@@ -118,9 +118,14 @@ def test_on_a_histogram_the_choice_costs_at_most_one_percent(name, bits, asymmet
 
 @pytest.mark.parametrize(("bits", "asymmetric"), [(8, True), (8, False), (16, True)])
 @pytest.mark.parametrize("name", ["normal", "heavy-tailed", "99 % zero", "bimodal", "one huge outlier", "rectified"])
-def test_a_part_of_a_large_batch_is_enough_for_one_percent(name, bits, asymmetric):
+@pytest.mark.parametrize("batches", [1, 8])
+def test_a_part_of_a_large_batch_is_enough_for_one_percent(name, bits, asymmetric, batches):
     x = data(name, 1_200_000)
-    factors = observed(x, bits=bits, asymmetric=asymmetric, counts_all=False)
+    observer = IfmrObserver(bits=bits, asymmetric=asymmetric)
+    observer.sample_for(batches)
+    for batch in x.chunk(batches):
+        observer.observe(batch)
+    factors = observer.result()
     formula = Formula(x.numpy(), bits=bits, asymmetric=asymmetric)
     _, offset, best = formula.best()
     assert formula.loss_of(factors.scale.double().item()) <= 1.01 * best

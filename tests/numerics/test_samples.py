@@ -113,12 +113,12 @@ def test_values_are_counted_once_the_total_of_all_processes_is_known_to_be_large
     assert told.result() == plain.result()
 
 
-def test_fewer_values_are_kept_where_not_all_are_counted():
+def test_fewer_values_are_kept_on_request():
     for values, kept in ((SMALL_EXACT_LIMIT, True), (SMALL_EXACT_LIMIT + 1, False)):
-        samples = Samples(counts_all=False)
+        samples = Samples(keeps_few=True)
         samples.add(torch.randn(values, generator=torch.Generator().manual_seed(0)))
         assert samples.exact is kept
-        expecting = Samples(counts_all=False)
+        expecting = Samples(keeps_few=True)
         expecting.add(torch.randn(9))
         expecting.expect(values)
         assert expecting.exact is kept

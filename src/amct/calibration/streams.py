@@ -13,6 +13,7 @@ from amct.calibration.ranks import ALONE, LOCAL, Ranks
 from amct.config.plan import OPEN_ENDED
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SymmetricScale, round_scale_to_fp16
+from amct.numerics.counts.samples import SamplingObserver
 from amct.numerics.observer import MergeableObserver
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class Stream:
         """An observer that has seen nothing."""
         if self.make_observer is not None:
             return self.make_observer()
-        return make_observer(self.settings, channel_axis=self.channel_axis, symmetric_scale=self.symmetric_scale)
+        observer = make_observer(self.settings, channel_axis=self.channel_axis, symmetric_scale=self.symmetric_scale)
+        if isinstance(observer, SamplingObserver):
+            observer.sample_for(self.batch_num if self.batch_num < OPEN_ENDED else None)
+        return observer
 
 
 @dataclass
@@ -88,17 +92,20 @@ class Watched:
     _last: int = -1
     """The number, among the batches of all processes, of the last one observed."""
     _found: ActivationFactors | None = None
+    _begin_batch: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         stream = self.stream
         self.observer = stream.new_observer()
+        if isinstance(self.observer, MergeableObserver):  # asked once: the answer takes longer than a small batch
+            self._begin_batch = self.observer.begin_batch
         self.needed = stream.batch_num if stream.batch_num >= OPEN_ENDED else self.ranks.share(stream.batch_num)
         if not self.ranks.is_alone:
             need_mergeable(self.observer, stream.described)
 
     def follow(self, leader: Watched) -> None:
         """Use the factors of another stream."""
-        self.leader, self.observer = leader, None
+        self.leader, self.observer, self._begin_batch = leader, None, None
 
     @property
     def seen(self) -> int:
@@ -128,21 +135,22 @@ class Watched:
         """
         assert self.observer is not None, "the factors of a leader are not searched twice"
         number = self.ranks.number(self._seen if counts else max(self._seen - 1, 0))
-        if isinstance(self.observer, MergeableObserver):
-            self.observer.begin_batch(number)
+        if self._begin_batch is not None:
+            self._begin_batch(number)
         try:
             self.observer.observe(x)
         except AmctError as error:
             raise CalibrationError(f"{self.stream.described}, batch {number + 1}: {error}") from error
         self._seen += counts
         self._last = number
-        logger.debug("%s: %d/%d batches", self.stream.described, self.seen, self.needed)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: %d/%d batches", self.stream.described, self.seen, self.needed)
 
     def factors(self) -> ActivationFactors:
         """Return the factors; they are computed once, and the observer and its data are then freed."""
         if self._found is None:
             self._found = self._search() if self.leader is None else self.leader.factors()
-            self.observer = None
+            self.observer = self._begin_batch = None
             if bool(self._found.near_zero.any()):
                 logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.stream.described)
         return self._found

@@ -19,6 +19,7 @@ from amct.numerics.observer import (
     check_mergeable,
     checked_array,
     finite_range,
+    flat_values,
 )
 
 
@@ -31,6 +32,8 @@ class RunningRange:
         self.count = 0
         self.minimum = torch.empty(0)
         self.maximum = torch.empty(0)
+        self._known = (np.inf, -np.inf)
+        """A range within minimum and maximum (per tensor only): Python's numbers are compared faster."""
 
     @property
     def channels(self) -> int:
@@ -45,12 +48,13 @@ class RunningRange:
             ArgumentError: the number of channels changed.
             CalibrationError: the batch holds NaN or infinity.
         """
-        rows = as_rows(x, self.channel_axis)
-        if self.channel_axis is None and rows.numel() and rows.device.type == "cpu":
-            found = range_of(rows.contiguous().numpy()[0])  # several times faster than torch for small tensors
+        if self.channel_axis is None and x.numel() and x.device.type == "cpu":
+            values = flat_values(x)
+            found = range_of(values)  # several times faster than torch for small tensors
             if found is not None:
-                self.add_known(rows.numel(), *found)
-                return rows
+                self.add_known(values.size, *found)
+                return torch.from_numpy(values)[None]
+        rows = as_rows(x, self.channel_axis)
         if rows.numel():
             minimum, maximum = finite_range(rows)
             self._extend(minimum.cpu(), maximum.cpu())
@@ -60,8 +64,9 @@ class RunningRange:
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
         """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
-        if self.count == 0 or minimum < float(self.minimum) or maximum > float(self.maximum):
+        if self.count == 0 or minimum < self._known[0] or maximum > self._known[1]:
             self._extend(torch.tensor([minimum]), torch.tensor([maximum]))
+            self._known = (float(self.minimum), float(self.maximum))
         self.count += count
         self.batches += 1
 
@@ -92,6 +97,7 @@ class RunningRange:
                 f"{minimum.size} ranges"
             )
         self.minimum, self.maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
+        self._known = (np.inf, -np.inf)
 
     def require_values(self) -> None:
         """Raise unless at least one value was observed.

@@ -162,6 +162,21 @@ def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
     return x.reshape(x.shape[0], x.numel() // max(x.shape[0], 1)).float().contiguous()
 
 
+def flat_values(x: Tensor) -> NDArray[np.float32]:
+    """Return the values of a tensor on the CPU, in any order and, if possible, without a copy.
+
+    Raises:
+        ArgumentTypeError: the tensor does not hold floating-point numbers.
+    """
+    dense = x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    if dense and x.dtype == torch.float32 and x.device.type == "cpu":
+        x = x.detach().as_strided((x.numel(),), (1,))
+    else:
+        x = as_rows(x, None).cpu().contiguous()[0]
+    values: NDArray[np.float32] = x.numpy()
+    return values
+
+
 def finite_range(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the minimum and the maximum of every row of ``rows`` ``[C, n]``, ``[C]`` each.
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from amct.numerics.counts.compiled import compiled
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _UNIT = 149  # every float32 number is a multiple of 2^-149
-_MANTISSA = 24
+_FRACTION = 23
 _DIGIT = 32
 _DIGITS = 10  # of float32 numbers up to 2^128, with room for the sign and the sum of 2^31 of them
 _LOW = (1 << _DIGIT) - 1
@@ -28,14 +30,7 @@ class ExactSum:
 
     def add(self, values: NDArray[Any]) -> None:
         """Add a vector of finite float32 numbers."""
-        _, exponent = np.frexp(values.astype(np.float64))
-        shift = np.maximum(exponent.astype(np.int64) + (_UNIT - _MANTISSA), 0)
-        whole = np.ldexp(values.astype(np.float64), _UNIT - shift).astype(np.int64)
-        place, rest = shift // _DIGIT, shift % _DIGIT
-        moved = whole << rest  # at most 24 + 31 bits
-        rows = np.arange(values.size)
-        self.digits[rows, place] += moved & _LOW
-        self.digits[rows, place + 1] += moved >> _DIGIT
+        _add(np.ascontiguousarray(values, np.float32), self.digits)
 
     def merge(self, other: ExactSum) -> None:
         """Add the sums of ``other``."""
@@ -50,6 +45,19 @@ class ExactSum:
         for place in range(_DIGITS):  # all digits are positive now, so nothing cancels
             total += np.ldexp(digits[:, place].astype(np.float64), _DIGIT * place - _UNIT)
         return np.where(negative, -total, total)
+
+
+@compiled
+def _add(values: NDArray[Any], digits: NDArray[np.int64]) -> None:
+    bits = values.view(np.uint32)
+    for row in range(bits.size):
+        exponent = np.int64(bits[row] >> np.uint32(_FRACTION)) & 255
+        fraction = np.int64(bits[row]) & ((1 << _FRACTION) - 1)
+        whole, shift = (fraction | (1 << _FRACTION), exponent - 1) if exponent else (fraction, np.int64(0))
+        moved = whole << (shift % _DIGIT)  # at most 24 + 31 bits
+        moved = -moved if values[row] < 0 else moved
+        digits[row, shift // _DIGIT] += moved & _LOW
+        digits[row, shift // _DIGIT + 1] += moved >> _DIGIT
 
 
 def _carried(digits: NDArray[np.int64]) -> NDArray[np.int64]:

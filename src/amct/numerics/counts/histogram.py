@@ -1,23 +1,24 @@
 """Histogram of float32 values with one bin per bit pattern of the top bits: constant memory, no range to choose.
 
 The index of a bin is sign, exponent and the first mantissa bits of a float, so the width of a bin is a fixed fraction
-of the value (2^-11 of its power of two per tensor), and every float has a bin from the start. In a linear histogram
-with a growing range one outlier of 1e30 would put all other data into a single bin; here it uses one more bin. Counts
-are integers, so the result does not depend on the order of batches, threads or merged shards. Computing an index is a
-shift without a range check, about a quarter of the cost of ``torch.histc``.
+of the value (2^-9 or 2^-11 of its power of two per tensor), and every float has a bin from the start. In a linear
+histogram with a growing range one outlier of 1e30 would put all other data into a single bin; here it uses one more
+bin. Counts are integers, so the result does not depend on the order of batches, threads or merged shards. Computing an
+index is a shift without a range check, about a quarter of the cost of ``torch.histc``.
 
-At 8 bits, a bin is at most an eighth of a quantization step wide, and values are taken as evenly spread inside their
-bin; at more bits steps are narrower than bins, and the rounding error depends on this assumption.
+Values are taken as evenly spread inside their bin. At 8 bits a bin (of 2^-9 of its power of two) is at most half a
+quantization step wide; at more bits steps are narrower than bins.
 
 Per tensor, the outermost ``tail`` values of each sign are also stored exactly: these are the values that a range may
 clip, and percentiles lie among them. Which values these are does not depend on the order either.
 
-Unless ``counts_all``, only one run of values in 2, 4 or 8 of a large batch is counted, with that weight
+With ``enough``, only one run of values in 2, 4, … or 64 of a large batch is counted, with that weight
 (``sampling_interval``). The choice depends on the batch alone: the order of batches does not matter, but how the data
 is split into batches does. The tails and the total stay exact.
 
-The 2^m bins of one sign and exponent are a block. Blocks are allocated when a value falls into them: real activations
-need about 50 blocks of 8 KB; the maximum is 512.
+The 2^m bins of one sign and exponent are a block. Per tensor, there is a table of all 512 blocks in pages of memory
+that exist once something is counted in them: real activations need about 50 blocks. Per channel, where a table each
+would be too much, blocks are allocated when a value falls into them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,29 +37,33 @@ from amct.numerics.counts.loops import (
     BLOCKS,
     FLOAT_MANTISSA,
     PIECE,
-    TABLE_MANTISSA,
-    TABLE_SIZE,
-    Bits,
     Counts,
     Floats,
     Limits,
+    Runs,
     Scan,
     Tallies,
     Values,
-    add_table,
-    allocate,
+    count_alone,
     count_by_lookup,
     limits_of,
+    move_blocks,
     occupied,
     outside,
     sampling_interval,
     scan_and_count,
     tail_begin,
 )
+from amct.numerics.counts.sparse_memory import sparse_zeros
 from amct.numerics.observer import State, checked_array
 
-MANTISSA_BITS = TABLE_MANTISSA
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MANTISSA_BITS = 11
 """Mantissa bits of a bin index per tensor."""
+SHORT_MANTISSA_BITS = 9
+"""The same for 8 bits and less: a quarter of the memory, so that counting waits less for it."""
 CHANNEL_MANTISSA_BITS = 6
 """Mantissa bits per channel, where thousands of histograms exist at once."""
 
@@ -66,20 +72,19 @@ TAIL = 4096
 SHORT_TAIL = 512
 """The same for 8 bits and less, where the bins are fine enough for everything but percentiles."""
 
-SAMPLING_TARGET = 1 << 17
-"""Number of values not near zero that are counted of a large batch when sampling."""
-
-_TABLE_THRESHOLD = TABLE_SIZE // 32  # from so many values on, one pass over a table beats a block look-up per value
 _SPARE_BLOCKS = 8
-_TAIL_SLACK = 8  # the stored outer values are reduced to the tails when they exceed this many times the tail
+_TAIL_SLACK = 2  # the stored outer values are reduced to the tails when they exceed this many times the tail
+_TAIL_ROOM = 8  # so many times the tail are collected of a batch; if there are more, it is looked through once more
 _LARGEST_PIECE = 1 << 31  # a table's counts have 32 bits
 _LARGEST_NARROW_TOTAL = 1 << 31  # half of the uint32 range: sampled counts may exceed the number of values slightly
 _THREADED_SIZE = 1 << 20  # values per thread for which starting it pays off
 _UNREACHABLE = limits_of(-np.inf, np.inf)  # no finite value reaches these limits
 _NO_EDGES = (-0.0, 0.0)
 
-_idle_tables: deque[Bits] = deque()
-"""Zeroed tables for reuse, as many as ever counted concurrently; allocating new ones would cost more."""
+_STARTS = np.arange(BLOCKS)
+
+_idle_tables: dict[int, deque[Tallies]] = {}
+"""Zeroed tables for reuse by further threads, by mantissa bits; allocating new ones would cost more."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +100,16 @@ class FloatHistogram:
     """Counts of float32 values by their top bits, for each of ``channels`` rows."""
 
     def __init__(
-        self, channels: int = 1, mantissa_bits: int = MANTISSA_BITS, *, tail: int = TAIL, counts_all: bool = True
+        self, channels: int = 1, mantissa_bits: int = MANTISSA_BITS, *, tail: int = TAIL, enough: int | None = None
     ) -> None:
         self.channels = channels
         self.tail = tail if channels == 1 else 0
-        self.counts_all = counts_all or not self.tail
+        self.enough = enough if self.tail else None  # values not near zero that are counted of a batch; None: all
         self.mantissa_bits = mantissa_bits
         self._total = 0  # number of values of one channel
         self._largest_weight = 1  # the largest weight of a counted value
         self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # start of a block in _counts; -1: not allocated
-        self._counts: Tallies = np.empty(0, np.uint32)
+        self._counts: Tallies = self._zeros(np.uint32) if channels == 1 else np.empty(0, np.uint32)
         self._used = np.zeros(1, np.int64)
         self._outer = np.empty(0, np.float32)  # all values beyond the edges: the tails, and possibly more
         self._edges = _NO_EDGES
@@ -112,36 +117,30 @@ class FloatHistogram:
 
     def add(self, rows: Tensor) -> None:
         """Count finite float32 values ``[channels, n]``."""
+        if rows.numel() == 0:
+            return
         self._widen_for(rows.shape[1])
-        self._total += rows.shape[1]
         if rows.device.type == "cuda":
+            self._total += rows.shape[1]
             self._add_by_torch(rows)
             return
         values = rows.cpu().contiguous().numpy()
-        if self._use_table(values):
-            self._add_by_table(values[0], one_pass=False)
-            return
-        self._count_by_lookup(values)
-        if self.tail:
-            if self._edges == _NO_EDGES:
-                self._move_edges()
-            self._keep_outer(outside(values[0], self._limits))
+        if self.channels == 1:
+            self._count(values[0])
+        else:
+            self._total += rows.shape[1]
+            self._count_by_lookup(values)
 
-    def add_in_one_pass(self, rows: Tensor) -> tuple[float, float] | None:
-        """Count float32 values ``[1, n]`` that may be non-finite, and return their minimum and maximum.
+    def add_in_one_pass(self, values: Floats) -> tuple[float, float] | None:
+        """Count the values of a single channel, which may be non-finite, and return their minimum and maximum.
 
         Returns:
-            None when nothing was counted, because some value is not finite or more than one pass is needed.
+            None when nothing was counted, because some value is not finite or there is no value.
         """
-        if rows.device.type == "cuda":
-            return None
-        values = rows.contiguous().numpy()
-        if not self._use_table(values):
+        if values.size == 0:
             return None
         self._widen_for(values.size)
-        found = self._add_by_table(values[0], one_pass=True)
-        self._total += values.size if found else 0
-        return found
+        return self._count(values)
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
         """Count ``values`` of a single channel, each ``counts`` times."""
@@ -178,9 +177,11 @@ class FloatHistogram:
         if self.tail:
             self._trim_to_tails()
         blocks = np.argwhere(self._first_bin >= 0)
+        tables = self._tables()[self._first_bin[self._first_bin >= 0] >> self.mantissa_bits]
+        filled = tables.any(axis=1)
         return {
-            "blocks": blocks,
-            "tables": self._tables()[self._first_bin[self._first_bin >= 0] >> self.mantissa_bits],
+            "blocks": blocks[filled],
+            "tables": tables[filled],
             "outer": self._outer,
             "edges": np.array(self._edges, np.float64),
             "totals": np.array([self._total, self._largest_weight], np.int64),
@@ -197,7 +198,7 @@ class FloatHistogram:
             raise CalibrationError("the state of an observer does not fit: it has counts of blocks that do not exist")
         self._total, self._largest_weight = checked_array(state, "totals", np.int64, (2,)).tolist()
         self._first_bin.fill(-1)
-        self._counts = np.empty(0, tables.dtype)
+        self._counts = self._zeros(tables.dtype) if self.channels == 1 else np.empty(0, tables.dtype)
         self._used[0] = 0
         self._reserve(len(blocks))
         for (channel, block), table in zip(blocks.tolist(), tables, strict=True):
@@ -229,6 +230,33 @@ class FloatHistogram:
 
     # ------------------------------------------------------------------ the tails
 
+    def _extend_tails(self, pieces: list[Floats], found: list[Floats], *, is_first: bool) -> None:
+        """Store the tails of a batch that was counted; ``found`` are its values beyond the edges before it."""
+        if not is_first and all(part.size <= _TAIL_ROOM * self.tail for part in found):
+            if any(part.size for part in found):
+                self._keep_outer(*found)
+            return
+        if not is_first or not self._guess_tails(pieces):
+            self._move_edges()
+            self._keep_outer(*(outside(piece, self._limits) for piece in pieces))
+
+    def _guess_tails(self, pieces: list[Floats]) -> bool:
+        """Store the tails of the first batch by edges that sampled counts suggest; return whether these suffice.
+
+        Edges that sampled counts prove would leave many times more values to look through.
+        """
+        if self._largest_weight == 1:
+            return False
+        lower, upper = -self._counted_edge(-1, 4 * self.tail), self._counted_edge(1, 4 * self.tail)
+        limits, least = limits_of(lower, upper), self._border(0)
+        found = np.concatenate([outside(piece, limits) for piece in pieces])
+        negative = np.count_nonzero(found < 0)
+        if (negative <= self.tail and lower < -least) or (found.size - negative <= self.tail and upper > least):
+            return False
+        self._set_edges(lower, upper)
+        self._keep_outer(found)
+        return True
+
     def _keep_outer(self, *found: Floats) -> None:
         """Store the values of new data beyond the edges, and possibly others.
 
@@ -245,17 +273,19 @@ class FloatHistogram:
         The bin just inside an edge and all bins beyond it have a count above ``tail`` times the largest weight, so they
         hold more than ``tail`` values.
         """
-        lower, upper = (-self._counted_edge(negative=True), self._counted_edge(negative=False))
+        proven = self.tail * self._largest_weight
+        lower, upper = -self._counted_edge(-1, proven), self._counted_edge(1, proven)
         self._set_edges(min(lower, known[0], self._edges[0]), max(upper, known[1], self._edges[1]))
 
     def _set_edges(self, lower: float, upper: float) -> None:
         self._edges = lower, upper
         self._limits = limits_of(lower, upper)
 
-    def _counted_edge(self, *, negative: bool) -> float:
-        first = BLOCKS // 2 if negative else 0
-        first_bin = self._first_bin[0, first : first + BLOCKS // 2]
-        return self._border(tail_begin(first_bin, self._counts, self.mantissa_bits, self.tail * self._largest_weight))
+    def _counted_edge(self, sign: int, count: int) -> float:
+        """Return where the bins of one sign begin that have at most this count together, as a magnitude."""
+        half = BLOCKS // 2
+        first_bin = self._first_bin[0, :half] if sign > 0 else self._first_bin[0, half:]
+        return self._border(tail_begin(first_bin, self._counts, self.mantissa_bits, count))
 
     def _border(self, place: int) -> float:
         """Return the lower end of the bin ``place``; always positive: the bin of zero never belongs to a tail."""
@@ -284,44 +314,76 @@ class FloatHistogram:
 
     # ------------------------------------------------------------------ counting
 
-    def _use_table(self, values: Floats) -> bool:
-        return self.channels == 1 and self.mantissa_bits == TABLE_MANTISSA and values.size >= _TABLE_THRESHOLD
-
-    def _add_by_table(self, values: Floats, *, one_pass: bool) -> tuple[float, float] | None:
-        """Count in a table of all bins and add its blocks to the counts, without a block look-up per value."""
-        every = 1 if self.counts_all else sampling_interval(values, SAMPLING_TARGET)
-        pieces = _pieces(values)
-        tables = [_idle_tables.pop() if _idle_tables else np.zeros(TABLE_SIZE, np.uint32) for _ in pieces]
+    def _count(self, values: Floats) -> tuple[float, float] | None:
+        """Count the values of a single channel; return their range, or None with nothing changed if not finite."""
         limits = _UNREACHABLE if self._edges == _NO_EDGES else self._limits
-        scans = _scan_all(pieces, tables, limits, _TAIL_SLACK * self.tail, every)
-        if one_pass and not all(scan.is_finite for scan in scans):
-            for table in tables:
-                table.fill(0)
-            _idle_tables.extend(tables)
+        pieces = _pieces(values)
+        if len(pieces) == 1:
+            room, enough = _TAIL_ROOM * self.tail, -1 if self.enough is None else self.enough
+            first_bin = self._first_bin[0]
+            bits, every, low, high = count_alone(
+                values, self._counts, first_bin, self.mantissa_bits, limits, room, enough
+            )
+            found = [bits.view(np.float32)]
+        else:
+            found, every, low, high = self._count_pieces(values, pieces, limits)
+        if every == 0:
             return None
+        self._total += values.size
         self._largest_weight = max(self._largest_weight, every)
-        for table, scan in zip(tables, scans, strict=True):
-            self._add_table(table, scan, every)
-        _idle_tables.extend(tables)
         if self.tail:
-            found = [scan.outside.view(np.float32) for scan in scans]
-            if limits == _UNREACHABLE or any(part.size > _TAIL_SLACK * self.tail for part in found):
-                self._move_edges()
-                found = [outside(piece, self._limits) for piece in pieces]
-            self._keep_outer(*found)
-        ranges = [scan.range for scan in scans]
-        return min(low for low, _ in ranges), max(high for _, high in ranges)
+            self._extend_tails(pieces, found, is_first=limits == _UNREACHABLE)
+        return low, high
 
-    def _add_table(self, table: Bits, scan: Scan, weight: int) -> None:
-        """Add a table to the counts with a weight, and clear it."""
-        first_bin = self._first_bin[0]
-        left = scan.counted - add_table(table, first_bin, self._counts, 0, weight)
-        if left:
-            used = int(self._used[0])
-            end = allocate(left, table, first_bin, used, scan.ends)
-            self._reserve((end - used) >> TABLE_MANTISSA)
-            self._used[0] = end
-            add_table(table, first_bin, self._counts, used, weight)
+    def _count_pieces(
+        self, values: Floats, pieces: list[Floats], limits: Limits
+    ) -> tuple[list[Floats], int, float, float]:
+        """Count pieces of a batch in threads; return what ``count_alone`` does."""
+        every = 1 if self.enough is None else sampling_interval(values, self.enough)
+        tables = [self._counts, *(self._idle_table() for _ in pieces[1:])]
+        scans = self._scan_all(pieces, tables, limits, every, every)
+        is_finite = all(scan.is_finite for scan in scans)
+        if not is_finite:
+            self._scan_all(pieces, tables, limits, every, -every)
+        for table, scan in zip(tables, scans, strict=True):
+            if is_finite:
+                self._note_blocks(scan)
+                if table is not self._counts:
+                    for blocks in (slice(0, 1), slice(BLOCKS // 2, BLOCKS // 2 + 1), *scan.blocks):
+                        move_blocks(table, self._counts, self.mantissa_bits, blocks.start, blocks.stop)
+        _idle_tables.setdefault(self.mantissa_bits, deque()).extend(tables[1:])
+        ranges = [scan.range for scan in scans]
+        found = [scan.outside.view(np.float32) for scan in scans]
+        return found, every * is_finite, min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def _scan_all(
+        self, pieces: list[Floats], tables: list[Tallies], limits: Limits, every: int, weight: int
+    ) -> list[Scan]:
+        bits, room = self.mantissa_bits, _TAIL_ROOM * self.tail
+        if len(pieces) == 1:
+            return [scan_and_count(pieces[0], tables[0], bits, limits, room, Runs(every, 0, weight))]
+        size = pieces[0].size
+        with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
+            scans = [
+                pool.submit(scan_and_count, piece, table, bits, limits, room, Runs(every, number * size, weight))
+                for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
+            ]
+            return [scan.result() for scan in scans]
+
+    def _note_blocks(self, scan: Scan) -> None:
+        """Note in which blocks of the table there may be counts."""
+        starts = self._first_bin[0]
+        if starts[0] < 0:
+            starts[[0, BLOCKS // 2]] = 0, BLOCKS // 2 << self.mantissa_bits  # of the two zeros
+        for blocks in scan.blocks:
+            starts[blocks] = _STARTS[blocks] << self.mantissa_bits
+
+    def _idle_table(self) -> Tallies:
+        idle = _idle_tables.setdefault(self.mantissa_bits, deque())
+        return idle.pop() if idle else self._zeros(np.uint32)
+
+    def _zeros(self, dtype: Any) -> Tallies:  # noqa: ANN401  a type of NumPy
+        return sparse_zeros(BLOCKS << self.mantissa_bits, dtype)
 
     def _count_by_lookup(self, rows: Floats) -> None:
         bits = rows.view(np.uint32)
@@ -348,23 +410,34 @@ class FloatHistogram:
 
     def _widen_for(self, more: int) -> None:
         """Switch the counts from 32 to 64 bits before ``more`` values might overflow one."""
-        if self._total + more > _LARGEST_NARROW_TOTAL and self._counts.dtype != np.int64:
+        if self._total + more <= _LARGEST_NARROW_TOTAL or self._counts.dtype == np.int64:
+            return
+        if self.channels > 1:
             self._counts = self._counts.astype(np.int64)
+            return
+        narrow, self._counts = self._tables(), self._zeros(np.int64)
+        for block in np.flatnonzero(self._first_bin[0] >= 0):
+            self._tables()[block] = narrow[block]
 
-    def _add_block(self, channel: int, block: int, counts: Tallies) -> None:
+    def _add_block(self, channel: int, block: int, counts: NDArray[Any]) -> None:
         first = int(self._first_bin[channel, block])
         if first < 0:
-            if self._used[0] == self._counts.size:
-                self._reserve(1)
-            first = int(self._used[0])
+            first = self._new_block(block)
             self._first_bin[channel, block] = first
-            self._used += counts.size
         self._counts[first : first + counts.size] += counts.astype(self._counts.dtype)
 
+    def _new_block(self, block: int) -> int:
+        if self.channels == 1:
+            return int(block) << self.mantissa_bits
+        if self._used[0] == self._counts.size:
+            self._reserve(1)
+        self._used += 1 << self.mantissa_bits
+        return int(self._used[0]) - (1 << self.mantissa_bits)
+
     def _reserve(self, blocks: int) -> None:
-        """Ensure room for ``blocks`` more blocks; a new allocation has some spare ones."""
+        """Ensure room for ``blocks`` more blocks of channels; a new allocation has some spare ones."""
         used = int(self._used[0])
-        if self._counts.size - used >= blocks << self.mantissa_bits:
+        if self.channels == 1 or self._counts.size - used >= blocks << self.mantissa_bits:
             return
         room = np.zeros(used + (blocks + _SPARE_BLOCKS << self.mantissa_bits), self._counts.dtype)
         room[:used] = self._counts[:used]
@@ -376,8 +449,15 @@ class FloatHistogram:
         return Bins(*occupied(self._first_bin[channel], self._counts, self.mantissa_bits))
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state to pickle, e.g. for another process, without unused room."""
-        return {**self.__dict__, "_counts": self._counts[: int(self._used[0])].copy()}
+        """Return what to pickle, e.g. for another process: the settings, and the counts without unused room."""
+        settings = {name: getattr(self, name) for name in ("channels", "mantissa_bits", "tail", "enough")}
+        return {**settings, "state": self.state()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        """Restore what was pickled."""
+        state = pickled.pop("state")
+        self.__init__(**pickled)  # type: ignore[misc]
+        self.restore(state)
 
     def _tables(self) -> Tallies:
         """Return the counts as ``[block, bin]``."""
@@ -390,15 +470,3 @@ def _pieces(values: Floats) -> list[Floats]:
     size = -(-values.size // threads // PIECE) * PIECE
     size = min(size, max(_LARGEST_PIECE // PIECE, 1) * PIECE)
     return [values[begin : begin + size] for begin in range(0, values.size, size)]
-
-
-def _scan_all(pieces: list[Floats], tables: list[Bits], limits: Limits, room: int, every: int) -> list[Scan]:
-    if len(pieces) == 1:
-        return [scan_and_count(pieces[0], tables[0], limits, room, (every, 0))]
-    size = pieces[0].size
-    with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
-        scans = [
-            pool.submit(scan_and_count, piece, table, limits, room, (every, number * size))
-            for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
-        ]
-        return [scan.result() for scan in scans]

@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 from amct.numerics.counts.compiled import compiled
 
 FLOAT_MANTISSA = 23
-BLOCKS = 512  # signs and exponents of a float32
-TABLE_MANTISSA = 11
-TABLE_SIZE = BLOCKS << TABLE_MANTISSA
-"""Bins of all bit patterns, infinity and NaN included: loops count first and check for finite values afterwards."""
+BLOCKS = 512
+"""Signs and exponents of a float32. A table has bins for all of them, those of infinity and NaN included: loops count
+first and check for finite values afterwards."""
 RUN = 16
 """Length of a run: consecutive values that are counted or skipped together when sampling."""
-LARGEST_INTERVAL = 8
+LARGEST_INTERVAL = 64
 """The largest sampling interval."""
 PIECE = 1 << 14
 """Tensors are split at multiples of this only, so that splitting does not change which values are sampled."""
 
-_CHUNK = PIECE
+_CHUNK = 1 << 10  # so few values that most chunks lie within the limits; a multiple of the longest group of runs
 _STRETCH = 64
-_ZEROS = (BLOCKS // 2 - 1) << TABLE_MANTISSA  # a block of infinity and NaN, where no finite value is counted
+_NOT_FINITE = BLOCKS // 2 - 1  # a block where no finite value is counted
 _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
 _SIGN = 1 << 31
@@ -58,6 +57,8 @@ class Scan(NamedTuple):
     """Largest bit pattern as an unsigned integer: the smallest value if any is negative."""
     innermost: int
     """Smallest bit pattern as an unsigned integer."""
+    least: int
+    """Bit pattern of the smallest magnitude that is not zero, less one; of all ones when there is none."""
 
     @property
     def is_finite(self) -> bool:
@@ -65,9 +66,11 @@ class Scan(NamedTuple):
         return self.largest < _INFINITY and self.outermost < _SIGN + _INFINITY
 
     @property
-    def ends(self) -> tuple[int, int]:
-        """The blocks of the largest and of the smallest value; -1 when no value is positive or negative."""
-        return self.largest >> FLOAT_MANTISSA, self.outermost >> FLOAT_MANTISSA if self.outermost >= _SIGN else -1
+    def blocks(self) -> tuple[slice, slice]:
+        """Between which blocks all values but zeros lie, the positive and the negative ones."""
+        first = self.least + 1 >> FLOAT_MANTISSA
+        positive = slice(first, (self.largest >> FLOAT_MANTISSA) + 1 if self.largest > 0 else first)
+        return positive, slice(BLOCKS // 2 + first, max(self.outermost >> FLOAT_MANTISSA, BLOCKS // 2 - 1) + 1)
 
     @property
     def range(self) -> tuple[float, float]:
@@ -88,41 +91,92 @@ def limits_of(lower: float, upper: float) -> Limits:
     return below, above
 
 
-def scan_and_count(values: Floats, table: Bits, limits: Limits, room: int, runs: tuple[int, int]) -> Scan:
+class Runs(NamedTuple):
+    """Which values are counted, and how often each."""
+
+    every: int = 1
+    """The sampling interval: a power of two, at most ``LARGEST_INTERVAL``."""
+    offset: int = 0
+    """The index of the first value in the tensor, a multiple of ``PIECE``."""
+    weight: int = 1
+    """What a counted value adds to its bin."""
+
+
+def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: Runs) -> Scan:
     """Scan all values, and count all or a sample of them in a table of all bins.
 
     Args:
         values: when sampling, values after the last whole group of runs are not counted.
-        table: counts by top bits, updated; invalid afterwards if some value is not finite.
+        table: counts by top bits, updated. If some value is not finite, counting again with the negative weight undoes
+            it.
+        mantissa_bits: of the bins.
         limits: values at or beyond these are collected.
         room: maximum number of collected values.
-        runs: the sampling interval (a power of two, at most ``LARGEST_INTERVAL``), and the index of the first value in
-            the tensor (a multiple of ``PIECE``).
+        runs: which values are counted.
     """
-    return Scan(*_scan_and_count(values, table, limits, room, runs))
+    return Scan(*_scan_and_count(values, table, mantissa_bits, limits, room, runs))
 
 
 @compiled
 def _scan_and_count(
-    values: Floats, table: Bits, limits: Limits, room: int, runs: tuple[int, int]
-) -> tuple[Bits, int, int, int, int]:
-    every, offset = runs
+    values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: tuple[int, int, int]
+) -> tuple[Bits, int, int, int, int, int]:
+    every, offset, weight = runs
     bits, signed = values.view(np.uint32), values.view(np.int32)
     found = np.empty(room + _STRETCH, np.uint32)
-    extremes = np.array([-_SIGN, 0, 2 * _SIGN - 1], np.int64)
+    extremes = _no_extremes()
     number = 0
     for begin in range(0, bits.size, _CHUNK):
         chunk = bits[begin : begin + _CHUNK]
         number = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number, extremes)
         if every == 1:
-            _count_all(chunk, table)
+            _count_all(chunk, table, mantissa_bits, weight)
         else:
-            _count_runs(chunk, table, every, offset + begin)
-    for place in range(_ZEROS, _ZEROS + _ZERO_PLACES):
+            _count_runs(chunk, table, mantissa_bits, every, offset + begin, weight)
+    zeros = _NOT_FINITE << mantissa_bits
+    for place in range(zeros, zeros + min(_ZERO_PLACES, 1 << mantissa_bits)):
         table[0] += table[place]
         table[place] = 0
     counted = bits.size if every == 1 else bits.size // (RUN * every) * RUN
-    return found[: min(number, room + 1)], counted, extremes[0], extremes[1], extremes[2]
+    return found[: min(number, room + 1)], counted, extremes[0], extremes[1], extremes[2], extremes[3]
+
+
+@compiled
+def count_alone(
+    values: Floats, table: Tallies, first_bin: Counts, mantissa_bits: int, limits: Limits, room: int, enough: int
+) -> tuple[Bits, int, float, float]:
+    """Scan and count a batch in a single call, as ``scan_and_count`` does in many: calls cost more than small batches.
+
+    Args:
+        values: the batch, not empty.
+        table: counts by top bits, updated unless some value is not finite.
+        first_bin: start of each block in which something may be counted, updated.
+        mantissa_bits: of the bins.
+        limits: values at or beyond these are collected.
+        room: maximum number of collected values.
+        enough: number of values that are counted at least; negative: all are counted.
+
+    Returns:
+        The collected values as in ``Scan``, the sampling interval (0: some value is not finite), minimum and maximum.
+    """
+    every = 1 if enough < 0 else sampling_interval(values, enough)
+    found, _, largest, outermost, innermost, least = _scan_and_count(
+        values, table, mantissa_bits, limits, room, (every, 0, every)
+    )
+    if largest >= _INFINITY or outermost >= _SIGN + _INFINITY:
+        _scan_and_count(values, table, mantissa_bits, limits, room, (every, 0, -every))
+        return found, 0, 0.0, 0.0
+    first, half = (least + 1) >> FLOAT_MANTISSA, BLOCKS // 2
+    first_bin[0], first_bin[half] = 0, half << mantissa_bits  # of the two zeros
+    for block in range(first, (largest >> FLOAT_MANTISSA) + 1):
+        first_bin[block] = block << mantissa_bits
+    for block in range(half + first, (outermost >> FLOAT_MANTISSA) + 1):
+        first_bin[block] = block << mantissa_bits
+    ends = np.empty(2, np.uint32)
+    ends[0] = outermost if outermost >= _SIGN else innermost
+    ends[1] = largest if largest >= 0 else innermost
+    low_and_high = ends.view(np.float32)
+    return found, every, np.float64(low_and_high[0]), np.float64(low_and_high[1])
 
 
 def range_of(values: Floats) -> tuple[float, float] | None:
@@ -132,19 +186,26 @@ def range_of(values: Floats) -> tuple[float, float] | None:
 
 
 @compiled
-def _extremes(values: Floats) -> tuple[int, int, int]:
-    """Return the largest bit pattern as a signed and as an unsigned integer, and the smallest as an unsigned one."""
+def _extremes(values: Floats) -> tuple[int, int, int, int]:
     return _extremes_of(values.view(np.uint32), values.view(np.int32))
 
 
 @compiled
-def _extremes_of(bits: Bits, signed: SignedBits) -> tuple[int, int, int]:
-    high, outer, inner = np.int32(-_SIGN), np.uint32(0), np.uint32(2 * _SIGN - 1)
+def _extremes_of(bits: Bits, signed: SignedBits) -> tuple[int, int, int, int]:
+    """Return ``largest``, ``outermost``, ``innermost`` and ``least`` of a ``Scan``."""
+    high, outer = np.int32(-_SIGN), np.uint32(0)
+    inner, least = np.uint32(2 * _SIGN - 1), np.uint32(2 * _SIGN - 1)
     for place in range(bits.size):
         high = max(high, signed[place])
         outer = max(outer, bits[place])
         inner = min(inner, bits[place])
-    return high, outer, inner
+        least = min(least, (bits[place] & np.uint32(_SIGN - 1)) - np.uint32(1))  # less one, zero is the largest
+    return high, outer, inner, least
+
+
+@compiled
+def _no_extremes() -> Counts:
+    return np.array([-_SIGN, 0, 2 * _SIGN - 1, 2 * _SIGN - 1], np.int64)
 
 
 @compiled
@@ -152,7 +213,7 @@ def outside(values: Floats, limits: Limits) -> Floats:
     """Return the values at or beyond the limits."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
     found = np.empty(_CHUNK + _STRETCH, np.uint32)
-    extremes = np.zeros(3, np.int64)
+    extremes = _no_extremes()
     number = 0
     for begin in range(0, bits.size, _CHUNK):
         if found.size < number + _CHUNK + _STRETCH:
@@ -166,18 +227,21 @@ def outside(values: Floats, limits: Limits) -> Floats:
 def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int, extremes: Counts) -> int:
     """Update the extremes, and append the values at or beyond the limits to the first ``number`` of ``found``."""
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
-    largest, outermost, innermost = _extremes_of(bits, signed)
+    largest, outermost, innermost, least = _extremes_of(bits, signed)
     if (largest >= upper or outermost >= lower) and number <= found.size - _STRETCH:
         for begin in range(0, bits.size, _STRETCH):
             part, part_signed = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
-            high, outer, _ = _extremes_of(part, part_signed)
-            if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
+            hits = np.int32(0)
+            for place in range(part.size):
+                hits += np.int32((part_signed[place] >= upper) | (part[place] >= lower))
+            if hits and number <= found.size - _STRETCH:
                 for place in range(part.size):
                     found[number] = part[place]
                     number += np.int64((part_signed[place] >= upper) | (part[place] >= lower))
     extremes[0] = max(extremes[0], np.int64(largest))
     extremes[1] = max(extremes[1], np.int64(outermost))
     extremes[2] = min(extremes[2], np.int64(innermost))
+    extremes[3] = min(extremes[3], np.int64(least))
     return number
 
 
@@ -197,11 +261,10 @@ def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
 
 @compiled
 def sampling_interval(values: Floats, enough: int) -> int:
-    """Return n such that counting one run in n counts about ``enough`` values that are not near zero.
+    """Return n such that counting one run in n counts ``enough`` values that are not near zero, or up to twice as many.
 
-    The relative error of a loss estimated from m random values is below 1/sqrt(m) (the standard deviation of squared
-    rounding errors is 0.9 of their mean). Values near zero are excluded, as they are rounded to zero; their number is
-    estimated from some runs of the tensor. Data with few distinct values, such as pixels, is counted completely.
+    Values near zero are excluded, as they are rounded to zero; their number is estimated from some runs of the tensor.
+    Data with few distinct values, such as pixels, is counted completely.
     """
     if values.size < 2 * enough:
         return 1
@@ -241,35 +304,40 @@ def _few_distinct(values: Floats, step: int, bound: float) -> bool:
 
 
 @compiled
-def _count_all(bits: Bits, table: Bits) -> None:
+def _count_all(bits: Bits, table: Tallies, mantissa_bits: int, weight: int) -> None:
     """Count every value.
 
     Zeros, about half of the values after a ReLU, are counted in several places in turn: repeated increments of one
     place wait for each other, which doubles the time.
     """
-    shift = np.uint32(FLOAT_MANTISSA - TABLE_MANTISSA)
+    shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
+    zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
     for position in range(bits.size):
         value = bits[position]
         # Unsigned indices avoid the check for negative ones.
         place = np.uint64(value >> shift)
-        place = np.uint64(_ZEROS) + np.uint64(position & (_ZERO_PLACES - 1)) if value == 0 else place
-        table[place] += np.uint32(1)
+        place = zeros + np.uint64(position & places) if value == 0 else place
+        table[place] += weight
 
 
 @compiled
-def _count_runs(bits: Bits, table: Bits, every: int, begin: int) -> None:
+def _count_runs(bits: Bits, table: Tallies, mantissa_bits: int, every: int, begin: int, weight: int) -> None:
     """Count one run of each group of ``every``; its position varies between groups, so no channel is preferred."""
-    shift = np.uint32(FLOAT_MANTISSA - TABLE_MANTISSA)
+    shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
+    zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
     group = RUN * every
+    # The fractional parts of multiples of the golden ratio are evenly spread over 0..1.
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    fraction = np.uint64(begin // group) * golden
     for position in range(0, bits.size - group + 1, group):
-        # The fractional parts of multiples of the golden ratio are evenly spread over 0..1.
-        fraction = (np.uint64((begin + position) // group) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-        first = np.uint64(position) + (fraction * np.uint64(every) >> np.uint64(32)) * np.uint64(RUN)
+        run = (fraction >> np.uint64(32)) * np.uint64(every) >> np.uint64(32)
+        first = np.uint64(position) + run * np.uint64(RUN)
+        fraction += golden
         for step in range(RUN):
             value = bits[first + np.uint64(step)]
             place = np.uint64(value >> shift)
-            place = np.uint64(_ZEROS) + np.uint64(step & (_ZERO_PLACES - 1)) if value == 0 else place
-            table[place] += np.uint32(1)
+            place = zeros + np.uint64(step & places) if value == 0 else place
+            table[place] += weight
 
 
 @compiled
@@ -296,55 +364,11 @@ def count_by_lookup(bits: Bits, done: int, first_bin: Counts, counts: Tallies, u
 
 
 @compiled
-def add_table(table: Bits, first_bin: Counts, counts: Tallies, begin: int, weight: int) -> int:
-    """Add the blocks of ``table`` that are allocated from ``begin`` on to ``counts``, and clear them.
-
-    Returns:
-        The number of values in these blocks.
-    """
-    size = 1 << TABLE_MANTISSA
-    moved = 0
-    for block in range(table.size >> TABLE_MANTISSA):
-        first = first_bin[block]
-        if first < begin:
-            continue
-        source = table[block << TABLE_MANTISSA : (block << TABLE_MANTISSA) + size]
-        target = counts[first : first + size]
-        for place in range(size):
-            target[place] += weight * source[place]
-            moved += source[place]
-            source[place] = 0
-    return moved
-
-
-@compiled
-def allocate(left: int, table: Bits, first_bin: Counts, used: int, ends: tuple[int, int]) -> int:
-    """Allocate the blocks that hold the ``left`` values of ``table``, from the outermost values inwards.
-
-    Args:
-        left: number of values in blocks that are not allocated.
-        table: counts; only blocks that are not allocated are non-zero.
-        first_bin: start of each block, updated.
-        used: start of the first new block.
-        ends: the blocks of the outermost values, positive and negative; -1 when there is none.
-
-    Returns:
-        The end of the allocated blocks.
-    """
-    size = 1 << TABLE_MANTISSA
-    for step in range(BLOCKS // 2):
-        for sign in range(2):
-            block = ends[sign] - step
-            if ends[sign] < 0 or block < sign * BLOCKS // 2 or first_bin[block] >= 0:
-                continue
-            count = table[block << TABLE_MANTISSA : (block << TABLE_MANTISSA) + size].sum()
-            if count:
-                first_bin[block] = used
-                used += size
-                left -= count
-                if left == 0:
-                    return used
-    return used
+def move_blocks(table: Tallies, counts: Tallies, mantissa_bits: int, first: int, end: int) -> None:
+    """Add the blocks ``first`` to ``end`` of a table to another one of the same bins, and clear them."""
+    for place in range(first << mantissa_bits, end << mantissa_bits):
+        counts[place] += table[place]
+        table[place] = 0
 
 
 @compiled

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -127,17 +126,18 @@ class IFMR(Layer):
         try:
             if not isinstance(settings, IfmrSettings):
                 return make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
-            return IfmrLayerObserver(
+            observer = IfmrLayerObserver(
                 bits=settings.num_bits,
                 asymmetric=settings.asymmetric,
                 max_percentile=settings.max_percentile,
                 min_percentile=settings.min_percentile,
                 search_range=settings.search_range,
                 search_step=settings.search_step,
-                batch_num=self.options.batch_num,
             )
         except AmctError as error:
             raise self.error(str(error)) from error
+        observer.sample_for(self.options.batch_num if self.options.batch_num < OPEN_ENDED else None)
+        return observer
 
 
 @dataclass(kw_only=True, eq=False)
@@ -145,28 +145,25 @@ class IfmrLayerObserver(IfmrObserver):
     """IFMR with AMCT's behavior: memory independent of ``batch_num``, and AMCT's prefix in error messages."""
 
     symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE
-    counts_all: bool = False
-    batch_num: int = OPEN_ENDED
+    keeps_few: bool = True
 
     def observe(self, x: torch.Tensor) -> None:
-        """Observe one batch; the size of the first of all batches gives the expected number of values."""
-        if self._samples.next_number == 0 and self.batch_num < OPEN_ENDED:
-            self.expect(x.numel() * self.batch_num)
-        with self._errors_as_in_amct():
+        """Observe one batch."""
+        try:
             super().observe(x)
+        except AmctError as error:
+            raise self._as_in_amct(error) from error
 
     def result(self) -> ActivationFactors:
         """Scale and offset for all observed data."""
-        with self._errors_as_in_amct():
-            return super().result()
-
-    @contextmanager
-    def _errors_as_in_amct(self) -> Iterator[None]:
         try:
-            yield
+            return super().result()
         except AmctError as error:
-            kind = "IfmrQuantWithOffset" if self.asymmetric else "IfmrQuantWithoutOffset"
-            raise CalibrationError(f"{kind} scale is illegal: {error}") from error
+            raise self._as_in_amct(error) from error
+
+    def _as_in_amct(self, error: AmctError) -> CalibrationError:
+        kind = "IfmrQuantWithOffset" if self.asymmetric else "IfmrQuantWithoutOffset"
+        return CalibrationError(f"{kind} scale is illegal: {error}")
 
 
 def _plain_inputs(layers: Mapping[str, Layer]) -> frozenset[str]:

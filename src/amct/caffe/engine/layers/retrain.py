@@ -170,7 +170,8 @@ class RetrainDataQuant(_RetrainLayer):
             return False
         if len(given) < 2:
             if self._observer is None:
-                self._observer = IfmrLayerObserver(bits=self.bits, asymmetric=True, batch_num=options.batch_num)
+                self._observer = IfmrLayerObserver(bits=self.bits, asymmetric=True)
+                self._observer.sample_for(options.batch_num)
             try:
                 self._observer.observe(bottom.detach())
                 if self._observer.batches < options.batch_num:
