@@ -190,7 +190,7 @@ def _channel_sums(values: NDArray[np.float32], axis: int) -> NDArray[np.float64]
 
 @compiled
 def _image_sums(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the sum of each channel of images ``[N, C, H, W]``, in a quarter of NumPy's time."""
+    """Return the sum of each channel of images ``[N, C, H, W]``; NumPy is slower, because no two axes lie together."""
     samples, channels, height, width = values.shape
     sums = np.zeros(channels)
     for sample in range(samples):
