@@ -247,8 +247,8 @@ def _measured(
     quantized: QuantizedModel, batches: Iterable[Any], written: list[Path]
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
     """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs."""
-    from amct.model.quant_json import QUANT_JSON, add_measurement
     from amct.export.onnx.kept_weights import with_values
+    from amct.model.quant_json import QUANT_JSON, add_measurement
     from amct.onnx_model import measure
 
     file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
