@@ -297,12 +297,16 @@ def jobs(folder: Path) -> Values:
     """The whole job of every installed tool."""
     found: Values = {"float accuracy": torch_top1(cifar_resnet(ASSETS, 20), *cifar_images(ASSETS, "test_6000"))}
     for name in ("ours", *PEERS):
-        package = PEERS.get(name, "amct")
-        if importlib.util.find_spec(package) is None:
-            found[name] = {"failed": f"{name} is not installed (pip install {package.replace('_', '-')})"}
-        else:
-            found[name] = job(name, folder / name, REPETITIONS)
+        hint = missing(PEERS.get(name, "amct"))
+        found[name] = {"failed": f"{name} {hint}"} if hint else job(name, folder / name, REPETITIONS)
     return found
+
+
+def missing(package: str) -> str:
+    """What to do about a package that is not installed; empty if it is."""
+    if importlib.util.find_spec(package) is not None:
+        return ""
+    return f"is not installed (pip install {package.replace('_', '-')})"
 
 
 def adaround(folder: Path) -> Values:

@@ -99,3 +99,20 @@ def test_every_place_in_the_page_is_that_of_a_benchmark_that_writes_rows():
     assert len(names) == len(set(names)) == len(re.findall("<!-- rows of", page)) >= 5
     for name in names:
         assert '"rows":' in (ROOT / "benchmarks" / f"{name}.py").read_text()
+
+
+def test_the_hint_for_a_missing_peer_names_that_peer(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "pytorch"))
+    import ptq_pytorch
+
+    absent = {"nncf", "aimet_onnx"}
+    monkeypatch.setattr(ptq_pytorch.importlib.util, "find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr(ptq_pytorch, "job", lambda name, *_: {"ran": name})
+    monkeypatch.setattr(ptq_pytorch, "cifar_resnet", lambda *_: None)
+    monkeypatch.setattr(ptq_pytorch, "cifar_images", lambda *_: ())
+    monkeypatch.setattr(ptq_pytorch, "torch_top1", lambda *_: 0.0)
+    found = ptq_pytorch.jobs(Path())
+    assert found["NNCF"] == {"failed": "NNCF is not installed (pip install nncf)"}
+    assert found["aimet-onnx"] == {"failed": "aimet-onnx is not installed (pip install aimet-onnx)"}
+    assert found["ours"] == {"ran": "ours"}
