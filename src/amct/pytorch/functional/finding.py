@@ -34,10 +34,10 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module
     """
     duplicate = copy_model(model)
     finder = _Finder(duplicate)
+    hooks = []
     for module in duplicate.modules():
         if is_layer(module):
-            module.register_forward_pre_hook(finder.enter)
-            module.register_forward_hook(finder.leave)
+            hooks += [module.register_forward_pre_hook(finder.enter), module.register_forward_hook(finder.leave)]
     arguments = pytree.tree_map_only(Tensor, torch.Tensor.clone, (inputs.args, inputs.kwargs))
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), finder:
@@ -45,6 +45,9 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module
     except Exception as error:  # noqa: BLE001  the user's forward runs here; tracing it reports its error
         logger.debug("functional calls of %s are not read: %s", type(model).__name__, error)
         return model
+    finally:
+        for hook in hooks:
+            hook.remove()  # they refer to the finder, and it to the copy, which would be freed late
     layers, problems = finder.result()
     return with_functional_layers(model, layers, problems) if layers or problems else model
 

@@ -216,6 +216,7 @@ def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[Cal
     args, kwargs = _cloned(traced)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), uncompiled(), watch.forward():
         model(*args, **kwargs)
+    watch.detach()  # its hooks refer to the copy, which would be freed late
     assert traced.graph is not None
     found: dict[CallSite, str] = {}
     lost: list[str] = []
