@@ -20,7 +20,7 @@ from amct.pytorch.pruning.chain_records import REPEAT, axis_attribute
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.pytorch.pruning.input_moments import InputMoments
+    from amct.pytorch.pruning.measuring.input_moments import InputMoments
     from amct.pytorch.pruning.propagation import ChannelMap
     from amct.pytorch.pruning.selection import Cell
     from amct.record import PruneRecord

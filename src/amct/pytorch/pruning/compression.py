@@ -15,7 +15,7 @@ from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
 from amct.pytorch.pruning.compensation import compensate
 from amct.pytorch.pruning.cutting import cut_channels
-from amct.pytorch.pruning.input_moments import InputMoments, measure_inputs, mixes
+from amct.pytorch.pruning.measuring.input_moments import InputMoments, measure_inputs, mixes
 from amct.pytorch.pruning.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.pruning.agreement import agreement
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import Compressed, apply_plan
 from amct.pytorch.pruning.costs import cost_of
 from amct.pytorch.pruning.cutting import channel_counts, cut_channels
 from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
+from amct.pytorch.pruning.measuring.agreement import agreement
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.checkpoint import load_state

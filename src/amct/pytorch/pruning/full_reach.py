@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.pruning.input_moments import InputMoments
+    from amct.pytorch.pruning.measuring.input_moments import InputMoments
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from amct.pytorch.model_copy import copy_model
-from amct.pytorch.pruning.agreement import agreement
+from amct.pytorch.pruning.measuring.agreement import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
