@@ -25,8 +25,10 @@ def benchmark():
 
 
 @pytest.mark.parametrize("door", ["pytorch", "onnx", "caffe"])
-def test_a_job_needs_few_copies_of_the_weights(benchmark, door: str) -> None:
+def test_a_job_needs_few_copies_of_the_weights(benchmark, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An MLP of 20 million parameters: the user's model, the folded one, and the one that is being looked at."""
+    # What the C library keeps of freed blocks varies by a third of the parameters: here it keeps no large ones.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
     (line,) = benchmark.measure(benchmark.NETWORKS["mlp-20m"], [door])
 
     assert line.parameters_mb > 80
