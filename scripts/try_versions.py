@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 OWN_PINS = ("torch", "torchvision", "sympy", "networkx", "setuptools", "triton", "typing_extensions")
 """Packages whose version torch decides."""
-EXTRAS = ("test", "caffe", "demo", "docs", "assets")
+EXTRAS = ("test", "caffe", "demo", "docs", "assets", "dev")
 """What the tests need beside the package."""
 
 
