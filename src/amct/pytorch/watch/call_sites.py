@@ -89,6 +89,7 @@ class _ModuleCallTracker:
     def __init__(self, model: nn.Module) -> None:
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[str, int, OpenCall]] = []
+        self._is_running = False  # the forward of the whole model
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             # The first and the last of all hooks, around those of the user.
@@ -96,12 +97,17 @@ class _ModuleCallTracker:
                 self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
             self._handles.append(module.register_forward_pre_hook(self._set_forward(running=True)))
             self._handles.append(module.register_forward_hook(self._set_forward(running=False), prepend=True))
-            if module is not model:
+            if module is model:
+                self._handles.append(module.register_forward_pre_hook(self._note_running(running=True)))
+                ended = self._note_running(running=False)
+                self._handles.append(module.register_forward_hook(ended, prepend=True, always_call=True))
+            else:
                 self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def begin(self) -> None:
+        """Begin a forward of the whole model: before it is called, or when its hooks have run and its forward runs."""
         self._calls.clear()
-        self._open = [("", 0, OpenCall())]
+        self._open = [("", 0, OpenCall(in_forward=self._is_running))]
 
     def next_operation(self) -> tuple[str, int, int]:
         path, call, opened = self._open[-1]
@@ -124,6 +130,12 @@ class _ModuleCallTracker:
                 self._open[-1][2].in_forward = running
 
         return switch
+
+    def _note_running(self, *, running: bool) -> Callable[..., None]:
+        def note(*_: object) -> None:
+            self._is_running = running
+
+        return note
 
     def _leave(self, *_: object) -> None:
         if len(self._open) > 1:
