@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_every_place_in_the_page_is_that_of_a_benchmark_that_writes_rows():
 def test_the_hint_for_a_missing_peer_names_that_peer(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "pytorch"))
+    for name in ("AMCT_LOG_LEVEL", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # the benchmark sets them; afterwards they are as before
     import ptq_pytorch
 
     absent = {"nncf", "aimet_onnx"}

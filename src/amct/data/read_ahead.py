@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Item = TypeVar("Item")
+LONGEST_WAIT = 1.0
+"""Seconds for which closing waits for a read that is under way; one that never ends (a pipe) must not hold up Ctrl-C."""
 
 
 class _Shared(Generic[Item]):
@@ -74,7 +76,7 @@ def _end(shared: _Shared[Item], threads: list[threading.Thread]) -> None:
         shared.changed.notify_all()
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join()
+            thread.join(LONGEST_WAIT)
 
 
 class ReadAhead(Generic[Item]):
