@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 LONGEST_WAIT = 1.0
-"""Seconds for which closing waits for a read that is under way; one that never ends (a pipe) must not hold up Ctrl-C."""
+"""Seconds for which closing waits for a read under way; one that never ends (a pipe) must not hold up Ctrl-C."""
 
 
 class _Shared(Generic[Item]):
