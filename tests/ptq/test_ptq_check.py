@@ -165,6 +165,29 @@ def test_a_wrong_file_is_reported_with_the_first_wrong_tensor(quantized, monkeyp
     assert f'the first tensor that is worse is "{second.output[0]}"' in warning
 
 
+def test_sequences_of_tensors_are_passed_over_in_the_search(monkeypatch, tmp_path):
+    """As torch exports an EmbeddingBag: values between the layers that are no single tensor."""
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 17]> g (float[4,3,8,8] x) => (float[4,4,4,4] y) {
+          parts = SplitToSequence <axis = 0> (x)
+          whole = ConcatFromSequence <axis = 0> (parts)
+          first = Conv (whole, w1)
+          y = Conv (first, w2)
+        }""")
+    for number, node in enumerate(model.graph.node, -1):
+        node.name = str(number)  # "2" is the convolution that is changed
+    weights = {"w1": (4, 3, 3, 3), "w2": (4, 4, 3, 3)}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(rng.normal(size=shape).astype(np.float32), name) for name, shape in weights.items()
+    )
+    onnx.save(model, tmp_path / "float.onnx")
+    quantized = amct.onnx_model.quantize(tmp_path / "float.onnx", [{"x": IMAGES.numpy()}])
+    replace_exporter(monkeypatch, "fake_quant", change_the_second_convolution)
+    quantized.save(tmp_path / "net", formats=["fake_quant"])
+    assert checks_in(tmp_path)["fake_quant"].differs_at == "y"
+
+
 def test_a_file_with_values_that_are_not_finite_is_reported(quantized, monkeypatch, tmp_path, lines):
     def spoil(model):
         tensor = next(tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT)

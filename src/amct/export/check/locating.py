@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from amct.errors import AmctError
 from amct.export.check.reference import loss
 from amct.export.check.similarity import output_similarity
@@ -56,9 +58,10 @@ def first_difference(
     except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
         return ""
     for name, tensors in places.items():
-        reference, simulation_value, value = (
-            {name: values[tensor]} for values, tensor in zip((expected, simulated, got), tensors, strict=True)
-        )
+        values = [found[tensor] for found, tensor in zip((expected, simulated, got), tensors, strict=True)]
+        if not all(isinstance(value, np.ndarray) for value in values):  # a sequence of tensors
+            continue
+        reference, simulation_value, value = ({name: value} for value in values)
         if loss(output_similarity(reference, simulation_value)[0], output_similarity(reference, value)[0]) > more_than:
             return name
     return ""
