@@ -1,6 +1,6 @@
 """How fast the Caffe engine runs nets and how much memory that takes, beside OpenCV's dnn module in the same run.
 
-    python benchmarks/caffe_engine.py                 all lines
+    python benchmarks/caffe_engine.py                 all lines, with one thread and with two
     python benchmarks/caffe_engine.py --rounds 1      quickly
     python benchmarks/caffe_engine.py --threads 1     with one thread, in CPU time: right on a busy machine too
     python benchmarks/caffe_engine.py --only RFB      only nets whose name contains this
@@ -41,6 +41,7 @@ ENGINES = ("OpenCV dnn", "all blobs", "lean", "onnxruntime")
 OURS = ENGINES[2:]  # those that are compared: "lean" computes with torch
 BATCHES = (1, 8)
 WARM_UP, SECONDS, ROUNDS = 4, 1.0, 5
+THREADS = (1, 2)
 LEAST_RATIO = 1.2
 MEGABYTE = 2**20
 
@@ -251,13 +252,13 @@ def _in_a_process(model: Model, engine: str, batch: int, threads: int) -> Line:
     return Line(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def show(lines: list[Line], threads: int, *, partial: bool) -> None:
-    """Print the table and write it as JSON."""
+def show(lines: list[Line], threads: int) -> list[dict[str, object]]:
+    """Print the table of one number of threads, and return its rows."""
     table = Table(title=f"Images per second (peak memory in MB), {threads} thread(s)")
     for column in ("net", "batch", *ENGINES, "lean / OpenCV", "onnxruntime / OpenCV", f"wanted >= {LEAST_RATIO}"):
         table.add_column(column, justify="left" if column == "net" else "right")
     found = {(line.model, line.batch, line.engine): line for line in lines}
-    rows = []
+    rows: list[dict[str, object]] = []
     for model, batch in dict.fromkeys((line.model, line.batch) for line in lines):
         speeds = {engine: found[model, batch, engine].images_per_second for engine in ENGINES}
         peer = speeds[ENGINES[0]]
@@ -276,11 +277,14 @@ def show(lines: list[Line], threads: int, *, partial: bool) -> None:
                 }
             )
     Console(width=150).print(table)
+    return rows
+
+
+def write(rows: list[dict[str, object]], *, partial: bool) -> None:
+    """Write the rows of all tables as JSON."""
     RESULTS.parent.mkdir(exist_ok=True)
     machine = {"processor": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
-    report = {"machine": machine, "threads": threads, "lines": [asdict(line) for line in lines], "rows": rows}
-    report["partial"] = partial
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"machine": machine, "rows": rows, "partial": partial}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -288,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", default="", help="nets whose name contains this")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, nargs="+", default=THREADS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
@@ -297,8 +301,10 @@ def main() -> None:
         line = measure(Model(**given), task["engine"], task["batch"], task["threads"])
         print(json.dumps(asdict(line)))
     else:
-        lines = run_all(arguments.rounds, arguments.threads, arguments.only)
-        show(lines, arguments.threads, partial=bool(arguments.only))
+        rows = []
+        for threads in arguments.threads:
+            rows += show(run_all(arguments.rounds, threads, arguments.only), threads)
+        write(rows, partial=bool(arguments.only) or set(arguments.threads) != set(THREADS))
 
 
 if __name__ == "__main__":
