@@ -12,6 +12,7 @@ import pytest
 import torch
 from ptq_helpers import Flow, run_onnx
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
@@ -160,6 +161,20 @@ def test_a_condition_that_torch_cannot_capture_is_calibrated():
     else:  # older releases capture it
         with pytest.raises(ConfigError, match="called inside cond"):
             amct.quantize(model, [image()])
+
+
+def centred(y: torch.Tensor) -> torch.Tensor:
+    """Each picture and channel less its own mean, by functions of one picture and of one channel."""
+    of_channel = torch.vmap(lambda channel: channel - channel.mean(), in_dims=0, out_dims=0)
+    return torch.vmap(of_channel)(y)
+
+
+def test_a_function_mapped_by_vmap_is_captured_and_vmap_stays_as_it_was(tmp_path):
+    assert_quantized(Net(lambda s, x: head(s, centred(s.c(x)).abs())), ["c", "l"], tmp_path)
+    y = torch.randn(2, 3, 4, 4)
+    assert torch.allclose(centred(y), y - y.mean((2, 3), keepdim=True), atol=1e-6)
+    recorded = make_fx(centred)(y)  # torch's own recorder, without a capture of ours
+    assert torch.allclose(recorded(2 * y), centred(2 * y), atol=1e-6)
 
 
 def test_an_attention_mask_made_by_vmap_in_a_program_is_an_ordinary_operation(tmp_path):

@@ -23,10 +23,11 @@ from amct.memory import uncollected
 from amct.pytorch.capture.program_rewrites import rewrite
 from amct.pytorch.capture.recurrent import hide_weight_list, make_opaque
 from amct.pytorch.capture.returned_tensors import return_tensors
+from amct.pytorch.capture.vectorized import vmap_recorded
 from amct.pytorch.model_copy import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -99,6 +100,7 @@ def capture(
             torch.random.fork_rng(devices=[]),
             torch.no_grad(),
             uncollected(),
+            _VMAP_RECORDED.entered(),
         ):
             program = torch.export.export(duplicate, args, kwargs, dynamic_shapes=shapes, strict=False)
             rewrite(program)
@@ -148,39 +150,39 @@ def _dynamic_shapes(arguments: dict[str, Any], open_axes: Sequence[Mapping[int, 
     return {name: pytree.tree_map(of_leaf, value) for name, value in arguments.items()}
 
 
-class _EagerStance:
-    """torch's stance is one for the whole process: the first of several threads sets it, the last one restores it."""
+class _ProcessWide:
+    """A context that concerns the whole process: the first of several threads enters it, the last one leaves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
         self._lock = threading.Lock()
         self._users = 0
-        self._stance: AbstractContextManager[None] | None = None
+        self._context: AbstractContextManager[None] | None = None
 
-    def enter(self) -> None:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._stance = torch.compiler.set_stance("force_eager")
+                self._context = self._make()
+                self._context.__enter__()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0 and self._context is not None:
+                    self._context.__exit__(None, None, None)
+                    self._context = None
 
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
+
+_EAGER_STANCE = _ProcessWide(lambda: torch.compiler.set_stance("force_eager"))
+_VMAP_RECORDED = _ProcessWide(vmap_recorded)
 
 
-_EAGER_STANCE = _EagerStance()
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[None]:
     """A context in which ``torch.cond`` and compiled functions run as plain Python, so that hooks see each call."""
-    _EAGER_STANCE.enter()
-    try:
-        yield
-    finally:
-        _EAGER_STANCE.leave()
+    return _EAGER_STANCE.entered()
 
 
 @contextmanager
