@@ -31,10 +31,16 @@ def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **set
     return to.add("Resize", x, None, to.constant(scales), **settings)
 
 
-def _factors(scale_factors: Sequence[float] | None, *single: float | None) -> Sequence[float | None] | None:
-    if scale_factors is not None:
-        return scale_factors
-    return None if all(each is None for each in single) else list(single)
+def _factors(x: Value, scale_factors: Sequence[float] | None, single: Sequence[float | None]) -> Sequence[float] | None:
+    """The factor of each axis behind the channels, given as a list or one by one; None: the sizes decide.
+
+    Raises:
+        NotLoweredError: Some axes have no factor.
+    """
+    factors = scale_factors or [each for each in single if each is not None]
+    if factors and len(factors) != x.rank - 2:
+        raise NotLoweredError("a resizing with a factor for some axes only")
+    return factors or None
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
@@ -52,10 +58,7 @@ def nearest(
 ) -> Value:
     """The nearest value: rounded down from the upper left corner, or from the middle of a position."""
     del output_size
-    single = [each for each in (scales, scales_d, scales_h, scales_w) if each is not None]
-    factors = _factors(scale_factors, *single) if single or scale_factors else None
-    if factors is not None and len(factors) != x.rank - 2:
-        raise NotLoweredError("a resizing with a factor for some axes only")
+    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
     modes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     if "exact" in operator:
         modes = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
@@ -77,10 +80,7 @@ def interpolated(
 ) -> Value:
     """Interpolation, linear or by cubic polynomials with torch's coefficient."""
     del output_size
-    single = [each for each in (scales, scales_d, scales_h, scales_w) if each is not None]
-    factors = _factors(scale_factors, *single) if single or scale_factors else None
-    if factors is not None and len(factors) != x.rank - 2:
-        raise NotLoweredError("a resizing with a factor for some axes only")
+    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
     mode = "align_corners" if align_corners else "half_pixel"
     if align_corners:
         factors = None  # the corners are given by the sizes
