@@ -266,6 +266,21 @@ def test_a_pooling_that_rounds_up_and_counts_padding_divides_by_what_torch_divid
         assert difference(run_onnx(tmp_path / file, model, x), run_torch(model, x)) <= bound
 
 
+def test_zeros_before_a_convolution_are_added_by_the_convolution(tmp_path):
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(3, 4, 3, 2), nn.Conv2d(4, 4, 5, groups=4)
+    model = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), first, nn.ReLU6(), nn.ZeroPad2d(2), second).eval()
+    x = images()
+    quantized = amct.quantize(model, x)
+    quantized.save(tmp_path / "q")
+    operators = {
+        file: [node.op_type for node in onnx.load(tmp_path / f"q_{file}_model.onnx").graph.node]
+        for file in ("qdq", "deploy", "fake_quant")
+    }
+    assert [operators[file].count("Pad") for file in operators] == [0, 2, 2]
+    assert difference(run_onnx(tmp_path / "q_qdq_model.onnx", model, x), run_torch(model, x)) <= one_step(quantized, x)
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(8, 4), nn.Conv1d(8, 4, 1)], ids=["linear", "convolution"])
 def test_weights_that_are_all_zero_are_saved(layer, tmp_path):
     """A head that was initialized with zeros: balancing its input would divide by zero noise."""

@@ -26,6 +26,7 @@ from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
 from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
+from amct.export.qdq.pads import merge_pads
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
 from amct.model import Skip
 
@@ -93,19 +94,8 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
     placed = FastPlacement()
     if placement is not Placement.EXACT:
         if tensors is not None and can_be_fast:
-            nodes.fast = True
-            means_to_pooling(graph)
-            kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
-            skipped += _leave_float(graph, kept_float)
-            layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
-            planner = FastPlanner(
-                graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors)
-            )
-            placed = planner.run()
-            if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
-                layers = balance_inputs(layers, placed, tensors)
-                nodes.means = _means(layers, tensors)
-                layers = fold_balance(graph, layers)
+            layers, placed, left_float = _place_fast(nodes, layers, tensors, float_tensors)
+            skipped += left_float
         else:
             nodes.notes.append(_why_exact(tensors, placement))
     reports = []
@@ -130,6 +120,26 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
         rescaled=rescaled,
         kept=kept,
     )
+
+
+def _place_fast(
+    nodes: QdqNodes, layers: Sequence[Layer], tensors: Mapping[str, TensorFactors], float_tensors: Collection[str]
+) -> tuple[list[Layer], FastPlacement, list[Skip]]:
+    """Plan placement ``fast``; returns the layers that are quantized, the placement, and the layers left float."""
+    graph = nodes.graph
+    nodes.fast = True
+    means_to_pooling(graph)
+    padded = merge_pads(graph, layers)
+    kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
+    skipped = _leave_float(graph, kept_float)
+    layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
+    planner = FastPlanner(graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors))
+    placed = planner.run()
+    if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
+        layers = balance_inputs(layers, placed, tensors)
+        nodes.means = _means(layers, tensors, padded)
+        layers = fold_balance(graph, layers)
+    return layers, placed, skipped
 
 
 @dataclass(frozen=True)
@@ -185,6 +195,7 @@ def fast_tensors(
             factors = replace(factors, act_bits=16)
         layers.append(replace(layer, factors=factors))
     means_to_pooling(graph)
+    merge_pads(graph, layers)
     kept_float = [layer for layer in layers if not has_integer_kernel(layer)]
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
     placed = FastPlanner(
@@ -225,11 +236,14 @@ class _RequestedFactors(TensorFactors):
     tensor: str
 
 
-def _means(layers: Sequence[Layer], tensors: Mapping[str, TensorFactors]) -> dict[str, NDArray[np.float32]]:
-    """The per-channel mean of each layer's input, after balancing."""
+def _means(
+    layers: Sequence[Layer], tensors: Mapping[str, TensorFactors], padded: Mapping[str, str]
+) -> dict[str, NDArray[np.float32]]:
+    """The per-channel mean of each layer's input, after balancing; ``padded`` is that of ``merge_pads``."""
     means = {}
     for layer in layers:
-        found = tensors.get(layer.reader.input[0]) if layer.weight is not None else None
+        observed = padded.get(layer.name, layer.reader.input[0])
+        found = tensors.get(observed) if layer.weight is not None else None
         if found is not None and found.mean is not None and len(found.mean) == layer.channels_in:
             mean = np.asarray(found.mean, dtype=np.float32)
             means[layer.name] = mean if layer.factors.balance is None else mean / layer.factors.balance
