@@ -8,7 +8,7 @@ import amct.pytorch as amct
 from amct.pytorch import AdaRoundSettings, LayerConfig, QuantConfig
 
 BITS = 3  # at 8 bits, and even at 4, rounding to the nearest integer loses nothing here
-ITERATIONS = 150
+ITERATIONS = 500  # after 150 the accuracy still rises
 
 
 def quantized_accuracy(iterations: int) -> float:

@@ -17,6 +17,7 @@ import pytest
 from qat_caffe_flow import BODY, Retraining, write_digits
 
 import amct_caffe as amct
+from amct.atomic._names import NOTICE, new_path
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.messages import read_message
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError, RecordError
@@ -291,22 +292,45 @@ def test_a_killed_training_goes_on_from_its_last_snapshot(copy):
     )
     try:
         assert child.stdout.readline() == "started\n"
-        while not (copy.folder / "killed_iter_24.solverstate").exists():
+        while not (copy.folder / "killed_iter_36.solverstate").exists():
             assert child.poll() is None
             time.sleep(0.02)
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.communicate()
-    states = sorted(copy.folder.glob("killed_iter_*.solverstate"), key=lambda each: each.stat().st_mtime_ns)
     copy.retrain(24, snapshot=12, prefix="whole")
     whole = caffe.Net(copy.modified[0], copy.snapshot(24, "whole"), caffe.TEST)
     killed = caffe.SGDSolver(copy.solver(copy.modified[0], 100, 0.01, prefix="on"))
-    for state in states:
-        killed.restore(str(state))  # every state that has its name is whole, and so is its caffemodel
-        if killed.iter == 24:
+    unfinished = "".join(notice.read_text() for notice in copy.folder.glob(f".amct-*.{NOTICE}"))
+    for iteration in sorted(int(each.stem.split("_")[-1]) for each in copy.folder.glob("killed_iter_*.solverstate")):
+        state = copy.folder / f"killed_iter_{iteration}.solverstate"
+        if state.name in unfinished:  # only the last one can have its name without being complete
+            assert iteration > 24
+            with pytest.raises(FileError, match=r"cannot be used: the save .* was interrupted"):
+                killed.restore(str(state))
+            continue
+        killed.restore(str(state))  # every other state is whole, and so is its caffemodel
+        assert killed.iter == iteration
+        if iteration == 24:
             for name, values in parameters(whole).items():
                 np.testing.assert_array_equal(parameters(killed.net)[name], values, err_msg=name)
     killed.step(1)
+
+
+def test_a_solver_state_of_an_interrupted_save_is_not_called_missing(copy):
+    solver = caffe.SGDSolver(copy.solver(copy.modified[0], 24, 0.01, prefix="cut"))
+    solver.snapshot()
+    state = copy.folder / "cut_iter_0.solverstate"
+    *process, _, token = new_path(copy.folder, NOTICE).name.split("-")
+    notice = copy.folder / "-".join([*process, "1", token])  # of a process that no longer runs
+    notice.write_text(json.dumps({"version": 2, "files": ["cut_iter_0.caffemodel", state.name]}))
+    with pytest.raises(FileError, match=r'^"[^"]*cut_iter_0.solverstate" cannot be used: the save'):
+        solver.restore(str(state))
+    notice.unlink()
+    solver.restore(str(state))
+    state.unlink()
+    with pytest.raises(FileError, match="File not found: "):
+        solver.restore(str(state))
 
 
 # ------------------------------------------------------------------ other layers and formats

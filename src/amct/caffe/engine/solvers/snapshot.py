@@ -123,6 +123,8 @@ def read_state(path: str) -> StoredState:
             return _read_state_hdf5(path)
         return read_solver_state(weights.read_file(path), path)
     except FileError as error:
+        if is_file(path):
+            raise
         raise FileError(f"File not found: {path} (the solver state; looked for in {Path.cwd()}): {error}") from error
 
 
