@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results" / "caffe_engine.json"
 ASSETS = Path(os.environ.get("AMCT_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
-ENGINES = ("OpenCV dnn", "all blobs", "lean", "onnxruntime")
-OURS = ENGINES[2:]  # those that are compared: "lean" computes with torch
+ENGINES = ("OpenCV dnn", "all blobs", "lean", "torch", "onnxruntime")
+OURS = ENGINES[2:]  # those that are compared; "lean" nets choose between the other two by themselves
+RUNTIMES = ENGINES[3:]
 BATCHES = (1, 8)
 WARM_UP, SECONDS, ROUNDS = 4, 1.0, 5
 THREADS = (1, 2)
@@ -216,7 +217,7 @@ def our_forward(model: Model, pictures: np.ndarray, engine: str, threads: int) -
     from amct.caffe import pycaffe as caffe
 
     torch.set_num_threads(threads)
-    runtime = engine if engine == "onnxruntime" else None
+    runtime = engine if engine in RUNTIMES else None
     keep = engine == "all blobs"
     net = caffe.Net(model.prototxt, caffe.TEST, weights=model.caffemodel, keep_blobs=keep, runtime=runtime)
     name = net.inputs[0]
@@ -255,7 +256,7 @@ def _in_a_process(model: Model, engine: str, batch: int, threads: int) -> Line:
 def show(lines: list[Line], threads: int) -> list[dict[str, object]]:
     """Print the table of one number of threads, and return its rows."""
     table = Table(title=f"Images per second (peak memory in MB), {threads} thread(s)")
-    for column in ("net", "batch", *ENGINES, "lean / OpenCV", "onnxruntime / OpenCV", f"wanted >= {LEAST_RATIO}"):
+    for column in ("net", "batch", *ENGINES, *(f"{engine} / OpenCV" for engine in OURS), f"wanted >= {LEAST_RATIO}"):
         table.add_column(column, justify="left" if column == "net" else "right")
     found = {(line.model, line.batch, line.engine): line for line in lines}
     rows: list[dict[str, object]] = []
@@ -264,16 +265,17 @@ def show(lines: list[Line], threads: int) -> list[dict[str, object]]:
         peer = speeds[ENGINES[0]]
         cells = [f"{speeds[engine]:.1f} ({found[model, batch, engine].peak_megabytes:.0f})" for engine in ENGINES]
         ratios = [speeds[engine] / peer for engine in OURS]
-        marks = ["kept" if ratio >= LEAST_RATIO else "[red]missed" for ratio in ratios]
-        table.add_row(model, str(batch), *cells, *(f"{ratio:.2f}" for ratio in ratios), ", ".join(marks))
+        mark = "kept" if ratios[0] >= LEAST_RATIO else "[red]missed"
+        table.add_row(model, str(batch), *cells, *(f"{ratio:.2f}" for ratio in ratios), mark)
         for engine, ratio in zip(OURS, ratios, strict=True):
+            is_asked = engine in RUNTIMES  # the goal is for what a user gets who does not ask
             rows.append(
                 {
                     "what": f"{model}, batch {batch}, {threads} thread{'s' * (threads > 1)}: our speed ÷ OpenCV's"
-                    + ", runtime onnxruntime" * (engine == "onnxruntime"),
+                    + f", runtime {engine}" * is_asked,
                     "measured": f"{speeds[engine]:.1f} ÷ {peer:.1f} images/s = {ratio:.2f}",
-                    "wanted": f">= {LEAST_RATIO}",
-                    "kept": ratio >= LEAST_RATIO,
+                    "wanted": "" if is_asked else f">= {LEAST_RATIO}",
+                    "kept": None if is_asked else ratio >= LEAST_RATIO,
                 }
             )
     Console(width=150).print(table)

@@ -106,12 +106,17 @@ def test_net_is_built_as_caffe_builds_it(case):
         assert {name: list(blob.shape) for name, blob in net.blobs.items()} == meta["blob_shapes"]
 
 
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime", None])
 @pytest.mark.parametrize("case", NET_CASES, ids=str)
-def test_freeing_blobs_changes_no_output(case):
+def test_freeing_blobs_changes_no_output(case, runtime):
     data, _, _ = load(case)
     stem = case.stem
     net = caffe.Net(
-        str(stem.with_suffix(".prototxt")), caffe.TEST, weights=str(stem.with_suffix(".caffemodel")), keep_blobs=False
+        str(stem.with_suffix(".prototxt")),
+        caffe.TEST,
+        weights=str(stem.with_suffix(".caffemodel")),
+        keep_blobs=False,
+        runtime=runtime,
     )
     feed(net, data)
     outputs = net.forward()

@@ -50,11 +50,15 @@ MODELS = [
 LENET, CIFAR_QUICK, CIFAR_FULL, SQUEEZENET = MODELS[:4]
 
 
-@pytest.mark.parametrize("keep_blobs", [True, False], ids=["all blobs", "lean"])
+@pytest.mark.parametrize(
+    ("keep_blobs", "runtime"),
+    [(True, None), (False, "torch"), (False, "onnxruntime")],
+    ids=["all blobs", "lean", "lean in onnxruntime"],
+)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_outputs_and_blob_statistics(model, keep_blobs, assets):
+def test_outputs_and_blob_statistics(model, keep_blobs, runtime, assets):
     record = model.record(assets)
-    net = model.net(assets, keep_blobs=keep_blobs)
+    net = model.net(assets, keep_blobs=keep_blobs, runtime=runtime)
     net.blobs["data"].reshape(*record["in:data"].shape)
     net.blobs["data"].data[...] = record["in:data"]
     outputs = net.forward()

@@ -1,4 +1,4 @@
-"""Nets that run in onnxruntime: the same results as in the engine, and every change is seen."""
+"""Nets that run in onnxruntime: the same results as in the engine, every change is seen; which nets do so unasked."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.onnx.session_pass import SessionPass
+from amct.caffe.pycaffe import runtime_choice
 from amct.errors import ArgumentError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -29,6 +30,17 @@ layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3
 layer { name: "on" type: "Input" top: "cont" input_param { shape { dim: 2 dim: 3 } } }
 layer { name: "lstm" type: "LSTM" bottom: "data" bottom: "cont" top: "lstm" recurrent_param { num_output: 4 } }
 """
+
+
+WEIGHTS_ONLY = """
+layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 20 dim: 20 } } }
+layer { name: "round" type: "RetrainWeightQuant" retrain_weight_quant_param { object_layer: "pool" num_bits_w: 4 } }
+layer { name: "pool" type: "Convolution" bottom: "data" top: "pool" convolution_param { num_output: 8 kernel_size: 3 } }
+"""
+
+
+def runs_in_session(net):
+    return any(isinstance(plan.bound, SessionPass) for plan in net._plans.values())
 
 
 def randomized(path, **options):
@@ -125,7 +137,7 @@ def test_a_net_without_an_onnx_form_stays_in_the_engine(write, caplog, monkeypat
             check_equal(fast, net, images(seed))
     assert len(said(caplog)) == 1
     assert 'layer "a" (Convolution): there is no ONNX form' in said(caplog)[0]
-    assert not any(isinstance(plan.bound, SessionPass) for plan in fast._plans.values())
+    assert not runs_in_session(fast)
 
 
 def test_a_net_that_remembers_stays_in_the_engine(write, caplog):
@@ -136,13 +148,121 @@ def test_a_net_that_remembers_stays_in_the_engine(write, caplog):
             data = np.random.RandomState(seed).randn(2, 3, 5)
             got, want = (each.forward(data=data, cont=np.ones((2, 3)))["lstm"] for each in (fast, net))
             np.testing.assert_allclose(got, want, **TOLERANCE)
-    assert not any(isinstance(plan.bound, SessionPass) for plan in fast._plans.values())
+    assert not runs_in_session(fast)
+
+
+@pytest.mark.parametrize("runtime", [None, "onnxruntime", "torch"])
+def test_equal_inputs_give_equal_bits_in_every_pass(write, runtime):
+    net = randomized(write(NET), keep_blobs=False, runtime=runtime)
+    first = net.forward(data=images(1))["pool"].copy()
+    net.forward(data=images(2))
+    np.testing.assert_array_equal(net.forward(data=images(1))["pool"], first)
+    assert runs_in_session(net) == (runtime != "torch")
+
+
+def test_a_net_that_onnxruntime_cannot_run_stays_in_the_engine(write, caplog, monkeypatch):
+    path = write(NET)
+    fast, net = randomized(path, keep_blobs=False, runtime="onnxruntime"), randomized(path)
+    monkeypatch.setattr(
+        "onnxruntime.InferenceSession.run", lambda *_: (_ for _ in ()).throw(ValueError("no memory\nat all"))
+    )
+    with caplog.at_level(logging.WARNING, "amct"):
+        for seed in (1, 2):
+            check_equal(fast, net, images(seed))
+    assert [text.endswith("runs without onnxruntime: no memory") for text in said(caplog)] == [True]
+    assert not runs_in_session(fast)
+
+
+@pytest.mark.parametrize("runtime", [None, "onnxruntime"])
+def test_weights_that_another_layer_rounds_are_rounded(write, runtime):
+    path = write(WEIGHTS_ONLY)
+    fast, net = randomized(path, keep_blobs=False, runtime=runtime), randomized(path)
+    for seed in (1, 2):
+        check_equal(fast, net, images(seed))
+    assert not runs_in_session(fast)
+
+
+MEAN_PRODUCTS = (2 * 8 * 20 * 20 * 27 + 2 * 8 * 20 * 20 * 8) // 2
+PARAMETERS = 8 * 27 + 8 + 8 + 8 + 8 * 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "is_small"),
+    [
+        ("SMALL_CONVOLUTION", MEAN_PRODUCTS, True),
+        ("SMALL_CONVOLUTION", MEAN_PRODUCTS - 1, False),
+        ("FEW_PARAMETERS", PARAMETERS, True),
+        ("FEW_PARAMETERS", PARAMETERS - 1, False),
+    ],
+)
+def test_only_nets_of_small_convolutions_and_few_parameters_run_there_unasked(
+    write, monkeypatch, limit, value, is_small
+):
+    monkeypatch.setattr(runtime_choice, limit, value)
+    path = write(NET)
+    fast, net = randomized(path, keep_blobs=False), randomized(path)
+    check_equal(fast, net, images())
+    assert runs_in_session(fast) == is_small
+    assert not runs_in_session(net)  # it keeps all blobs
+
+
+DECONVOLUTION = """
+layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 1 dim: 4 dim: 5 dim: 5 } } }
+layer { name: "up" type: "Deconvolution" bottom: "data" top: "up"
+  convolution_param { num_output: 2 kernel_size: 2 stride: 2 group: 2 } }
+"""
+
+
+def test_the_products_of_a_deconvolution_are_those_of_its_bottom(write, monkeypatch):
+    path, data = write(DECONVOLUTION), np.ones((1, 4, 5, 5))
+    for limit, is_small in ((4 * 5 * 5 * 1 * 2 * 2, True), (4 * 5 * 5 * 1 * 2 * 2 - 1, False)):
+        monkeypatch.setattr(runtime_choice, "SMALL_CONVOLUTION", limit)
+        net = randomized(path, keep_blobs=False)
+        net.forward(data=data)
+        assert runs_in_session(net) == is_small
+
+
+def test_nets_without_convolutions_and_of_the_training_phase_stay_in_the_engine(write):
+    dense = (
+        'layer { name: "in" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 } } } '
+        'layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 4 } }'
+    )
+    net = caffe.Net(write(dense), caffe.TEST, keep_blobs=False)
+    net.forward()
+    training = caffe.Net(write(NET), caffe.TRAIN, keep_blobs=False)
+    training.forward()
+    assert not runs_in_session(net)
+    assert not runs_in_session(training)
+
+
+def test_a_net_that_changes_all_the_time_stays_in_the_engine_in_the_end(write):
+    path = write(NET)
+    fast, net = randomized(path, keep_blobs=False), randomized(path)
+    in_session = []
+    for count in range(1, runtime_choice.MOST_SESSIONS + 3):
+        for each in (fast, net):
+            each.blobs["data"].reshape(count, 3, 20, 20)
+        check_equal(fast, net, images(count, count))
+        in_session.append(runs_in_session(fast))
+    assert in_session == [True] * runtime_choice.MOST_SESSIONS + [False] * 2
+
+
+def test_a_net_without_an_onnx_form_stays_in_the_engine_silently(write, caplog, monkeypatch):
+    monkeypatch.setattr("amct.caffe.onnx.graph.form_of", lambda _: None)
+    net = randomized(write(NET), keep_blobs=False)
+    with caplog.at_level(logging.WARNING, "amct"):
+        net.forward(data=images())
+    assert not runs_in_session(net)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"runtime": "tensorrt", "keep_blobs": False}, "runtime: expected None or \"onnxruntime\", got 'tensorrt'"),
+        (
+            {"runtime": "tensorrt", "keep_blobs": False},
+            'runtime: expected None, "torch" or "onnxruntime", got \'tensorrt\'',
+        ),
         ({"runtime": "onnxruntime"}, "it needs keep_blobs=False"),
         ({"runtime": "onnxruntime", "keep_blobs": False, "phase": caffe.TRAIN}, "phase caffe.TEST"),
     ],

@@ -265,7 +265,7 @@ def test_a_net_of_the_yolo_family(write):
     path = write(YOLO)
     caffe.set_random_seed(1)
     net = caffe.Net(path, caffe.TEST)
-    lean = caffe.Net(path, caffe.TEST, keep_blobs=False)
+    lean = caffe.Net(path, caffe.TEST, keep_blobs=False, runtime="torch")
     lean.share_with(net)
     x = rand(1, 3, 32, 32)
     y = net.forward(x=x)["y"]

@@ -51,13 +51,13 @@ def test_ssd_face_of_several_pictures_at_once(assets):
         np.testing.assert_allclose(found[:20], expected[:20], rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("runtime", ["torch", None], ids=["torch", "by default"])
 @pytest.mark.parametrize("name", ["RFB-320", "slim-320"])
-def test_ultralight_face(assets, name):
+def test_ultralight_face(assets, name, runtime):
     folder = assets / "ultralight_face"
     record = recorded(assets, folder.name, name)
-    net = caffe.Net(
-        str(folder / f"{name}.prototxt"), caffe.TEST, weights=str(folder / f"{name}.caffemodel"), keep_blobs=False
-    )
+    weights = str(folder / f"{name}.caffemodel")
+    net = caffe.Net(str(folder / f"{name}.prototxt"), caffe.TEST, weights=weights, keep_blobs=False, runtime=runtime)
     for index, picture in enumerate(record["in:data"]):
         net.blobs["input"].reshape(1, *picture.shape)
         outputs = net.forward(input=picture[None])

@@ -1,8 +1,8 @@
 """Forward passes of a net in onnxruntime: ``caffe.Net(..., keep_blobs=False, runtime="onnxruntime")``.
 
-The net is exported in memory and loaded once. Nets of small layers gain most: torch takes 20 to 30 µs to begin any
-convolution. The first pass, and every pass in which a shape or a parameter has changed, runs in the engine; so does a
-net that has no ONNX form.
+The net is exported in memory and loaded once. The first pass, and every pass in which a shape or a parameter has
+changed, runs in the engine, which finds the shapes, and then again in the new session: equal inputs give equal bits in
+every pass. A net that has no ONNX form runs in the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.caffe.engine.layers.selection import Silence
 from amct.caffe.onnx.graph import float_onnx
 from amct.errors import AmctError, ExportError
 from amct.export.onnx.messages import first_line
@@ -20,6 +21,7 @@ from amct.export.onnx.runtime import as_tensor, open_session, quiet_options
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import onnx
     import onnxruntime
 
     from amct.caffe.engine.blob import Blob
@@ -29,31 +31,50 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def session_pass(net: Net, bound: BoundPlan, bind: Callable[[], BoundPlan | None]) -> SessionPass | None:
-    """The whole net in onnxruntime; None if it cannot run there, and a warning says why.
+def session_pass(
+    net: Net, bound: BoundPlan, bind: Callable[[], BoundPlan | None], *, is_demanded: bool
+) -> SessionPass | None:
+    """The whole net in onnxruntime, after its first pass; None if it cannot run there, and the log says why.
 
     Args:
         net: A net of the TEST phase that frees its blobs.
         bound: Its plan of all layers, bound by the engine.
         bind: Binds the plan again: exporting the net takes arrays of its parameters, which counts as a change.
+        is_demanded: Whether the user wants onnxruntime: then a net that cannot run there is worth a warning.
     """
     blobs = net.named_blobs()
     kept = {id(blob) for blob in bound.stored}
     outputs = {name: blob for name, blob in blobs.items() if id(blob) in kept}
     try:
-        exported = float_onnx(net, outputs=list(outputs), dynamic_batch=False)
-        model, notes = exported.model, list(exported.notes)
-        if {value.name for value in model.graph.output} != set(outputs):
-            notes.append("some of its outputs have no ONNX form")
-        if notes:
-            raise ExportError(notes[0])
+        model = _whole_model(net, list(outputs))
         threads = torch.get_num_threads()
         session = open_session(model, threads=threads)
-    except AmctError as error:
-        logger.warning('net "%s" runs without onnxruntime: %s', net.name, error)
+        inputs = {value.name: blobs[value.name] for value in model.graph.input}
+        found = SessionPass(session, threads, bind() or bound, inputs, outputs)
+        found.run()
+    except (AmctError, RuntimeError) as error:
+        level = logging.WARNING if is_demanded else logging.DEBUG
+        logger.log(level, 'net "%s" runs without onnxruntime: %s', net.name, error)
         return None
-    inputs = {value.name: blobs[value.name] for value in model.graph.input}
-    return SessionPass(session, threads, bind() or bound, inputs, outputs)
+    return found
+
+
+def _whole_model(net: Net, outputs: list[str]) -> onnx.ModelProto:
+    """The net with these outputs.
+
+    Raises:
+        ExportError: A layer has no ONNX form, or would be left out.
+    """
+    for node in net.graph.nodes:
+        if not node.tops and not isinstance(node.layer, Silence):  # such as one that rounds the weights of another
+            raise ExportError(f'layer "{node.layer.name}" ({node.layer.type}) has no tops')
+    exported = float_onnx(net, outputs=outputs, dynamic_batch=False)
+    notes = list(exported.notes)
+    if {value.name for value in exported.model.graph.output} != set(outputs):
+        notes.append("some of its outputs have no ONNX form")
+    if notes:
+        raise ExportError(notes[0])
+    return exported.model
 
 
 class SessionPass:

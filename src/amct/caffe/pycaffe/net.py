@@ -13,13 +13,12 @@ import numpy as np
 from amct.atomic import is_file
 from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.data_layers.memory_data import MemoryData
-from amct.caffe.engine.device import current_device
-from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
 from amct.caffe.engine.plans.bound_plan import bind_plan
 from amct.caffe.engine.python_layers import BlobList
 from amct.caffe.proto_merge import custom_schema
+from amct.caffe.pycaffe.runtime_choice import RuntimeChoice
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _SIGNATURE = (
 )
 _POSITIONAL = ("network_file", "phase", "level", "stages", "weights")
 _EXTRA = ("keep_blobs", "allow_python", "custom_proto", "runtime")
-_ONNXRUNTIME = "onnxruntime"
 
 
 class NetFileError(FileError, RuntimeError):
@@ -63,10 +61,11 @@ class Net(EngineNet):
 
     Call ``Net(network_file, phase, level=0, stages=None, weights=None)`` or the older ``Net(network_file, weights,
     phase)``. ``keep_blobs=False`` frees blobs after use, ``allow_python=True`` allows Python layers (they execute
-    code). With ``runtime="onnxruntime"`` a net that frees its blobs runs in onnxruntime, from its second pass on.
+    code). ``runtime`` is "torch" or "onnxruntime", where only a net that frees its blobs can run; by default such a net
+    runs there if its convolutions are small.
     """
 
-    _runtime: str | None = None
+    _runtime: RuntimeChoice | None = None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         options = _read_arguments(args, kwargs)
@@ -83,32 +82,12 @@ class Net(EngineNet):
             keep_blobs=options.get("keep_blobs", True),
             allow_python=options.get("allow_python", False),
         )
-        self._runtime = self._checked_runtime(options.get("runtime"))
+        self._runtime = RuntimeChoice(self, options.get("runtime"), frees_blobs=self._kept is not None)
         if weights is not None:
             self.copy_from(weights)
 
-    def _checked_runtime(self, runtime: object) -> str | None:
-        if runtime is None:
-            return None
-        if runtime != _ONNXRUNTIME:
-            raise ArgumentError(f'Net: runtime: expected None or "{_ONNXRUNTIME}", got {runtime!r}')
-        if self._kept is None or self.phase != TEST:
-            raise ArgumentError(
-                f'Net: runtime="{_ONNXRUNTIME}" computes only inputs, outputs and blobs named in keep_blobs: it needs '
-                "keep_blobs=False (or names) and phase caffe.TEST"
-            )
-        return _ONNXRUNTIME
-
     def _bind(self, plan: Plan, *, is_whole: bool) -> BoundPass | None:
-        bound = bind_plan(plan)
-        if bound is None or self._runtime is None or not is_whole or current_device().type != "cpu":
-            return bound
-        from amct.caffe.onnx.session_pass import session_pass  # onnx and onnxruntime take a second to import
-
-        found = session_pass(self, bound, lambda: bind_plan(plan))
-        if found is None:
-            self._runtime = None  # the log says why
-        return found or bind_plan(plan)
+        return bind_plan(plan) if self._runtime is None or not is_whole else self._runtime.bind(self, plan)
 
     @classmethod
     def from_parameter(cls, parameter: ProtoMessage, **options: Any) -> Net:  # noqa: ANN401 - the engine Net's own
