@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
 import torch
 from lowering_check import check
 from torch import nn
 from torch.nn import functional
+
+from integer_kernels import count_integer_kernels
 
 
 def values(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> torch.Tensor:
@@ -148,6 +151,12 @@ def test_elementwise(name):
 def test_gelu_is_one_node_from_opset_20_on(opset, approximate):
     model = check(lambda x: functional.gelu(x, approximate=approximate), values(3, 4), opset=opset)
     assert ("Gelu" in [node.op_type for node in model.graph.node]) == (opset >= 20)
+
+
+def test_gelu_of_several_nodes_is_one_kernel_in_onnxruntime(tmp_path):
+    model = check(functional.gelu, values(3, 4), opset=17)
+    onnx.save(model, tmp_path / "gelu.onnx")
+    assert count_integer_kernels(tmp_path / "gelu.onnx").operators == {"Gelu": 1}
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

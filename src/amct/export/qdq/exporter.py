@@ -28,6 +28,7 @@ from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
 from amct.export.qdq.pads import merge_pads
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
+from amct.export.qdq.unfused_sums import keep_sums_apart
 from amct.model import Skip
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def _place_fast(
     layers = fold_balance(graph, [layer for layer in layers if has_integer_kernel(layer)])
     planner = FastPlanner(graph, [*layers, *kept_float], tensors.get, tensors_kept_float(graph, tensors, float_tensors))
     placed = planner.run()
+    keep_sums_apart(graph)
     if nodes.target is not Target.EXACT8:  # EXACT8 has the record's own integers
         layers = balance_inputs(layers, placed, tensors)
         nodes.means = _means(layers, tensors, padded)

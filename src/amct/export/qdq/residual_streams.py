@@ -88,7 +88,7 @@ _LONGEST_STATISTIC = 24
 
 def residual_streams(graph: OnnxGraph) -> frozenset[str]:
     """The tensors of all residual streams, and those between a stream and the layers that start it."""
-    normalized = dict(_normalizations(graph))
+    normalized = dict(normalizations(graph))
     found: set[str] = set()
     for source in normalized.values():
         if source in found:
@@ -159,7 +159,7 @@ def is_computed_sum(graph: OnnxGraph, node: NodeProto) -> bool:
     return node.op_type in ("Add", "Sum") and len(_data(graph, node)) > 1
 
 
-def _normalizations(graph: OnnxGraph) -> Iterator[tuple[str, str]]:
+def normalizations(graph: OnnxGraph) -> Iterator[tuple[str, str]]:
     """The result and the input of each normalization."""
     for node in graph.nodes:
         if node.op_type in NORMALIZATIONS:

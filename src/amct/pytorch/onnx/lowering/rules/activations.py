@@ -38,7 +38,7 @@ def hardsigmoid(to: Writer, x: Value) -> Value:
 
 @rule("gelu")
 def gelu(to: Writer, x: Value, approximate: str = "none") -> Value:
-    """One node from opset 20 on, several before."""
+    """One node from opset 20 on, several before; onnxruntime knows the exact form in this order and fuses it."""
     if to.opset >= _GELU_OPSET:
         return to.unary("Gelu", x, approximate=approximate)
     one, half = to.constant(1.0), to.constant(0.5)
@@ -47,7 +47,7 @@ def gelu(to: Writer, x: Value, approximate: str = "none") -> Value:
     else:
         cube = to.mul(to.constant(0.044715), to.binary("Pow", x, to.constant(3.0)))
         gate = to.unary("Tanh", to.mul(to.constant(math.sqrt(2 / math.pi)), to.binary("Add", x, cube)))
-    return to.mul(x, to.mul(half, to.binary("Add", gate, one)))
+    return to.mul(to.mul(x, to.binary("Add", gate, one)), half)
 
 
 @rule("leaky_relu")
