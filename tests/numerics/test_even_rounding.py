@@ -42,6 +42,17 @@ def test_integers_stay_as_they_are(shape, seed):
     assert torch.equal(round_cancelling_errors(exact, torch.ones(1), 7).double(), exact)
 
 
+@given(seed=st.integers(0, 2**16), halves=st.booleans(), bounded=st.booleans(), count=st.integers(1, 9))
+def test_a_kernel_of_one_position_is_rounded_as_a_matrix(seed, halves, bounded, count):
+    """Neighbours that are large enough to be bounded, and ties, are among the weights."""
+    exact = steps((5, count), seed, 8)
+    matrix = (exact * 2).round() / 2 if halves else exact
+    scale = torch.tensor([1.0])
+    wanted = round_cancelling_errors(matrix, scale, 8, bounded_pairs=bounded)
+    kernel = round_cancelling_errors(matrix[:, :, None, None], scale, 8, bounded_pairs=bounded)
+    assert torch.equal(kernel[:, :, 0, 0], wanted)
+
+
 def test_the_weights_nearest_to_a_half_are_turned_round():
     weight = torch.tensor([[0.4, 0.45, 0.3, 1.0]])
     assert round_cancelling_errors(weight, torch.ones(1), 8).tolist() == [[0, 1, 0, 1]]

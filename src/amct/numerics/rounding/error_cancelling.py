@@ -79,13 +79,14 @@ def round_cancelling_errors(weight: Tensor, scale: Tensor, bits: int, *, bounded
     """
     lowest, highest = (-LARGEST, LARGEST) if bounded_pairs else integer_range(bits)
     per_row = scale.double().reshape(-1, *[1] * (weight.ndim - 1)).expand(weight.shape[0], *[1] * (weight.ndim - 1))
+    has_kernels = math.prod(weight.shape[2:]) > 1  # a single weight has no other one to cancel its error
 
     def rounded(rows: Tensor, part: slice) -> Tensor:
         # Clipping errors are not cancelled by other weights.
         exact = (rows.double() / per_row[part]).clamp_(lowest, highest)
         result = rounded_within_limit(within_limit(exact)) if bounded_pairs else exact.round()
         kernels = rows.shape[0] * rows.shape[1]
-        for groups in (kernels, rows.shape[0]) if rows.ndim > 2 else (rows.shape[0],):
+        for groups in (kernels, rows.shape[0]) if has_kernels else (rows.shape[0],):
             fixed = near_limit(result.reshape(rows.shape)).reshape(groups, -1) if bounded_pairs else None
             result = _cancel_errors(exact.reshape(groups, -1), result.reshape(groups, -1), fixed)
         return result.clamp_(lowest, highest).reshape(rows.shape)
@@ -100,6 +101,8 @@ def _cancel_errors(exact: Tensor, rounded: Tensor, fixed: Tensor | None) -> Tens
     """
     errors = rounded - exact
     surplus = errors.sum(1, keepdim=True).round()
+    if not bool(surplus.any()):
+        return rounded
     direction = surplus.sign()
     # Changing the largest errors of the same sign costs least; an error of the other sign would exceed one step.
     errors.mul_(direction)

@@ -7,6 +7,7 @@ them, are not activations.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,7 @@ class _Builder:
         self.tensors = {name: id(tensor) for name, tensor in stored}
         self.groups: dict[str, list[Operation]] = {}
         self.calls: dict[str, LayerCall] = {}  # by the key of the module call
+        self.numbers: Counter[str] = Counter()  # of calls so far, by module path
         self.readers: dict[int, dict[str, str]] = {}  # of a stored tensor: module path and place in the code
 
     def build(self) -> ProgramGraph:
@@ -127,7 +129,8 @@ class _Builder:
 
     def _call(self, owner: ModuleCall) -> LayerCall:
         if owner.key not in self.calls:
-            earlier = sum(call.path == owner.path for call in self.calls.values())
+            earlier = self.numbers[owner.path]
+            self.numbers[owner.path] += 1
             self.calls[owner.key] = LayerCall(name=call_name(owner.path, earlier), path=owner.path)
         return self.calls[owner.key]
 

@@ -182,8 +182,11 @@ def find_tensors(
     layers: dict[tuple[str, int], str] = {}
     others: dict[str, str] = {}  # by the tensor of the topology
     missing: list[str] = []
+    named: dict[str, list[str]] = {}
+    for tensor, onnx_name in onnx_names.items():
+        named.setdefault(onnx_name, []).append(tensor)
     for name in wanted:
-        aliases = [tensor for tensor, onnx_name in onnx_names.items() if onnx_name == name]
+        aliases = named.get(name, [])
         producers = [traced.graph.producer(tensor) for tensor in aliases]
         given = next((tensor for tensor in aliases if tensor in traced.graph.inputs), None)
         layer = next((hooked[node.name] for node in producers if node and node.name in hooked), None)
