@@ -152,6 +152,27 @@ def test_a_convolution_that_is_added_to_a_stream_runs_in_integers():
     assert sqnr(expected, run(exported.model, feeds)["y"]) > simulated - 1
 
 
+def test_a_convolution_that_starts_a_stream_through_a_normalization_stays_float():
+    """SegFormer: each stage begins with a normalized convolution; one that is only added, normalized, is in integers."""
+    net = Net()
+    scale, shift = net.constant("s", np.ones(4, np.float32)), net.constant("b", np.zeros(4, np.float32))
+    x = net.layer("Conv", "patches", net.input("x", 1, 3, 6, 6), net.weight("patches.w", 4, 3, 3, 3))
+    x = net.add("InstanceNormalization", "first_norm", net.add("Identity", "moved", x), scale, shift)
+    y = net.add("InstanceNormalization", "norm", x, scale, shift)
+    y = net.layer("Conv", "branch", y, net.weight("branch.w", 4, 4, 1, 1))
+    x = net.add("Add", "sum", x, net.add("InstanceNormalization", "branch_norm", y, scale, shift))
+    y = net.add("InstanceNormalization", "last_norm", x, scale, shift)
+    net.layer("Conv", "head", y, net.weight("head.w", 4, 4, 1, 1), outputs=["y"])
+    model = net.model("y")
+    streams = residual_streams(OnnxGraph(model))
+    assert {"patches_out", "moved_out", "first_norm_out", "sum_out"} <= streams
+    assert not {"branch_out", "last_norm_out"} & streams
+    factors, tensors = calibrate(net, model)
+    exported = qdq_model(model, net.bindings(), factors, tensors=tensors)
+    assert "branch_out" in exported.tensors
+    assert not {"patches_out", "moved_out"} & set(exported.tensors)
+
+
 def test_a_gate_computed_from_means_is_no_normalization():
     """Squeeze and excitation multiplies values by a function of their means that is no statistic of them."""
     net = Net()

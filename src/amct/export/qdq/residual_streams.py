@@ -3,7 +3,9 @@
 Such a stream runs through the whole model, and a few of its channels are much larger than the others. A quantizer of 8
 bits takes its step from the large ones, and the normalization amplifies the rounding error of the small ones; every
 block adds the same error again. So placement ``fast`` leaves the stream float, and the output of each layer that starts
-it. A convolution whose output is only added to it is no part of it.
+it, also through a normalization: a patch convolution whose output is normalized before the first block, or a
+convolution between two stages. All later blocks get its error. A convolution whose output is only added to the stream
+is no part of it, normalized or not.
 
 Exporters write a normalization as one operator or as arithmetic: ``(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps)``,
 without the subtraction for RMSNorm. Both are found.
@@ -97,6 +99,8 @@ def residual_streams(graph: OnnxGraph) -> frozenset[str]:
         makers = (graph.producer(tensor) for tensor in members)
         if any(node is not None and is_computed_sum(graph, node) for node in makers):
             found |= _reachable(members, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
+    starts = [source for result, source in normalized.items() if result in found and not _is_only_added(graph, result)]
+    found |= _reachable(starts, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
     return frozenset(tensor for tensor in found if not _is_added_convolution(graph, tensor))
 
 
@@ -107,8 +111,11 @@ def _is_added_convolution(graph: OnnxGraph, tensor: str) -> bool:
     its own range, once; the stream itself is not rounded.
     """
     producer = graph.producer(tensor)
-    if producer is None or producer.op_type != "Conv":
-        return False
+    return producer is not None and producer.op_type == "Conv" and _is_only_added(graph, tensor)
+
+
+def _is_only_added(graph: OnnxGraph, tensor: str) -> bool:
+    """Whether a tensor is an addend of one sum and nothing else, at most moved and scaled."""
     user = graph.only_consumer(tensor)
     while user is not None and not is_computed_sum(graph, user):
         scales = user.op_type == "Mul" and len(_data(graph, user)) == 1
