@@ -1,13 +1,15 @@
-"""Python's collector of cycles, stopped for a while."""
+"""Python's collector of cycles, stopped for a while; large blocks with pages of their own, for a while."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
+from contextlib import ExitStack
 
 import pytest
 
+from amct import memory
 from amct.memory import uncollected
 
 
@@ -76,3 +78,31 @@ def test_the_last_of_several_threads_restarts_it():
     leave.set()
     thread.join(10)
     assert gc.isenabled()
+
+
+def _settings_of(monkeypatch, environment, *sizes):
+    """What mallopt is called with while models of some sizes are at work, one inside the other."""
+    calls = []
+    for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name in environment:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(memory, "_of_glibc", lambda _: lambda *arguments: calls.append(arguments))
+    with ExitStack() as stack:
+        for size in sizes:
+            stack.enter_context(memory.own_pages(size))
+        inside = list(calls)
+    return inside, calls[len(inside) :]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_blocks_of_large_models_get_pages_of_their_own_for_a_while(monkeypatch, count):
+    inside, after = _settings_of(monkeypatch, (), *[memory.LARGE_MODEL] * count)
+    assert dict(inside) == {-3: 2**20, -1: 2**26}
+    assert dict(after) == {-3: 2**25, -1: 2**26}  # where glibc itself ends
+
+
+def test_small_models_and_users_choices_leave_the_heap_alone(monkeypatch):
+    assert _settings_of(monkeypatch, (), memory.LARGE_MODEL - 1) == ([], [])
+    assert _settings_of(monkeypatch, ("MALLOC_MMAP_THRESHOLD_",), memory.LARGE_MODEL) == ([], [])
+    assert _settings_of(monkeypatch, ("GLIBC_TUNABLES",), memory.LARGE_MODEL) == ([], [])

@@ -153,7 +153,7 @@ def test_a_convolution_that_is_added_to_a_stream_runs_in_integers():
 
 
 def test_a_convolution_that_starts_a_stream_through_a_normalization_stays_float():
-    """SegFormer: each stage begins with a normalized convolution; one that is only added, normalized, is in integers."""
+    """SegFormer: each stage begins with a normalized convolution; one that is only added is in integers."""
     net = Net()
     scale, shift = net.constant("s", np.ones(4, np.float32)), net.constant("b", np.zeros(4, np.float32))
     x = net.layer("Conv", "patches", net.input("x", 1, 3, 6, 6), net.weight("patches.w", 4, 3, 3, 3))

@@ -22,7 +22,9 @@ import amct_pytorch as amct
 from amct.errors import ModelError, RecordError
 from amct.export.check.batch import batch_path, read_batch
 from amct.export.qdq.tensor_factors import read_tensor_factors
+from amct.memory import uncollected
 from amct.pytorch.capture import cached_trace as caching
+from amct.pytorch.watch import intermediate_tensors
 from amct.record import read_record
 
 
@@ -98,6 +100,31 @@ def test_what_is_remembered_of_a_model_does_not_keep_it_alive(tmp_path):
     del flow
     gc.collect()
     assert seen() is None
+
+
+def test_the_copy_that_was_calibrated_is_freed_at_once(monkeypatch):
+    """A cycle would keep its weights until Python happens to look for cycles."""
+    copies = []
+
+    class Watched(intermediate_tensors.AttachedTensorWatch):
+        def __init__(self, watch, model, session):
+            super().__init__(watch, model, session)
+            assert self._operations is not None  # operations between the layers are observed too
+            copies.append(weakref.ref(model))
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)) + x)
+
+    monkeypatch.setattr(intermediate_tensors, "AttachedTensorWatch", Watched)
+    with uncollected():
+        quantized = own.quantize(Residual().eval(), images())
+        assert [copy() for copy in copies] == [None]
+    assert quantized.layers
 
 
 def test_new_weights_of_a_remembered_model_are_used(tmp_path):

@@ -223,6 +223,11 @@ class CaffeDoor:
         self._original = original
         self._equalize = equalize
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the blobs."""
+        return sum(blob.nbytes for blobs in self._original.weights.values() for blob in blobs)
+
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to batches of the net."""
         return caffe_batches(data, inputs)

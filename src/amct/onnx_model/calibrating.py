@@ -70,7 +70,7 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
     session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers, ranks=ranks)
     kept = KeptWeights()  # the session of the runner keeps them
     model, watched = watch_layers(prepared.rounded_model(kept), prepared)
-    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers])
+    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers], lean=True)
 
     def run(batches: Iterable[Feeds]) -> None:
         for feeds in batches:
@@ -139,7 +139,7 @@ def balance_factors(model: ModelProto, plan: Plan, data: Passes, ranks: Ranks = 
     layers = {name: found.layer for name, found in find_all_layers(model).found.items() if name in plans}
     maxima: dict[str, Tensor] = {}
     session = BalanceSession(layers, maxima.update, ranks=ranks)
-    runner = Runner(model, [layer.node.input[0] for layer in layers.values()])
+    runner = Runner(model, [layer.node.input[0] for layer in layers.values()], lean=True)
     for feeds in data.observed(BALANCE, session):
         values = runner.run(feeds)
         with session.batch():

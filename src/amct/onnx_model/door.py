@@ -15,7 +15,7 @@ from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
 from amct.export.onnx.kept_weights import KeptWeights, with_values
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.messages import model_opset, tensor_array
+from amct.export.onnx.messages import model_opset, parameter_bytes, tensor_array
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
@@ -177,6 +177,11 @@ class OnnxDoor:
     def __init__(self, source: SourceModel) -> None:
         self._source = source
         self._found = find_all_layers(source.model)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the stored tensors."""
+        return parameter_bytes(self._source.model)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to feeds of the model."""

@@ -170,6 +170,10 @@ class PreparedModel(Protocol):
 class Door(Protocol):
     """Reads one kind of model."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the model's weights: memory is spent differently on large ones."""
+
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Calibration data as batches of the model."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.calibration import all_ranks
 from amct.export.qdq.tensor_factors import observed_factors
-from amct.memory import give_back_freed
+from amct.memory import give_back_freed, own_pages
 from amct.ptq.batches import KeptBatches
 from amct.ptq.fingerprints import fingerprint
 from amct.ptq.interim import CalibrationFile, Interim, bound_to
@@ -52,8 +52,16 @@ def quantize(
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
     """
+    with own_pages(door.weight_bytes):
+        return _quantized(door, data, config, inputs, resume)
+
+
+def _quantized(
+    door: Door, data: object, config: AnyConfig, inputs: BatchInputs | None, resume: AnyResume
+) -> QuantizedModel:
     ranks = all_ranks()
     begin = time.process_time()
+    weight_bytes = door.weight_bytes  # now: a door may free weights that it folds
     with closing(door.batches(data, inputs)) as batches:
         example = batches.first()
         plan, open_ended = door.plan(config, example, batches.length)
@@ -79,7 +87,7 @@ def quantize(
     if file is not None and not file.removed_by_caller:
         file.remove(ranks)
     seconds = time.process_time() - begin + (0.0 if interim is None else interim.seconds_before)
-    return QuantizedModel(prepared, record, tensors, seen.kept, seconds)
+    return QuantizedModel(prepared, record, tensors, seen.kept, seconds, weight_bytes)
 
 
 def _parts(model: str, plan: Plan, batches: Batches, example: object) -> dict[str, str]:

@@ -13,6 +13,7 @@ from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
+from amct.memory import own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.ptq.checking import reference
 from amct.ptq.compare import measure
@@ -50,6 +51,7 @@ class QuantizedModel:
         tensors: The factors of tensors between the layers.
         examples: Calibration batches, on which files are checked.
         seconds: The CPU time of the quantization, which limits that of the check.
+        weight_bytes: The bytes of the model's weights.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class QuantizedModel:
         tensors: Mapping[str, TensorFactors] | None,
         examples: Sequence[Any],
         seconds: float = math.inf,
+        weight_bytes: int = 0,
     ) -> None:
         self.prepared = prepared
         self.record = record
         self._tensors = tensors
         self._examples = examples
         self._seconds = seconds
+        self._weight_bytes = weight_bytes
 
     @cached_property
     def model(self) -> Any:  # noqa: ANN401  the door's kind of model
@@ -159,10 +163,12 @@ class QuantizedModel:
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
         if not all_ranks().is_first:
             return []
-        compared = None
-        if check and request.formats:
-            compared = reference(self.prepared, self.record, self._examples, self._seconds)
-        return self.prepared.save(SavedContent(record=self.record, tensors=self._tensors, reference=compared), request)
+        with own_pages(self._weight_bytes):
+            compared = None
+            if check and request.formats:
+                compared = reference(self.prepared, self.record, self._examples, self._seconds)
+            content = SavedContent(record=self.record, tensors=self._tensors, reference=compared)
+            return self.prepared.save(content, request)
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from amct.calibration import ALONE
 from amct.config.ptq.quant_config import plan_of
@@ -87,6 +88,13 @@ class TorchDoor:
         self._io = io
         self._adaround = adaround
         self._traced: Traced | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the parameters."""
+        if not isinstance(self._model, nn.Module):  # refused later, with the reason
+            return 0
+        return sum(each.nbytes for each in self._model.parameters() if not is_lazy(each))
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert calibration data to arguments of the model."""

@@ -3,6 +3,7 @@
 ===================  ===================================================================================================
 ``checking.py``      the ONNX files of one save, one after the other
 ``running.py``       a model as a user's program loads it; costliest nodes; the median time of several models
+``parts.py``         a large model in parts, of which one is loaded at a time
 ``similarity.py``    cosine and SQNR of the outputs of two models
 ``reference.py``     what a file is compared with, and how much worse than the simulation it may be
 ``batch.py``         the inputs: a calibration batch kept beside the record, or random numbers

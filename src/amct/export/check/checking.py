@@ -38,7 +38,7 @@ from amct.export.check.similarity import output_similarity
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
-from amct.export.onnx.runtime import LARGE_MODEL
+from amct.memory import LARGE_MODEL
 from amct.model.quant_json import FileCheck
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class OnnxCheck:
             return measured
         budget = min(BUDGET, SHARE * self._subject.reference.seconds)
         if self._is_large:
-            speed = speed_apart(loaded, lambda: LoadedModel(self._subject.original), self._inputs, budget)
+            speed = speed_apart(loaded, self._subject.original, self._inputs, budget)
         else:
             speed = speed_of(loaded, self._original, self._inputs, budget)
             del self._original  # no other file is timed

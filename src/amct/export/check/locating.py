@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
+    from amct.export.check.similarity import Similarity
     from amct.export.exported import ExportedModel
 
 
@@ -35,7 +36,7 @@ def first_difference(
 ) -> str:
     """The first tensor, in execution order, whose SQNR is worse in the file than in the simulation; "" if none is.
 
-    Beside the float model one of the others is in memory at a time.
+    Beside the float model and its tensors one of the others is in memory at a time.
 
     Args:
         original: The float model.
@@ -51,27 +52,30 @@ def first_difference(
     simulation_light = replace(simulation, model=light_copy(simulation.model), kept=None)
     places = _common_tensors(original, simulation_light, file, known)
     try:
-        simulated = _values(simulation.model, places, 1, inputs)
-        del simulation
-        got = _values(read_file(), places, 2, inputs)
         expected = _values(original, places, 0, inputs)
+        simulated = _similarities(expected, _values(simulation.model, places, 1, inputs))
+        del simulation
+        got = _similarities(expected, _values(read_file(), places, 2, inputs))
     except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
         return ""
-    for name, tensors in places.items():
-        values = [found[tensor] for found, tensor in zip((expected, simulated, got), tensors, strict=True)]
-        if not all(isinstance(value, np.ndarray) for value in values):  # a sequence of tensors
-            continue
-        reference, simulation_value, value = ({name: value} for value in values)
-        if loss(output_similarity(reference, simulation_value)[0], output_similarity(reference, value)[0]) > more_than:
-            return name
-    return ""
+    return next((name for name in places if loss(simulated.get(name), got.get(name)) > more_than), "")
 
 
 def _values(
     model: ModelProto, places: Mapping[str, tuple[str, str, str]], index: int, inputs: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
-    """The tensors of one model at the places, by their names in it."""
-    return Runner(model, [tensors[index] for tensors in places.values()]).run(inputs)
+    """The tensors of one model at the places, by place; without sequences of tensors."""
+    found = Runner(model, [tensors[index] for tensors in places.values()], lean=True).run(inputs)
+    by_place = {name: found[tensors[index]] for name, tensors in places.items()}
+    return {name: value for name, value in by_place.items() if isinstance(value, np.ndarray)}
+
+
+def _similarities(
+    expected: Mapping[str, NDArray[Any]], got: Mapping[str, NDArray[Any]]
+) -> dict[str, Similarity | None]:
+    """How near each tensor is; the tensors themselves are not kept."""
+    common = expected.keys() & got.keys()
+    return {name: output_similarity({name: expected[name]}, {name: got[name]})[0] for name in common}
 
 
 def _common_tensors(

@@ -41,7 +41,7 @@ def noisiest_tensors(
         tensors: Their factors.
         inputs: The batch.
     """
-    values = Runner(model, tensors).run(inputs)
+    values = Runner(model, tensors, lean=True).run(inputs)
     noise = {name: _noise(values[name].astype(np.float64), factors) for name, factors in tensors.items()}
     return sorted(noise, key=lambda name: -noise[name])
 

@@ -23,12 +23,14 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from amct.errors import ModelError
-from amct.export.onnx.messages import first_line
+from amct.export.check.parts import consecutive_parts, part_model
+from amct.export.onnx.messages import first_line, parameter_bytes
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.runtime import open_session, quiet_options
 from amct.memory import give_back_freed
@@ -44,6 +46,8 @@ COSTLIEST = 3
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 60
 BUDGET = 0.15
 """CPU seconds for which two models are timed, beyond the fewest rounds."""
+PARTS = 8
+"""So many parts of a large float model are loaded one after the other: three copies of an eighth of its weights."""
 CLEAR = 1.1
 """A ratio that the spread of the runs does not make doubtful."""
 _PROFILED_RUNS = 4
@@ -221,24 +225,35 @@ def speed_of(
 
 
 def speed_apart(
-    file: LoadedModel, load: Callable[[], LoadedModel], inputs: Mapping[str, NDArray[Any]], budget: float = BUDGET
+    file: LoadedModel, original: ModelProto, inputs: Mapping[str, NDArray[Any]], budget: float = BUDGET
 ) -> Speed:
-    """As ``speed_of`` for large models: the file is closed before the original is loaded, which is timed alone.
+    """As ``speed_of`` for large models: the file is closed before the original is loaded, which is timed in parts.
 
     Args:
         file: Loaded with ``profile=True``; it cannot be used any more.
-        load: Loads the model that it is compared with.
+        original: The model that it is compared with.
         inputs: The batch.
         budget: As for ``median_seconds``.
     """
     nodes = _costliest(file, inputs)
     times = _times({"file": lambda: file.run(inputs)}, budget / 2)
     file.close()
-    original = load()
-    original.run(inputs)
-    times |= _times({"original": lambda: original.run(inputs)}, budget / 2)
+    times["original"] = _times_in_parts(original, inputs, budget / 2)
     rounds = min(len(values) for values in times.values())
     return _speed({name: values[:rounds] for name, values in times.items()}, nodes)
+
+
+def _times_in_parts(model: ModelProto, inputs: Mapping[str, NDArray[Any]], budget: float) -> list[float]:
+    """The times of a model, each the sum of those of its parts."""
+    parts = consecutive_parts(model, parameter_bytes(model) // PARTS)
+    values, times = dict(inputs), list[list[float]]()
+    for index in range(len(parts)):
+        part = LoadedModel(part_model(model, parts, index, values))
+        own = {name: values[name] for name in part.inputs}
+        values |= part.run(own)  # the first run does not count
+        times.append(_times({"part": partial(part.run, own)}, budget / len(parts))["part"])
+        part.close()
+    return [sum(each) for each in zip(*times, strict=False)]
 
 
 def _costliest(file: LoadedModel, inputs: Mapping[str, NDArray[Any]]) -> tuple[str, ...]:

@@ -18,15 +18,13 @@ from amct.export.onnx.messages import any_value, copy_fields, first_line, parame
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.sizes import check_sizes_of_run
 from amct.export.writer import EXTERNAL_THRESHOLD, save_model
-from amct.memory import give_back_freed
+from amct.memory import LARGE_MODEL, give_back_freed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from numpy.typing import NDArray
 
-LARGE_MODEL = 2**24
-"""Bytes of parameters from which freed memory is given back at once."""
 _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
 _PROVIDERS = ["CPUExecutionProvider"]
@@ -40,12 +38,13 @@ class Runner:
     Args:
         model: any model that onnxruntime supports; it is not changed.
         watched: tensors to return in addition to the outputs: node outputs, inputs or constants.
+        lean: Whether a large model runs without copies of its weights in the order of fast kernels.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
     """
 
-    def __init__(self, model: ModelProto, watched: Iterable[str] = ()) -> None:
+    def __init__(self, model: ModelProto, watched: Iterable[str] = (), *, lean: bool = False) -> None:
         self.outputs = tuple(value.name for value in model.graph.output)
         wanted = dict.fromkeys(watched)
         inputs = {value.name for value in model.graph.input}
@@ -57,7 +56,8 @@ class Runner:
         self._seconds = longest_run(model)
         self._light = light_copy(model)
         self._checked_shapes: dict[str, tuple[int, ...]] | None = None
-        self._session = open_session(with_outputs(model, computed), _NO_SPINNING)
+        is_lean = lean and parameter_bytes(model) >= LARGE_MODEL  # sums in another order: small models stay as they are
+        self._session = open_session(with_outputs(model, computed), _NO_SPINNING, lean=is_lean)
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs and the watched tensors, by name.

@@ -113,6 +113,7 @@ class AttachedTensorWatch:
             handle.remove()
         if self._operations is not None:
             self._operations.detach()
+            self._operations = None  # it refers to this object: the model would be freed late, with its weights
 
     def _output_hook(self, layer: str) -> Callable[..., None]:
         def show(_: nn.Module, __: object, output: object) -> None:
