@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from export_nets import calibrate, residual, run
+from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ModelError
 from amct.export.check import running
@@ -117,6 +118,28 @@ def test_a_large_file_is_closed_before_the_parts_of_the_original_are_loaded_one_
     assert speed.ratio > 0
     assert speed.least <= speed.ratio
     assert speed.nodes
+
+
+def reshaped(batch, rows):
+    """Four numbers a sample; inside, the number of samples is ``rows``, -1 for any."""
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, 4])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    shape = numpy_helper.from_array(np.array([rows, 2, 2]), "shape")
+    node = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    graph = helper.make_graph([node], "g", [value], [result], [shape])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "budget", "samples"),
+    [("batch", -1, 0.0, 1), ("batch", -1, math.inf, 3), (3, 3, 0.0, 3), ("batch", 3, 0.0, 3)],
+    ids=["takes long", "does not", "fixed size", "fixed inside"],
+)
+def test_a_batch_that_takes_long_is_timed_by_one_sample(batch, rows, budget, samples):
+    loaded, feeds = LoadedModel(reshaped(batch, rows), profile=True), {"x": np.ones((3, 4), np.float32)}
+    loaded.run(feeds)
+    loaded.seconds = max(loaded.seconds, 1e-6)
+    assert len(running.timed_inputs(loaded, feeds, budget)["x"]) == samples
 
 
 def test_of_several_outputs_the_worst_is_reported():

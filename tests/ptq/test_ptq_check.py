@@ -20,7 +20,7 @@ import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import checking, child
-from amct.export.check.reference import FEWEST_BATCHES, Reference
+from amct.export.check.reference import Reference
 from amct.export.exported import ExportedModel, ExportReport
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.ptq import batches
@@ -108,7 +108,7 @@ def test_a_save_without_a_check(quantized, tmp_path, lines):
 def test_a_short_job_is_checked_on_fewer_batches(tmp_path):
     """The check of a job may take as long as a share of it; three batches are run in any case."""
     quantized = amct.pytorch.quantize(network(), [IMAGES[index : index + 1] for index in range(4)])
-    for seconds, count in ((0.0, 3), (math.inf, 4)):
+    for seconds, count in ((0.0, 3), (math.inf, 4)):  # of one sample
         quantized._seconds = seconds
         quantized.save(tmp_path / "net", formats=["qdq"])
         assert checks_in(tmp_path)["qdq"].batch == f"{count} calibration batches"
@@ -350,7 +350,11 @@ def test_a_file_that_is_good_enough_is_not_repaired(tmp_path, lines, monkeypatch
     assert "worse than the simulation" in lines.text
 
 
-def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("samples", "expected"), [(1, 3), (2, 2), (4, 1)])
+def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(
+    tmp_path, monkeypatch, samples, expected
+):
+    """It follows from their samples, of which three are enough."""
     used = []
 
     class Spy(checking.Repair):
@@ -359,9 +363,10 @@ def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(t
             super().__init__(export, batches, wanted)
 
     monkeypatch.setattr(checking, "Repair", Spy)
-    quantized = amct.pytorch.quantize(WideSum().eval(), list(torch.randn(6, 4, 3, 8, 8)))
+    data = list(torch.randn(6, samples, 3, 8, 8, generator=torch.Generator().manual_seed(2)))
+    quantized = amct.pytorch.quantize(WideSum().eval(), data)
     quantized.save(tmp_path / "net", formats=("qdq",))
-    assert used == [FEWEST_BATCHES]
+    assert used == [expected]
 
 
 def _run(path, data):

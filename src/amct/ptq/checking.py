@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES
-from amct.export.check.reference import FEWEST_BATCHES, SHARE, Reference
+from amct.export.check.reference import SHARE, Reference, fewest_batches
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,9 +42,9 @@ def reference(
     if prepared.simulates_in_files:
         batches = [Reference(inputs=inputs, origin=CALIBRATION) for _, inputs in samples]
         return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
-    models = prepared.compared_models(record)
-    expected = _outputs(models[0], [batch for batch, _ in samples], SHARE * seconds)
-    simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], SHARE * seconds)
+    models, fewest = prepared.compared_models(record), fewest_batches(first[1])
+    expected = _outputs(models[0], [batch for batch, _ in samples], fewest, SHARE * seconds)
+    simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], fewest, SHARE * seconds)
     batches = [
         Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
         for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
@@ -62,14 +62,16 @@ def _shapes(inputs: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in inputs.items()}
 
 
-def _outputs(model: ComparedModel, batches: Sequence[Any], seconds: float) -> list[list[tuple[str, NDArray[Any]]]]:
-    """The outputs of a model, of further batches up to half of ``LARGEST_BATCH`` bytes and up to so many seconds."""
+def _outputs(
+    model: ComparedModel, batches: Sequence[Any], fewest: int, seconds: float
+) -> list[list[tuple[str, NDArray[Any]]]]:
+    """The outputs of the fewest batches, of more up to half of ``LARGEST_BATCH`` bytes and up to so many seconds."""
     found: list[list[tuple[str, NDArray[Any]]]] = []
     size = 0
     with model.watch() as run:  # once: loading a small model takes longer than all its runs
         end = time.process_time() + seconds
         for batch in batches:
-            late = len(found) >= FEWEST_BATCHES and time.process_time() > end
+            late = len(found) >= fewest and time.process_time() > end
             if found and (late or size >= LARGEST_BATCH // 2):
                 break
             found.append([(name, np.asarray(tensor.detach().cpu()).copy()) for name, tensor in run(batch).tensors])

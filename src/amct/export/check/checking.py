@@ -31,9 +31,9 @@ from amct.export.check.outcome import (
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import ENOUGH, FEWEST_BATCHES, SHARE, WORSE, by_name, expected_loss
+from amct.export.check.reference import ENOUGH, SHARE, WORSE, by_name, expected_loss, fewest_batches
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import BUDGET, LoadedModel, speed_apart, speed_of
+from amct.export.check.running import BUDGET, LoadedModel, speed_apart, speed_of, timed_inputs
 from amct.export.check.similarity import output_similarity
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
@@ -160,7 +160,7 @@ class OnnxCheck:
         """The outputs of one of the models that a file is compared with."""
         size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
         for number, inputs in enumerate(batches):
-            late = number >= FEWEST_BATCHES and time.process_time() > end
+            late = number >= fewest_batches(inputs) and time.process_time() > end
             if number and (late or size >= LARGEST_BATCH // 2):
                 return
             outputs = model.run(inputs)
@@ -197,7 +197,7 @@ class OnnxCheck:
             return self._unusable(file, error), None
         outputs += [loaded.run(batch.inputs) for batch in further]
         measured = self._compared(file, outputs)
-        repaired = self._repaired(file, outputs[:FEWEST_BATCHES])
+        repaired = self._repaired(file, outputs[: fewest_batches(self._inputs)])
         if repaired is not None:
             exported, left = repaired
             loaded = LoadedModel(exported.model, profile=True)
@@ -239,10 +239,11 @@ class OnnxCheck:
         if file.format != "qdq":
             return measured
         budget = min(BUDGET, SHARE * self._subject.reference.seconds)
+        inputs = timed_inputs(loaded, self._inputs, budget)
         if self._is_large:
-            speed = speed_apart(loaded, self._subject.original, self._inputs, budget)
+            speed = speed_apart(loaded, self._subject.original, inputs, budget)
         else:
-            speed = speed_of(loaded, self._original, self._inputs, budget)
+            speed = speed_of(loaded, self._original, inputs, budget)
             del self._original  # no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:

@@ -46,8 +46,8 @@ SHARE = 0.025
 Float model, simulation and file on further batches, and the timing, are then a tenth of the job; to load all of them
 and to run each once is another tenth.
 """
-FEWEST_BATCHES = 3
-"""So many batches are run however short the job was: one sample may hide a loss."""
+FEWEST_SAMPLES = 3
+"""Batches with so many samples are run however short the job was: one sample may hide a loss."""
 ENOUGH = 41.0
 """Decibels of SQNR from which a file is as good as 8-bit outputs can be."""
 WORSE = 1.0
@@ -79,6 +79,13 @@ class Reference:
     def batches(self) -> tuple[Reference, ...]:
         """This batch and the further ones."""
         return self, *self.further
+
+
+def fewest_batches(inputs: Mapping[str, NDArray[Any]]) -> int:
+    """How many batches of these shapes have ``FEWEST_SAMPLES`` samples, which the first axis of the largest counts."""
+    largest = max(inputs.values(), key=lambda array: array.nbytes, default=None)
+    samples = largest.shape[0] if largest is not None and largest.ndim else 1
+    return math.ceil(FEWEST_SAMPLES / max(1, samples))
 
 
 def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:

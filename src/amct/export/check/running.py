@@ -94,6 +94,8 @@ class LoadedModel:
         self._session = open_session(model, threads=1, profile=prefix, lean=lean)
         self._seconds = longest_run(model)
         self._runs = 0
+        self.seconds = 0.0
+        """The CPU time of the last run."""
         self._costs: list[NodeCost] = []
 
     @property
@@ -110,12 +112,14 @@ class LoadedModel:
         names = [value.name for value in self._session.get_outputs()]
         options = quiet_options()
         watch = RunWatch(options, self._seconds)
+        begin = time.thread_time()
         try:
             with nullcontext() if self._runs else watch:  # the first run tells; watching would lengthen the others
                 results = self._session.run(names, dict(feeds), options)
         except Exception as error:
             reason = watch.reason or f"onnxruntime cannot run the model: {first_line(error)}"
             raise ModelError(reason) from error
+        self.seconds = time.thread_time() - begin
         self._runs += 1
         if self._folder is not None and self._runs == _PROFILED_RUNS:
             self._end_profile()
@@ -190,6 +194,29 @@ def _times(runs: Mapping[str, Callable[[], object]], budget: float) -> dict[str,
             run()
             times[name].append(time.thread_time() - before)
     return times
+
+
+def timed_inputs(
+    file: LoadedModel, inputs: Mapping[str, NDArray[Any]], budget: float = BUDGET
+) -> Mapping[str, NDArray[Any]]:
+    """The first sample of a batch if the fewest runs with all of it take longer than the budget, else all of it.
+
+    Args:
+        file: A model that has run on the batch.
+        inputs: The batch.
+        budget: CPU seconds that timing should take.
+    """
+    rounds = _PROFILED_RUNS + 2 * FEWEST_ROUNDS
+    shapes = [file.inputs[name][0] for name in inputs]
+    is_open = all(shape and not isinstance(shape[0], int) for shape in shapes)
+    if not is_open or len({len(array) for array in inputs.values()}) != 1 or rounds * file.seconds <= budget:
+        return inputs
+    sample = {name: array[:1] for name, array in inputs.items()}
+    try:
+        file.run(sample)
+    except ModelError:  # inside, the size of the batch is fixed
+        return inputs
+    return sample
 
 
 @dataclass(frozen=True, kw_only=True)
