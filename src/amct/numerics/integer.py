@@ -79,7 +79,7 @@ def integer_convolution(
     kind = WeightKind.CONV_TRANSPOSE if geometry.transposed else WeightKind.CONV
     bound = _largest_magnitude(x, offset) * _largest_row_sum(channels_first(weight, kind, geometry.groups))
     dtype = _exact_dtype(bound, x.device)
-    sums = _convolve(x.to(dtype) - offset, weight.to(dtype), geometry)
+    sums = _convolve(_moved(x, dtype, offset), weight.to(dtype), geometry)
     return _with_bias(sums, bias, bound, channel_axis=1)
 
 
@@ -97,7 +97,7 @@ def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, off
         )
     bound = _largest_magnitude(x, offset) * _largest_row_sum(weight)
     dtype = _exact_dtype(bound, x.device)
-    moved = x.to(dtype) - offset
+    moved = _moved(x, dtype, offset)
     sums = torch.cat([functional.linear(moved, some) for some in _converted_rows(weight, dtype)], dim=-1)
     return _with_bias(sums, bias, bound, channel_axis=-1)
 
@@ -114,7 +114,8 @@ def integer_matmul(a: Tensor, b: Tensor, *, offset_a: int = 0, offset_b: int = 0
         raise ArgumentError(f"expected a [..., M, K] and b [..., K, N], got {list(a.shape)} and {list(b.shape)}")
     bound = _largest_magnitude(a, offset_a) * _largest_magnitude(b, offset_b) * a.shape[-1]
     dtype = _exact_dtype(bound, a.device)
-    return _with_bias(torch.matmul(a.to(dtype) - offset_a, b.to(dtype) - offset_b), None, bound, channel_axis=-1)
+    sums = torch.matmul(_moved(a, dtype, offset_a), _moved(b, dtype, offset_b))
+    return _with_bias(sums, None, bound, channel_axis=-1)
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,12 @@ def _convolve(x: Tensor, weight: Tensor, geometry: ConvolutionGeometry) -> Tenso
     return sums.reshape(*sums.shape[:2], *sums.shape[2 + extra :])
 
 
+def _moved(x: Tensor, dtype: torch.dtype, offset: int) -> Tensor:
+    """``x - offset`` of integers, as floating-point numbers."""
+    moved = x.to(dtype)  # a copy, which may be changed
+    return moved.sub_(offset) if offset else moved
+
+
 def _per_dimension(value: int | tuple[int, ...], dimensions: int) -> list[int]:
     values = [value] * dimensions if isinstance(value, int) else list(value)
     if len(values) != dimensions:
@@ -254,7 +261,7 @@ def _with_bias(sums: Tensor, bias: Tensor | None, bound: int, *, channel_axis: i
         return integers
     shape = [1] * sums.ndim
     shape[channel_axis] = -1
-    return integers + bias.to(dtype).reshape(shape)
+    return integers.add_(bias.to(dtype).reshape(shape))
 
 
 def _check_bias(bias: Tensor | None, outputs: int) -> None:

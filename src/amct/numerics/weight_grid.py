@@ -164,8 +164,9 @@ def _find(rows: Tensor, largest_integers: Iterable[int]) -> _Grid | None:
         done = open_rows[fits]
         scales[done] = scale[fits]
         nearest = (bound[done] / largest)[:, None]
+        chosen = slice(None) if len(done) == len(rows) else done  # an index would copy
         for columns in _chunks(rows):
-            integers[done, columns] = (rows[done, columns] / nearest).round_().to(torch.int8)
+            integers[chosen, columns] = (rows[chosen, columns] / nearest).round_().to(torch.int8)
         open_rows = open_rows[~fits]
     return None if open_rows.numel() else _Grid(integers, scales)
 

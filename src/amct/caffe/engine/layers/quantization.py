@@ -53,8 +53,8 @@ def real_sums(sums: torch.Tensor, step: torch.Tensor, axis: int, bias: torch.Ten
     """Dequantize accumulator sums by one step, or by one per channel along ``axis``: float64, rounded once."""
     after = [1] * (sums.dim() - axis % sums.dim() - 1)
     scale = step.double() if step.numel() == 1 else step.double().reshape(-1, *after)
-    real = sums.double() * scale
-    return (real if bias is None else real + bias.double().reshape(-1, *after)).float()
+    real = sums.to(torch.float64, copy=True).mul_(scale)
+    return (real if bias is None else real.add_(bias.double().reshape(-1, *after))).float()
 
 
 @register("Quant")
