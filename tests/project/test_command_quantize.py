@@ -73,6 +73,70 @@ def test_the_numbers_shown_are_those_of_the_file(capsys, model):
     assert "measured on the calibration data, of net_qdq_model.onnx" in capsys.readouterr().out
 
 
+PAGES = [["pooled.prototxt", "pooled.caffemodel"], ["my_nets_of_quantize_test:build"]]
+
+
+@pytest.mark.parametrize("model", PAGES, ids=["caffe", "torch"])
+def test_the_page_has_the_numbers_that_are_printed(folder, capsys, monkeypatch, model):
+    """They are measured once, of the QDQ file; Caffe's layers without weights are among them."""
+    monkeypatch.setattr("amct.ptq.quantized_model.QuantizedModel.report", None)
+    make_pooled(folder)
+    arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--report"]) == 0
+    with_page = json.loads(capsys.readouterr().out)
+    assert with_page["layers"] == printed["layers"]
+    assert [row["layer"] for row in printed["layers"]] == printed["quantized"]
+    text = (folder / "out/net_report.html").read_text(encoding="utf-8")
+    assert "All numbers are those of net_qdq_model.onnx" in text
+    assert shown_sqnr(text) == pytest.approx([row["sqnr"] for row in printed["layers"]], abs=0.051)
+    measured = json.loads((folder / "out/net_quant.json").read_text())["measured"]
+    assert (measured["of"], list(measured["layers"])) == ("net_qdq_model.onnx", printed["quantized"])
+    assert with_page["files"] == [*printed["files"], "out/net_report.html"]
+
+
+def make_pooled(folder):
+    """A Caffe net with a layer that has no weights and is quantized."""
+    from amct_caffe import caffe
+
+    pool = (
+        'layer { name: "pool" type: "Pooling" bottom: "relu" top: "pool" pooling_param { pool: AVE kernel_size: 2 } }\n'
+    )
+    before, after = PROTOTXT.split('layer { name: "fc"')
+    text = before + pool + 'layer { name: "fc"' + after.replace('bottom: "relu"', 'bottom: "pool"')
+    (folder / "pooled.prototxt").write_text(text)
+    caffe.Net("pooled.prototxt", caffe.TEST).save("pooled.caffemodel")
+
+
+def test_a_file_that_does_not_show_every_layer_is_reported_by_the_simulation(folder, capsys):
+    """An LSTM has several outputs and no form in integers."""
+    (folder / "my_sequences_of_quantize_test.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Tagger(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        torch.manual_seed(0)\n"
+        "        self.lstm, self.last = nn.LSTM(6, 4), nn.Linear(4, 3)\n"
+        "    def forward(self, x):\n"
+        "        return self.last(self.lstm(x)[0])\n"
+        "def build():\n"
+        "    return Tagger().eval()\n"
+    )
+    np.save("sequences.npy", np.random.default_rng(0).normal(size=(8, 2, 6)).astype(np.float32))
+    arguments = ["my_sequences_of_quantize_test:build", "--data", "sequences.npy", "--batch-size", "4", "-o", "out/net"]
+    assert main(["quantize", *arguments, "--report", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    text = (folder / "out/net_report.html").read_text(encoding="utf-8")
+    assert "layers those of the simulation" in text
+    assert len(shown_sqnr(text)) == len(result["quantized"]) == 2
+
+
+def shown_sqnr(page):
+    """The SQNR of each layer in the table of a report."""
+    return [float(number) for number in re.findall(r'class="number level[^"]*">([^<]+)</td>', page)]
+
+
 def float_outputs(model, data):
     if len(model) == 2:
         from amct_caffe import caffe

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from amct import log
 from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
-from amct.caffe.comparing import ModelSide, compared_nets
+from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
 from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
@@ -176,6 +176,10 @@ class CaffePreparation:
     def compared_models(self, record: CaffeRecord, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float net and the quantized one."""
         return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
+
+    def output_tensors(self, record: CaffeRecord) -> dict[str, tuple[str, ...]]:
+        """By layer: its output blobs, whose tensors have their names."""
+        return {layer.name: layer.outputs for layer in watched_layers(self.caffe_model(record).net)}
 
     def report_layers(self, record: CaffeRecord) -> list[ReportLayer]:
         """The report entry of each quantized layer."""

@@ -154,19 +154,22 @@ class _Files:
         name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
         return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
 
-    def save(self, quantized: QuantizedModel, batches: Iterable[Any]) -> list[Path]:
-        """Write the model and, if requested, its report; return the paths. A report of replaced files is removed."""
+    @property
+    def page(self) -> Path | None:
+        """The report to write; None: none."""
+        return self._where.file("report.html") if self.report else None
+
+    def save(self, quantized: QuantizedModel) -> list[Path]:
+        """Write the model; return the paths. A report of replaced files is removed."""
         from amct.export.saving import DEFAULT_FORMATS
         from amct.report.page import is_report
 
         names = self._names()
         files = quantized.save(self.output, names or DEFAULT_FORMATS, placement=self.placement, check=self.run_files)
-        page = self._where.file("report.html")
-        if self.report:
-            return [*files, quantized.report(page, batches, files=files)]
-        if is_report(page):
-            page.unlink()
-            show(f"removed     {page}, which belonged to the files before; --report writes a new one", err=True)
+        old = self._where.file("report.html")
+        if not self.report and is_report(old):
+            old.unlink()
+            show(f"removed     {old}, which belonged to the files before; --report writes a new one", err=True)
         return files
 
 
@@ -217,8 +220,8 @@ def _ranks() -> Ranks:
 
 def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dict[str, Any]:
     batches = data.first()
-    written = files.save(quantized, batches)
-    measured_on, layers, outputs = _measured(quantized, batches, written)
+    written = files.save(quantized)
+    measured_on, layers, outputs = _measured(quantized, batches, written, files.page)
     return {
         "measured batches": [len(batches), len(data)],
         "quantized": list(quantized.layers),
@@ -226,7 +229,7 @@ def _result(quantized: QuantizedModel, data: FirstBatches, files: _Files) -> dic
         "measured": measured_on,
         "outputs": [comparison_row(output, "output") for output in outputs],
         "layers": [comparison_row(layer) for layer in layers],
-        "files": [str(path) for path in written],
+        "files": [str(path) for path in (*written, files.page) if path is not None],
         "checks": _checks(written),
     }
 
@@ -244,16 +247,31 @@ def _checks(written: list[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _measured(
-    quantized: QuantizedModel, batches: Iterable[Any], written: list[Path]
+    quantized: QuantizedModel, batches: Iterable[Any], written: list[Path], page: Path | None
 ) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
-    """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs."""
+    """Compare the QDQ file, or without one the simulation, with the float model: its name, layers and outputs.
+
+    A report is written of the same runs, or of the simulation's layers if the QDQ file does not show all of them.
+    """
+    file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
+    found = quantized.measure_file(batches, written, page)
+    if found is not None:
+        return str(file), found.layers.values(), found.outputs
+    if page is not None:
+        quantized.report(page, batches, files=written)
+    if file is None:
+        return "simulation", quantized.compare(batches), ()
+    return _measured_by_name(quantized, batches, written, file)
+
+
+def _measured_by_name(
+    quantized: QuantizedModel, batches: Iterable[Any], written: list[Path], file: Path
+) -> tuple[str, Iterable[LayerComparison], Iterable[LayerComparison]]:
+    """Compare the QDQ file with the float ONNX model where tensors have the same names in both."""
     from amct.export.onnx.kept_weights import with_values
     from amct.model.quant_json import QUANT_JSON, add_measurement
     from amct.onnx_model import measure
 
-    file = next((path for path in written if path.name.endswith(QDQ_FILE)), None)
-    if file is None:
-        return "simulation", quantized.compare(batches), ()
     measured = measure(with_values(quantized.prepared.float_model(None)), file, batches)
     for document in (path for path in written if path.name.endswith(QUANT_JSON)):
         add_measurement(document, measured.as_measurement(file.name))

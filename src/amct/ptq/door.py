@@ -134,6 +134,9 @@ class PreparedModel(Protocol):
     def compared_models(self, record: _Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the simulated one."""
 
+    def output_tensors(self, record: _Record) -> Mapping[str, tuple[str, ...]]:
+        """By layer: the tensors of the float ONNX model that ``compared_models`` show as its output, in their order."""
+
     def report_layers(self, record: _Record) -> Sequence[ReportLayer]:
         """What a report shows of each quantized layer."""
 

@@ -12,6 +12,8 @@ import torch
 from amct.calibration.layer_records import complete_record
 from amct.config.plan import config_text
 from amct.errors import CalibrationError, ExportError
+from amct.export.binding import bindings_by_name, placeholder_factors
+from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.exporter import fast_tensors
 from amct.export.saving import save_files
 from amct.model import Skip
@@ -130,6 +132,20 @@ class Preparation(ABC):
         return record.with_layers(
             {name: suited_to_bias(name, record[name], self.weights[name], bias) for name, bias in biases.items()}
         )
+
+    def output_tensors(self, record: Record) -> dict[str, tuple[str, ...]]:
+        """By layer: the outputs of its nodes; recurrent layers, which have several, and models without ONNX: none."""
+        try:
+            model = self.float_model(None)
+        except ExportError:
+            return {}
+        bindings = bindings_by_name(model, record, self.calls)
+        _, layers, _ = find_layers(model, bindings, dict.fromkeys(record.layers, placeholder_factors()))
+        found: dict[str, tuple[str, ...]] = {}
+        for layer in layers:
+            if not layer.kind.is_recurrent:
+                found[layer.layer] = (*found.get(layer.layer, ()), layer.output)
+        return found
 
     def report_layers(self, record: Record) -> list[ReportLayer]:
         """What a report shows of each quantized layer."""

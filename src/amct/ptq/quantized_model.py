@@ -17,7 +17,7 @@ from amct.memory import own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.ptq.checking import reference
 from amct.ptq.compare import measure
-from amct.ptq.written_file import WrittenFile, qdq_file
+from amct.ptq.written_file import FileLayers, WrittenFile, qdq_file
 from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from amct.ptq.door import PreparedModel
     from amct.record import AnyRecord
     from amct.report.content import ReportContent, TrainingContent
-    from amct.report.measuring import Metric
+    from amct.report.measuring import Measured, Metric
 
 
 class QuantizedModel:
@@ -222,12 +222,44 @@ class QuantizedModel:
         atomic.check_writable(where.parent)
         listed = [Path(file) for file in files]
         found = self._measured_report(data, metric, inputs, listed)
-        write_page(where, replace(found.content, training=training))
-        for file in listed:
-            if file.name.endswith(QUANT_JSON):
-                add_related(file, "report", where)
-                add_measurement(file, found.measured.as_measurement(found.content.layers_of))
+        _write_report(where, replace(found.content, training=training), listed)
+        _note_measurement(found.measured, found.content.layers_of, listed)
         return where
+
+    def measure_file(self, data: object, files: Iterable[Path], page: Path | None = None) -> Measured | None:
+        """Compare the QDQ file of a save with the float model, layer by layer, and write a report of the same runs.
+
+        Args:
+            data: As ``calibration_data``.
+            files: The files of the save; a ``quant.json`` among them gets what was measured.
+            page: The HTML file of the report, in which all numbers are those of the QDQ file; None: no report.
+
+        Returns:
+            None, with nothing written, if there is no QDQ file or it does not show the output of every layer.
+
+        Raises:
+            CalibrationError: There is no data.
+            FileError: A file cannot be read or written.
+        """
+        listed = list(files)
+        file = qdq_file(listed)
+        if file is None:
+            return None
+        shown = FileLayers(self.prepared, file, self.prepared.output_tensors(self.record))
+        if not shown.shows_all(self._examples[0]):
+            return None
+        subject = self._report_subject(listed) if page is not None else None
+        measured = measure(
+            self.prepared.compared_models(self.record)[0],
+            shown,
+            self.prepared.batches(data).with_originals(),
+            statistics=subject.statistics() if subject is not None else None,
+        )
+        if page is not None and subject is not None:
+            of = {"outputs_of": file.name, "layers_of": file.name}
+            _write_report(page, report_content(subject, measured, files=listed, **of), listed)
+        _note_measurement(measured, file.name, listed)
+        return measured
 
     def report_content(
         self,
@@ -244,15 +276,7 @@ class QuantizedModel:
         self, data: object, metric: Metric | None, inputs: BatchInputs | None, listed: list[Path]
     ) -> MeasuredReport:
         check_metric(metric, data)
-        prepared = self.prepared
-        subject = ReportSubject(
-            model=prepared.name,
-            layers=tuple(prepared.report_layers(self.record)),
-            fused=prepared.fused_notes,
-            skipped=prepared.skips,
-            config=config_text(prepared.plan),
-            network=prepared.network(_integer_tensors(listed)),
-        )
+        prepared, subject = self.prepared, self._report_subject(listed)
         first = self._examples[0]
         batches = iter([(first, first)]) if data is None else prepared.batches(data, inputs).with_originals()
         file = qdq_file(listed)
@@ -271,6 +295,32 @@ class QuantizedModel:
         of = file.name if file is not None else SIMULATION
         content = report_content(subject, measured, files=listed, measured_on=on, outputs_of=of)
         return MeasuredReport(content=content, measured=measured)
+
+    def _report_subject(self, listed: list[Path]) -> ReportSubject:
+        prepared = self.prepared
+        return ReportSubject(
+            model=prepared.name,
+            layers=tuple(prepared.report_layers(self.record)),
+            fused=prepared.fused_notes,
+            skipped=prepared.skips,
+            config=config_text(prepared.plan),
+            network=prepared.network(_integer_tensors(listed)),
+        )
+
+
+def _write_report(page: Path, content: ReportContent, listed: Iterable[Path]) -> None:
+    """Write the page; a quant.json among the files refers to it."""
+    write_page(page, content)
+    for file in listed:
+        if file.name.endswith(QUANT_JSON):
+            add_related(file, "report", page)
+
+
+def _note_measurement(measured: Measured, of: str, listed: Iterable[Path]) -> None:
+    """Put what was measured into a quant.json among the files."""
+    for file in listed:
+        if file.name.endswith(QUANT_JSON):
+            add_measurement(file, measured.as_measurement(of))
 
 
 def _integer_tensors(files: Iterable[Path]) -> frozenset[str]:
