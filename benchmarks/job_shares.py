@@ -2,13 +2,20 @@
 
     python benchmarks/job_shares.py                       all networks
     python benchmarks/job_shares.py Caffe lenet           only names that contain one of these words
+    python benchmarks/job_shares.py "amct quantize"       only the commands
 
-The networks are small ones of ``benchmarks/zoo.py`` that need no other package, and the real models (AMCT_ASSETS, or
-shared/assets beside the project); the ONNX door gets the float files of the torch networks. 8 batches, defaults, all
-formats. The report is that of ``amct quantize --report``: of the same batches and files. CPU seconds of one thread:
-each job runs once before it is timed, then its turns alternate with those of the others; the median counts. The cost
-of the check is what a save takes longer than the same one without. The table is printed and written to
-``benchmarks/results/job_shares.json``.
+**Commands**: ``python -m amct quantize``, with ``--no-check`` and with ``--report``, as processes with one thread: what
+a user waits for. The CPU time of the process from its start counts, the median of three turns; the check is what the
+command takes longer than with ``--no-check``, the report what it takes longer with ``--report``.
+
+**Functions** in a process that has everything imported, on 8 small batches: the hardest reading. The networks are small
+ones of ``benchmarks/zoo.py`` that need no other package, and the real models (AMCT_ASSETS, or shared/assets beside the
+project); the ONNX door gets the float files of the torch networks. Defaults, all formats. The check is what a save
+takes longer than the same one without, of quantize and save; the report is what ``amct quantize --report`` does beside
+the comparison that the command prints anyway, of all of these. CPU seconds of one thread: each job runs once before it
+is timed, then its turns alternate with those of the others; the median counts.
+
+The table is printed and written to ``benchmarks/results/job_shares.json``.
 """
 
 from __future__ import annotations
@@ -16,6 +23,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,6 +63,7 @@ MOST_CHECK, MOST_REPORT = 0.20, 0.25
 BATCHES = 8
 TORCH = ("mlp", "lenet", "cifar_resnet", "unet", "attention", "keyword_spotter")
 CAFFE = ("mobilenet", "squeezenet", "resnet", "mtcnn_pnet")
+MNIST = "mnist/t10k-images-idx3-ubyte.gz"
 REAL_CAFFE = {
     "LeNet": ("caffe_lenet_mnist/lenet.prototxt", "caffe_lenet_mnist/lenet_iter_10000.caffemodel", (1, 28, 28)),
     "CIFAR-10 quick": ("caffe_cifar10_quick/cifar10_quick.prototxt",
@@ -115,6 +125,56 @@ def jobs() -> Iterator[tuple[str, Build]]:
         yield f"Caffe: {name}", partial(caffe_job, ASSETS / prototxt, ASSETS / caffemodel, shape)
 
 
+def commands() -> Iterator[tuple[str, Callable[[Path], list[str]]]]:
+    """The commands by name, as functions that get a folder for what they need and return the arguments."""
+    if not ASSETS.is_dir():
+        return
+    for name in ("LeNet", "SqueezeNet", "open_nsfw"):
+        prototxt, caffemodel, shape = REAL_CAFFE[name]
+        data = [str(ASSETS / "imagenet"), "--mean", "104,117,123", "--size", str(shape[1]), "--batch-size", "4"]
+        if name == "LeNet":
+            data = [str(ASSETS / MNIST), "--scale", "0.00390625", "--batch-size", "64"]
+        given = [str(ASSETS / prototxt), str(ASSETS / caffemodel), "--data", *data, "--batches", str(BATCHES)]
+        yield f"Caffe: {name}, {BATCHES} batches of {data[-1]}", lambda _, given=given: given  # type: ignore[misc]
+    yield f"ONNX: ResNet-20, {BATCHES} batches of 64", resnet20_command
+
+
+def resnet20_command(folder: Path) -> list[str]:
+    """The trained ResNet-20 as an ONNX file, with pictures as an array."""
+    from real_models import cifar_images, cifar_resnet
+
+    images = cifar_images(ASSETS, "train_10000", 64 * BATCHES)[0]
+    np.save(folder / "images.npy", images.numpy())
+    quantized = amct.pytorch.quantize(cifar_resnet(ASSETS, 20), [images[:64]])
+    save_model(folder / "net.onnx", quantized.prepared.float_model(None))
+    return [str(folder / "net.onnx"), "--data", str(folder / "images.npy"), "--batch-size", "64"]
+
+
+def command_seconds(arguments: list[str]) -> float:
+    """CPU seconds of an ``amct quantize`` with these arguments, as a process of its own with one thread."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "amct", "quantize", *arguments, "-o", f"{folder}/out/net"]
+        threads = {"OMP_NUM_THREADS": "1", "AMCT_LOG_LEVEL": "ERROR"}
+        subprocess.run(command, check=True, capture_output=True, env={**os.environ, **threads})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def command_turns(make: Callable[[Path], list[str]]) -> list[dict[str, float]]:
+    """CPU seconds of a command, of the check in it and of the report with it, turn by turn."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = make(Path(folder))
+        for number in range(TURNS + 1):
+            plain, unchecked, reported = (
+                command_seconds([*arguments, *options]) for options in ((), ("--no-check",), ("--report",))
+            )
+            if number:  # the first fills the caches of the files
+                found.append({"job": plain, "check": plain - unchecked, "report": reported - plain, "compared": 0.0})
+    return found
+
+
 def seconds(function: Callable[[], object]) -> float:
     """CPU seconds of a call."""
     begin = time.process_time()
@@ -123,7 +183,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def turn(build: Build) -> dict[str, float]:
-    """CPU seconds of one job: the whole without its report, the check in it, and the report."""
+    """CPU seconds of one job: quantize and save, the check in it, the comparison that is printed, and the report."""
     with tempfile.TemporaryDirectory() as text:
         (quantize, batches), path = build(Path(text)), Path(text) / "net"
         begin = time.process_time()
@@ -132,8 +192,15 @@ def turn(build: Build) -> dict[str, float]:
         whole = time.process_time() - begin
         check = seconds(lambda: quantized.save(path)) - seconds(lambda: quantized.save(path, check=False))
         files = sorted(Path(text).glob("net*"))
-        report = seconds(lambda: quantized.report(Path(text) / "net_report.html", batches, files=files))
-        return {"job": whole + check, "check": check, "report": report}
+        compared = seconds(lambda: measured(quantized, batches, files))
+        report = seconds(lambda: measured(quantized, batches, files, Path(text) / "net_report.html")) - compared
+        return {"job": whole + check, "check": check, "compared": compared, "report": report}
+
+
+def measured(quantized: QuantizedModel, batches: list[Any], files: list[Path], page: Path | None = None) -> None:
+    """What the command measures of its files, with or without a report."""
+    if quantized.measure_file(batches, files, page) is None:
+        raise RuntimeError(f"{files[0].name}: the QDQ file does not show every layer")
 
 
 def row(name: str, part: float, whole: float, most: float) -> dict[str, Any]:
@@ -144,9 +211,16 @@ def row(name: str, part: float, whole: float, most: float) -> dict[str, Any]:
 
 def rows_of(name: str, turns: list[dict[str, float]]) -> Iterator[dict[str, Any]]:
     """The lines of one network."""
-    job, check, report = (median(each[part] for each in turns) for part in ("job", "check", "report"))
+    job, check, compared, report = (
+        median(each[part] for each in turns) for part in ("job", "check", "compared", "report")
+    )
     yield row(f"{name}: check", check, job, MOST_CHECK)
-    yield row(f"{name}: report", report, job + report, MOST_REPORT)
+    yield row(f"{name}: report", report, job + compared + report, MOST_REPORT)
+
+
+def is_asked_for(name: str, words: list[str]) -> bool:
+    """Whether a name contains one of the words, if there are any."""
+    return not words or any(word in name for word in words)
 
 
 def main() -> None:
@@ -154,8 +228,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     words = sys.argv[1:]
-    chosen = {name: build for name, build in jobs() if not words or any(word in name for word in words)}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
+    chosen = {name: build for name, build in jobs() if is_asked_for(name, words)}
+    asked = {f"amct quantize, {name}": make for name, make in commands()}
+    found = {name: command_turns(make) for name, make in asked.items() if is_asked_for(name, words)}
+    found |= {name: [] for name in chosen}
     for number in range(TURNS + 1):
         for name, build in chosen.items():
             measured = turn(build)
