@@ -25,8 +25,8 @@ from amct.numerics.counts.samples import SamplingObserver
 
 if TYPE_CHECKING:
     from amct.numerics.counts.histogram import Bins
-    from amct.numerics.counts.loops import Counts, Values
     from amct.numerics.counts.samples import Floats
+    from amct.numerics.counts.tables import Counts, Values
 
 _SMALLEST_BINS = 1024
 _LARGEST_BINS = 8192

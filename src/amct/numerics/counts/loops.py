@@ -12,14 +12,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from amct.numerics.counts.compiled import compiled
+from amct.numerics.counts.tables import (
+    BLOCKS,
+    FLOAT_MANTISSA,
+    SIGN,
+    Bits,
+    Blocks,
+    CountedBins,
+    Floats,
+    Limits,
+    SignedBits,
+    Table,
+    Tallies,
+    counted_limits,
+    mark_blocks,
+)
 
-FLOAT_MANTISSA = 23
-BLOCKS = 512
-"""Signs and exponents of a float32. A table has bins for all of them, those of infinity and NaN included: loops count
-first and check for finite values afterwards."""
 RUN = 16
 """Length of a run: consecutive values that are counted or skipped together when sampling."""
 LARGEST_INTERVAL = 64
@@ -32,16 +42,12 @@ _STRETCH = 64
 _NOT_FINITE = BLOCKS // 2 - 1  # a block where no finite value is counted
 _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
-_SIGN = 1 << 31
+UNREACHABLE = (SIGN + _INFINITY, _INFINITY)
+"""Limits that no finite value reaches."""
+SUGGESTED = 2
+"""So many times the tail should lie beyond limits that sampled counts suggest."""
 _PROBED_RUNS, _ODD = 64, 37
 _PROBE_BITS = 11  # twice as many slots as probed values
-
-Bits = NDArray[np.uint32]
-SignedBits = NDArray[np.int32]
-Counts = NDArray[np.int64]
-Tallies = NDArray[np.uint32] | NDArray[np.int64]
-Floats = NDArray[np.float32]
-Values = NDArray[np.float64]
 
 
 class Scan(NamedTuple):
@@ -56,33 +62,22 @@ class Scan(NamedTuple):
     outermost: int
     """Largest bit pattern as an unsigned integer: the smallest value if any is negative."""
     innermost: int
-    """Smallest bit pattern as an unsigned integer."""
-    least: int
-    """Bit pattern of the smallest magnitude that is not zero, less one; of all ones when there is none."""
+    """Smallest bit pattern as an unsigned integer; only right where no value is negative, or none is positive."""
+    blocks: Blocks
+    """The blocks of the counted values."""
 
     @property
     def is_finite(self) -> bool:
         """Whether there is no NaN and no infinity."""
-        return self.largest < _INFINITY and self.outermost < _SIGN + _INFINITY
-
-    @property
-    def blocks(self) -> tuple[slice, slice]:
-        """Between which blocks all values but zeros lie, the positive and the negative ones."""
-        first = self.least + 1 >> FLOAT_MANTISSA
-        positive = slice(first, (self.largest >> FLOAT_MANTISSA) + 1 if self.largest > 0 else first)
-        return positive, slice(BLOCKS // 2 + first, max(self.outermost >> FLOAT_MANTISSA, BLOCKS // 2 - 1) + 1)
+        return self.largest < _INFINITY and self.outermost < SIGN + _INFINITY
 
     @property
     def range(self) -> tuple[float, float]:
         """The smallest and the largest value."""
-        smallest = self.outermost if self.outermost >= _SIGN else self.innermost
+        smallest = self.outermost if self.outermost >= SIGN else self.innermost
         largest = self.largest if self.largest >= 0 else self.innermost
         low, high = np.array([smallest, largest], np.uint32).view(np.float32).tolist()
         return low, high
-
-
-Limits = tuple[int, int]
-"""Bit patterns of a negative and a positive limit."""
 
 
 def limits_of(lower: float, upper: float) -> Limits:
@@ -114,98 +109,154 @@ def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: L
         room: maximum number of collected values.
         runs: which values are counted.
     """
-    return Scan(*_scan_and_count(values, table, mantissa_bits, limits, room, runs))
+    found = np.empty(room + _STRETCH, np.uint32)
+    blocks = np.zeros(BLOCKS, np.uint8)
+    number, largest, outermost = _scan_and_count(values, (table, blocks, mantissa_bits), limits, found, 0, runs)
+    counted = values.size if runs.every == 1 else values.size // (RUN * runs.every) * RUN
+    innermost = _innermost(values, largest, outermost)
+    return Scan(found[: min(number, room + 1)], counted, largest, outermost, innermost, blocks)
 
 
 @compiled
 def _scan_and_count(
-    values: Floats, table: Tallies, mantissa_bits: int, limits: Limits, room: int, runs: tuple[int, int, int]
-) -> tuple[Bits, int, int, int, int, int]:
+    values: Floats, bins: CountedBins, limits: Limits, found: Bits, number: int, runs: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """Scan and count chunk by chunk; values at or beyond the limits are appended to the first ``number`` of ``found``.
+
+    Returns:
+        The new ``number``, and the largest and the outermost bit pattern.
+    """
     every, offset, weight = runs
     bits, signed = values.view(np.uint32), values.view(np.int32)
-    found = np.empty(room + _STRETCH, np.uint32)
-    extremes = _no_extremes()
-    number = 0
+    high, outer = np.int32(-SIGN), np.uint32(0)
     for begin in range(0, bits.size, _CHUNK):
         chunk = bits[begin : begin + _CHUNK]
-        number = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number, extremes)
+        number, largest, outermost = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number)
+        high, outer = max(high, largest), max(outer, outermost)
         if every == 1:
-            _count_all(chunk, table, mantissa_bits, weight)
+            _count_all(chunk, bins, weight)
         else:
-            _count_runs(chunk, table, mantissa_bits, every, offset + begin, weight)
-    zeros = _NOT_FINITE << mantissa_bits
-    for place in range(zeros, zeros + min(_ZERO_PLACES, 1 << mantissa_bits)):
-        table[0] += table[place]
-        table[place] = 0
-    counted = bits.size if every == 1 else bits.size // (RUN * every) * RUN
-    return found[: min(number, room + 1)], counted, extremes[0], extremes[1], extremes[2], extremes[3]
+            _count_runs(chunk, bins, every, offset + begin, weight)
+    _move_zeros(bins)
+    return number, np.int64(high), np.int64(outer)
 
 
 @compiled
 def count_alone(
-    values: Floats, table: Tallies, first_bin: Counts, mantissa_bits: int, limits: Limits, room: int, enough: int
-) -> tuple[Bits, int, float, float]:
+    values: Floats, bins: Table, limits: Limits, outer: Floats, stored: int, enough: int
+) -> tuple[int, int, float, float]:
     """Scan and count a batch in a single call, as ``scan_and_count`` does in many: calls cost more than small batches.
 
     Args:
         values: the batch, not empty.
-        table: counts by top bits, updated unless some value is not finite.
-        first_bin: start of each block in which something may be counted, updated.
-        mantissa_bits: of the bins.
+        bins: updated unless some value is not finite.
         limits: values at or beyond these are collected.
-        room: maximum number of collected values.
+        outer: room for the collected values, of which ``stored`` are there; those of the batch are appended.
+        stored: number of values in ``outer``.
         enough: number of values that are counted at least; negative: all are counted.
 
     Returns:
-        The collected values as in ``Scan``, the sampling interval (0: some value is not finite), minimum and maximum.
+        The number of values in ``outer`` (more than ``room_of(outer)``: there was no room for all), the sampling
+        interval (0: some value is not finite), minimum and maximum.
     """
+    table, first_bin, mantissa_bits = bins
     every = 1 if enough < 0 else sampling_interval(values, enough)
-    found, _, largest, outermost, innermost, least = _scan_and_count(
-        values, table, mantissa_bits, limits, room, (every, 0, every)
-    )
-    if largest >= _INFINITY or outermost >= _SIGN + _INFINITY:
-        _scan_and_count(values, table, mantissa_bits, limits, room, (every, 0, -every))
-        return found, 0, 0.0, 0.0
-    first, half = (least + 1) >> FLOAT_MANTISSA, BLOCKS // 2
-    first_bin[0], first_bin[half] = 0, half << mantissa_bits  # of the two zeros
-    for block in range(first, (largest >> FLOAT_MANTISSA) + 1):
-        first_bin[block] = block << mantissa_bits
-    for block in range(half + first, (outermost >> FLOAT_MANTISSA) + 1):
-        first_bin[block] = block << mantissa_bits
-    ends = np.empty(2, np.uint32)
-    ends[0] = outermost if outermost >= _SIGN else innermost
-    ends[1] = largest if largest >= 0 else innermost
-    low_and_high = ends.view(np.float32)
-    return found, every, np.float64(low_and_high[0]), np.float64(low_and_high[1])
+    found, blocks = outer.view(np.uint32), np.zeros(BLOCKS, np.uint8)
+    counted = (table, blocks, mantissa_bits)
+    number, largest, outermost = _scan_and_count(values, counted, limits, found, stored, (every, 0, every))
+    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+        _scan_and_count(values, counted, UNREACHABLE, found, stored, (every, 0, -every))
+        return stored, 0, 0.0, 0.0
+    mark_blocks(first_bin, blocks, mantissa_bits)
+    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
+    return number, every, low, high
+
+
+@compiled
+def count_first(
+    values: Floats, bins: Table, outer: Floats, tail: int, enough: int
+) -> tuple[int, int, float, float, Limits]:
+    """``count_alone`` of the first batch: what is counted suggests limits first, beyond which values are collected.
+
+    Returns:
+        What ``count_alone`` does, and the limits. Limits that sampled counts suggest may have too few values beyond
+        them, which the caller has to check; limits that sampled counts prove would leave far too many.
+    """
+    table, first_bin, mantissa_bits = bins
+    bits, blocks = values.view(np.uint32), np.zeros(BLOCKS, np.uint8)
+    every = 1 if enough < 0 else sampling_interval(values, enough)
+    counted = (table, blocks, mantissa_bits)
+    _count_batch(bits, counted, every, every)
+    old = first_bin.copy()
+    mark_blocks(first_bin, blocks, mantissa_bits)
+    limits = counted_limits(bins, tail if every == 1 else SUGGESTED * tail)
+    number, largest, outermost = _scan_all(bits, values.view(np.int32), limits, outer.view(np.uint32))
+    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+        _count_batch(bits, counted, every, -every)
+        first_bin[:] = old
+        return 0, 0, 0.0, 0.0, limits
+    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
+    return number, every, low, high, limits
+
+
+def room_of(outer: Floats) -> int:
+    """Return how many values can be collected in ``outer`` for sure."""
+    return outer.size - _STRETCH
+
+
+def new_room(values: int) -> Floats:
+    """Return memory in which this many values can be collected."""
+    return np.empty(values + _STRETCH, np.float32)
 
 
 def range_of(values: Floats) -> tuple[float, float] | None:
     """Return the smallest and the largest value; None when one is NaN or infinite."""
-    scan = Scan(np.empty(0, np.uint32), 0, *_extremes(values))
-    return scan.range if scan.is_finite else None
+    is_finite, low, high = _checked_range(values)
+    return (low, high) if is_finite else None
 
 
 @compiled
-def _extremes(values: Floats) -> tuple[int, int, int, int]:
-    return _extremes_of(values.view(np.uint32), values.view(np.int32))
+def _checked_range(values: Floats) -> tuple[bool, float, float]:
+    largest, outermost = _extremes(values.view(np.uint32), values.view(np.int32))
+    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+        return False, 0.0, 0.0
+    low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
+    return True, low, high
 
 
 @compiled
-def _extremes_of(bits: Bits, signed: SignedBits) -> tuple[int, int, int, int]:
-    """Return ``largest``, ``outermost``, ``innermost`` and ``least`` of a ``Scan``."""
-    high, outer = np.int32(-_SIGN), np.uint32(0)
-    inner, least = np.uint32(2 * _SIGN - 1), np.uint32(2 * _SIGN - 1)
+def _range_of(largest: int, outermost: int, innermost: int) -> tuple[float, float]:
+    ends = np.empty(2, np.uint32)
+    ends[0] = outermost if outermost >= SIGN else innermost
+    ends[1] = largest if largest >= 0 else innermost
+    low_and_high = ends.view(np.float32)
+    return np.float64(low_and_high[0]), np.float64(low_and_high[1])
+
+
+@compiled
+def _extremes(bits: Bits, signed: SignedBits) -> tuple[int, int]:
+    """Return ``largest`` and ``outermost`` of a ``Scan``."""
+    high, outer = np.int32(-SIGN), np.uint32(0)
     for place in range(bits.size):
         high = max(high, signed[place])
         outer = max(outer, bits[place])
-        inner = min(inner, bits[place])
-        least = min(least, (bits[place] & np.uint32(_SIGN - 1)) - np.uint32(1))  # less one, zero is the largest
-    return high, outer, inner, least
+    return high, outer
 
 
 @compiled
-def _no_extremes() -> Counts:
-    return np.array([-_SIGN, 0, 2 * _SIGN - 1, 2 * _SIGN - 1], np.int64)
+def _innermost(values: Floats, largest: int, outermost: int) -> int:
+    """Return the smallest bit pattern where it is an end of the range; values of both signs need no such end."""
+    bits = values.view(np.uint32)
+    inner = np.uint32(2 * SIGN - 1)
+    if largest >= 0 and outermost >= SIGN:
+        return int(inner)
+    for begin in range(0, bits.size, _CHUNK):
+        chunk = bits[begin : begin + _CHUNK]
+        for place in range(chunk.size):
+            inner = min(inner, chunk[place])
+        if inner == 0:  # there is nothing smaller; after a ReLU it is found at once
+            break
+    return int(inner)
 
 
 @compiled
@@ -213,36 +264,43 @@ def outside(values: Floats, limits: Limits) -> Floats:
     """Return the values at or beyond the limits."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
     found = np.empty(_CHUNK + _STRETCH, np.uint32)
-    extremes = _no_extremes()
     number = 0
     for begin in range(0, bits.size, _CHUNK):
         if found.size < number + _CHUNK + _STRETCH:
             found = np.concatenate((found, found))
-        number = _scan(bits[begin : begin + _CHUNK], signed[begin : begin + _CHUNK], limits, found, number, extremes)
+        number = _scan(bits[begin : begin + _CHUNK], signed[begin : begin + _CHUNK], limits, found, number)[0]
     kept: Floats = found[:number].copy().view(np.float32)
     return kept
 
 
 @compiled
-def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int, extremes: Counts) -> int:
-    """Update the extremes, and append the values at or beyond the limits to the first ``number`` of ``found``."""
+def _scan_all(bits: Bits, signed: SignedBits, limits: Limits, found: Bits) -> tuple[int, int, int]:
+    number, high, outer = 0, np.int32(-SIGN), np.uint32(0)
+    for begin in range(0, bits.size, _CHUNK):
+        chunk = bits[begin : begin + _CHUNK]
+        number, largest, outermost = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number)
+        high, outer = max(high, largest), max(outer, outermost)
+    return number, np.int64(high), np.int64(outer)
+
+
+@compiled
+def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int) -> tuple[int, int, int]:
+    """Append the values at or beyond the limits to the first ``number`` of ``found``; return the number and extremes.
+
+    Most chunks, and most stretches of the others, hold none: their extremes tell so.
+    """
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
-    largest, outermost, innermost, least = _extremes_of(bits, signed)
-    if (largest >= upper or outermost >= lower) and number <= found.size - _STRETCH:
+    largest, outermost = _extremes(bits, signed)
+    if largest >= upper or outermost >= lower:
         for begin in range(0, bits.size, _STRETCH):
             part, part_signed = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
-            hits = np.int32(0)
-            for place in range(part.size):
-                hits += np.int32((part_signed[place] >= upper) | (part[place] >= lower))
-            if hits and number <= found.size - _STRETCH:
+            high, outer = _extremes(part, part_signed)
+            if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
                 for place in range(part.size):
-                    found[number] = part[place]
-                    number += np.int64((part_signed[place] >= upper) | (part[place] >= lower))
-    extremes[0] = max(extremes[0], np.int64(largest))
-    extremes[1] = max(extremes[1], np.int64(outermost))
-    extremes[2] = min(extremes[2], np.int64(innermost))
-    extremes[3] = min(extremes[3], np.int64(least))
-    return number
+                    if part_signed[place] >= upper or part[place] >= lower:
+                        found[number] = part[place]
+                        number += 1
+    return number, largest, outermost
 
 
 @compiled
@@ -304,16 +362,28 @@ def _few_distinct(values: Floats, step: int, bound: float) -> bool:
 
 
 @compiled
-def _count_all(bits: Bits, table: Tallies, mantissa_bits: int, weight: int) -> None:
+def _count_batch(bits: Bits, bins: CountedBins, every: int, weight: int) -> None:
+    """Count a batch without scanning it; where it is sampled, most of it is not read."""
+    if every == 1:
+        _count_all(bits, bins, weight)
+    else:
+        _count_runs(bits, bins, every, 0, weight)
+    _move_zeros(bins)
+
+
+@compiled
+def _count_all(bits: Bits, bins: CountedBins, weight: int) -> None:
     """Count every value.
 
     Zeros, about half of the values after a ReLU, are counted in several places in turn: repeated increments of one
     place wait for each other, which doubles the time.
     """
+    table, blocks, mantissa_bits = bins
     shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
     zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
     for position in range(bits.size):
         value = bits[position]
+        blocks[value >> np.uint32(FLOAT_MANTISSA)] = 1
         # Unsigned indices avoid the check for negative ones.
         place = np.uint64(value >> shift)
         place = zeros + np.uint64(position & places) if value == 0 else place
@@ -321,8 +391,9 @@ def _count_all(bits: Bits, table: Tallies, mantissa_bits: int, weight: int) -> N
 
 
 @compiled
-def _count_runs(bits: Bits, table: Tallies, mantissa_bits: int, every: int, begin: int, weight: int) -> None:
+def _count_runs(bits: Bits, bins: CountedBins, every: int, begin: int, weight: int) -> None:
     """Count one run of each group of ``every``; its position varies between groups, so no channel is preferred."""
+    table, blocks, mantissa_bits = bins
     shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
     zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
     group = RUN * every
@@ -335,90 +406,17 @@ def _count_runs(bits: Bits, table: Tallies, mantissa_bits: int, every: int, begi
         fraction += golden
         for step in range(RUN):
             value = bits[first + np.uint64(step)]
+            blocks[value >> np.uint32(FLOAT_MANTISSA)] = 1
             place = np.uint64(value >> shift)
             place = zeros + np.uint64(step & places) if value == 0 else place
             table[place] += weight
 
 
 @compiled
-def count_by_lookup(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: Counts, mantissa_bits: int) -> int:
-    """Count the values from position ``done`` on, and allocate their blocks.
-
-    Returns:
-        The number of values, or the position of a value whose block needs more room.
-    """
-    shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
-    mask = np.uint32((1 << mantissa_bits) - 1)
-    for position in range(done, bits.size):
-        value = bits[position]
-        block = value >> np.uint32(FLOAT_MANTISSA)
-        first = first_bin[block]
-        if first < 0:
-            if used[0] == counts.size:
-                return position
-            first = used[0]
-            first_bin[block] = first
-            used[0] += mask + 1
-        counts[np.uint64(first) + np.uint64((value >> shift) & mask)] += 1
-    return bits.size
-
-
-@compiled
-def move_blocks(table: Tallies, counts: Tallies, mantissa_bits: int, first: int, end: int) -> None:
-    """Add the blocks ``first`` to ``end`` of a table to another one of the same bins, and clear them."""
-    for place in range(first << mantissa_bits, end << mantissa_bits):
-        counts[place] += table[place]
+def _move_zeros(bins: CountedBins) -> None:
+    """Move the zeros that were counted in several places to their own bin."""
+    table, _, mantissa_bits = bins
+    zeros = _NOT_FINITE << mantissa_bits
+    for place in range(zeros, zeros + min(_ZERO_PLACES, 1 << mantissa_bits)):
+        table[0] += table[place]
         table[place] = 0
-
-
-@compiled
-def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Values, Values, Values]:
-    """Return lower end, upper end and count of all non-empty bins, ascending."""
-    size, half = 1 << mantissa_bits, first_bin.size // 2
-    room = np.sum(first_bin >= 0) << mantissa_bits
-    inner, found = np.empty(room, np.uint32), np.empty(room, np.float64)
-    number = negative = 0
-    for step in range(first_bin.size):
-        if step == half:
-            negative = number
-        # The blocks of negative floats follow those of positive ones, from zero outwards.
-        block = first_bin.size - 1 - step if step < half else step - half
-        first = first_bin[block]
-        if first < 0:
-            continue
-        magnitude = (block % half) << mantissa_bits
-        for place in range(size):
-            inside = size - 1 - place if step < half else place
-            inner[number] = (magnitude + inside) << (FLOAT_MANTISSA - mantissa_bits)
-            found[number] = counts[first + inside]
-            number += np.int64(counts[first + inside] > 0)
-    outer = inner + np.uint32(1 << (FLOAT_MANTISSA - mantissa_bits))
-    near, far = inner.view(np.float32), outer.view(np.float32)
-    low, high = np.empty(number), np.empty(number)
-    for place in range(number):
-        begin, end = (
-            np.float64(near[place]),
-            min(np.float64(far[place]), 2.0**128),
-        )  # the bin after the largest is infinity
-        low[place], high[place] = (-end, -begin) if place < negative else (begin, end)
-    return low, high, found[:number].copy()
-
-
-@compiled
-def tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
-    """Return the index of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
-    seen = 0
-    for block in range(first_bin.size - 1, -1, -1):
-        begin = first_bin[block]
-        if begin < 0:
-            continue
-        total = np.int64(counts[begin : begin + (1 << mantissa_bits)].sum())
-        if seen + total <= tail:
-            seen += total
-            continue
-        place = (1 << mantissa_bits) - 1
-        while seen + counts[begin + place] <= tail:
-            seen += counts[begin + place]
-            place -= 1
-        return (block << mantissa_bits) + place + 1
-    return 0

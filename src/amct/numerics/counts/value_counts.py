@@ -22,7 +22,7 @@ from amct.numerics.observer import State, checked_array
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from amct.numerics.counts.loops import Bits, Counts
+    from amct.numerics.counts.tables import Bits, Counts
 
 MAX_DISTINCT_VALUES = 4096
 

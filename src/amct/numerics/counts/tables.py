@@ -1,0 +1,136 @@
+"""Tables of counts by top bits, in blocks of one sign and exponent, and compiled loops over them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from amct.numerics.counts.compiled import compiled
+
+FLOAT_MANTISSA = 23
+SIGN = 1 << 31
+"""The bit pattern of the negative zero."""
+BLOCKS = 512
+"""Signs and exponents of a float32. A table has bins for all of them, those of infinity and NaN included: loops count
+first and check for finite values afterwards."""
+
+Bits = NDArray[np.uint32]
+SignedBits = NDArray[np.int32]
+Counts = NDArray[np.int64]
+Tallies = NDArray[np.uint32] | NDArray[np.int64]
+Table = tuple[Tallies, Counts, int]
+"""Counts by top bits, the start of each block in which something may be counted (else -1), and the mantissa bits."""
+Floats = NDArray[np.float32]
+Values = NDArray[np.float64]
+Blocks = NDArray[np.uint8]
+"""1 for each block in which something was counted."""
+CountedBins = tuple[Tallies, Blocks, int]
+"""Counts by top bits, the blocks of a batch in which something was counted, and the mantissa bits."""
+Limits = tuple[int, int]
+"""Bit patterns of a negative and a positive limit."""
+
+
+@compiled
+def mark_blocks(first_bin: Counts, blocks: Blocks, mantissa_bits: int) -> None:
+    """Note the blocks of a table in which something was counted."""
+    for block in range(BLOCKS):
+        if blocks[block]:
+            first_bin[block] = block << mantissa_bits
+
+
+@compiled
+def count_by_lookup(bits: Bits, done: int, first_bin: Counts, counts: Tallies, used: Counts, mantissa_bits: int) -> int:
+    """Count the values from position ``done`` on, and allocate their blocks.
+
+    Returns:
+        The number of values, or the position of a value whose block needs more room.
+    """
+    shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
+    mask = np.uint32((1 << mantissa_bits) - 1)
+    for position in range(done, bits.size):
+        value = bits[position]
+        block = value >> np.uint32(FLOAT_MANTISSA)
+        first = first_bin[block]
+        if first < 0:
+            if used[0] == counts.size:
+                return position
+            first = used[0]
+            first_bin[block] = first
+            used[0] += mask + 1
+        counts[np.uint64(first) + np.uint64((value >> shift) & mask)] += 1
+    return bits.size
+
+
+@compiled
+def move_blocks(table: Tallies, counts: Tallies, mantissa_bits: int, first: int, end: int) -> None:
+    """Add the blocks ``first`` to ``end`` of a table to another one of the same bins, and clear them."""
+    for place in range(first << mantissa_bits, end << mantissa_bits):
+        counts[place] += table[place]
+        table[place] = 0
+
+
+@compiled
+def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Values, Values, Values]:
+    """Return lower end, upper end and count of all non-empty bins, ascending."""
+    size, half = 1 << mantissa_bits, first_bin.size // 2
+    room = np.sum(first_bin >= 0) << mantissa_bits
+    inner, found = np.empty(room, np.uint32), np.empty(room, np.float64)
+    number = negative = 0
+    for step in range(first_bin.size):
+        if step == half:
+            negative = number
+        # The blocks of negative floats follow those of positive ones, from zero outwards.
+        block = first_bin.size - 1 - step if step < half else step - half
+        first = first_bin[block]
+        if first < 0:
+            continue
+        magnitude = (block % half) << mantissa_bits
+        for place in range(size):
+            inside = size - 1 - place if step < half else place
+            inner[number] = (magnitude + inside) << (FLOAT_MANTISSA - mantissa_bits)
+            found[number] = counts[first + inside]
+            number += np.int64(counts[first + inside] > 0)
+    outer = inner + np.uint32(1 << (FLOAT_MANTISSA - mantissa_bits))
+    near, far = inner.view(np.float32), outer.view(np.float32)
+    low, high = np.empty(number), np.empty(number)
+    for place in range(number):
+        begin, end = (
+            np.float64(near[place]),
+            min(np.float64(far[place]), 2.0**128),
+        )  # the bin after the largest is infinity
+        low[place], high[place] = (-end, -begin) if place < negative else (begin, end)
+    return low, high, found[:number].copy()
+
+
+@compiled
+def _tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
+    """Return the index of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
+    seen = 0
+    for block in range(first_bin.size - 1, -1, -1):
+        begin = first_bin[block]
+        if begin < 0:
+            continue
+        total = np.int64(counts[begin : begin + (1 << mantissa_bits)].sum())
+        if seen + total <= tail:
+            seen += total
+            continue
+        place = (1 << mantissa_bits) - 1
+        while seen + counts[begin + place] <= tail:
+            seen += counts[begin + place]
+            place -= 1
+        return (block << mantissa_bits) + place + 1
+    return 0
+
+
+@compiled
+def counted_limits(bins: Table, tail: int) -> Limits:
+    """Return the limits beyond which the bins of each sign hold at most ``tail`` values.
+
+    They are never zero: the bin of zero never belongs to a tail. A limit is infinity when its outermost bin alone holds
+    more.
+    """
+    counts, first_bin, mantissa_bits = bins
+    half, shift = BLOCKS // 2, FLOAT_MANTISSA - mantissa_bits
+    below = max(_tail_begin(first_bin[half:], counts, mantissa_bits, tail), 1) << shift
+    above = max(_tail_begin(first_bin[:half], counts, mantissa_bits, tail), 1) << shift
+    return SIGN + below, above
