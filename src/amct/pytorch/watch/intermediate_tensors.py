@@ -55,6 +55,7 @@ class TensorWatch:
         inputs: Inputs of the model, by position.
         layers: Outputs of layers, by layer and number of its call in the forward.
         operations: Results of other operations, by call site.
+        callees: Modules that the modules of these operations call directly.
         missing: Tensors whose call site was not found; they get no factors.
         given: The layer inputs that are observed per channel.
     """
@@ -62,6 +63,7 @@ class TensorWatch:
     inputs: Mapping[int, str] = field(default_factory=dict)
     layers: Mapping[tuple[str, int], str] = field(default_factory=dict)
     operations: Mapping[CallSite, str] = field(default_factory=dict)
+    callees: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
     given: Sequence[LayerInput] = ()
 
@@ -93,7 +95,7 @@ class AttachedTensorWatch:
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)
-            self._operations = OperationWatch(model, self._observe, wanted)
+            self._operations = OperationWatch(model, self._observe, wanted, watch.callees)
 
     @contextmanager
     def forward(self, arguments: Arguments) -> Iterator[None]:
@@ -199,14 +201,15 @@ def find_tensors(
             others[aliases[0]] = name
         else:
             missing.append(name)
-    operations, lost = _find_operations(traced, others) if others else ({}, [])
+    operations, callees, lost = _find_operations(traced, others) if others else ({}, frozenset(), [])
     missing += lost
     if missing:
         logger.debug("not observed, because their call sites in the forward were not found: %s", ", ".join(missing))
-    return TensorWatch(inputs=inputs, layers=layers, operations=operations, missing=tuple(missing))
+    return TensorWatch(inputs=inputs, layers=layers, operations=operations, callees=callees, missing=tuple(missing))
 
 
-def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[CallSite, str], list[str]]:
+def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[CallSite, str], frozenset[str], list[str]]:
+    """Return the call sites of tensors, the modules that their modules call, and the tensors without a call site."""
     fingerprints = _program_fingerprints(traced, names)
     shapes = {(each[0], each[1]) for each in fingerprints.values()}
     sites: dict[TensorFingerprint, list[CallSite]] = {}
@@ -235,7 +238,7 @@ def _find_operations(traced: Traced, names: Mapping[str, str]) -> tuple[dict[Cal
             lost.append(name)
         else:
             found[best] = name
-    return found, lost
+    return found, frozenset(name for site in found for name in watch.callees(site.path)), lost
 
 
 def _program_fingerprints(traced: Traced, wanted: Collection[str]) -> dict[str, TensorFingerprint]:
