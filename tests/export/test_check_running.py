@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from amct.errors import ModelError
 from amct.export.check import running
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.check.similarity import likely_loss, output_similarity
+from amct.export.check.similarity import likely_loss, output_similarity, sure_loss
 from amct.export.qdq.exporter import qdq_model
 
 
@@ -184,3 +184,16 @@ def test_a_loss_of_most_samples_is_likely_although_one_sample_hides_it():
     got = [{"y": np.full((1, 4), size, np.float32)} for size in (5.0, *sizes[1:] * 2)]
     assert likely_loss(expected, simulated, got, "y") > 1
     assert likely_loss(expected[:1], simulated[:1], got[:1], "y") == pytest.approx(-20 * math.log10(2), abs=1e-5)
+
+
+def test_a_loss_is_sure_as_far_as_the_samples_agree_on_it():
+    expected = [{"y": np.zeros((1, 4), np.float32)}] * 4
+    simulated = [{"y": np.ones((1, 4), np.float32)}] * 4
+
+    def of(*sizes):
+        return sure_loss(expected, simulated, [{"y": np.full((1, 4), size, np.float32)} for size in sizes], "y")
+
+    assert of(2, 2, 2, 2) == pytest.approx(20 * math.log10(2), abs=1e-5)
+    assert 0 < of(1, 2, 2, 3) < 20 * math.log10(2)
+    assert of(1, 1, 1, 20) > 10  # one sample of four that is wrong altogether is no spread
+    assert sure_loss(expected, simulated, [{}] * 4, "y") == 0.0

@@ -350,6 +350,24 @@ def test_a_file_that_is_good_enough_is_not_repaired(tmp_path, lines, monkeypatch
     assert "worse than the simulation" in lines.text
 
 
+@pytest.mark.parametrize(("above", "is_repaired"), [(0.01, False), (8.0, True)])
+def test_a_loss_that_a_few_samples_lift_over_the_bound_is_no_reason_for_a_repair(
+    tmp_path, monkeypatch, above, is_repaired
+):
+    """Many float tensors would halve the speed, and on other samples the loss may be below the bound."""
+    samples = torch.randn(3, 1, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    quantized = amct.pytorch.quantize(
+        WideSum().eval(), list(samples * torch.tensor([1.0, 0.5, 0.2]).view(3, 1, 1, 1, 1))
+    )
+    monkeypatch.setattr(checking, "ENOUGH", 0.0)
+    quantized.save(tmp_path / "net", formats=("qdq",))
+    loss = checking.lost(checks_in(tmp_path)["qdq"])
+    monkeypatch.undo()
+    monkeypatch.setattr(checking, "expected_loss", lambda *_: loss - checking.WORSE - above)
+    quantized.save(tmp_path / "net", formats=("qdq",))
+    assert bool(checks_in(tmp_path)["qdq"].left_float) == is_repaired
+
+
 @pytest.mark.parametrize(("samples", "expected"), [(1, 3), (2, 2), (4, 1)])
 def test_the_number_of_batches_that_decide_on_a_repair_does_not_depend_on_time(
     tmp_path, monkeypatch, samples, expected

@@ -34,7 +34,7 @@ from amct.export.check.outcome import (
 from amct.export.check.reference import ENOUGH, SHARE, WORSE, by_name, expected_loss, fewest_batches
 from amct.export.check.repair import Repair, noisiest_tensors
 from amct.export.check.running import BUDGET, LoadedModel, speed_apart, speed_of, timed_inputs
-from amct.export.check.similarity import output_similarity
+from amct.export.check.similarity import output_similarity, sure_loss
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
@@ -316,7 +316,11 @@ class OnnxCheck:
             return None
         factors = subject.tensors or {}
         between = {name: factors[name] for name in exported.tensors if name in factors and factors[name].mean is None}
-        if not between or lost(measured) <= expected_loss(len(exported.layers), len(between)) + WORSE:
+        allowed = expected_loss(len(exported.layers), len(between)) + WORSE
+        if not between or lost(measured) <= allowed:
+            return None
+        models = [each.expected for each in batches], [each.simulated for each in batches], outputs
+        if sure_loss(*models, measured.output) <= allowed:
             return None
         assert measured.simulation_sqnr is not None
         repair = Repair(subject.export_qdq, batches, measured.simulation_sqnr)
