@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 
+import numpy as np
 import pytest
 from ptq_caffe_flow import batch, text_flow
 
+from amct.caffe import door, quantize
 from amct.caffe.engine.layers.ifmr import IFMR
+from amct.caffe.model import read_model
 
 TRIES = 4
 
@@ -67,3 +71,26 @@ def test_small_tensors_are_counted_when_many_batches_come(batch_num, kept, tmp_p
     (watching,) = [layer for layer in net.layer_dict.values() if isinstance(layer, IFMR)]
     ((watched,),) = (own.values() for own in watching.session._layers.values())
     assert watched.observer.exact is kept
+
+
+def test_weights_from_before_the_folding_are_freed(tmp_path, monkeypatch):
+    """The float model, its folded form and the calibrated one would be three copies of the weights."""
+    flow = text_flow(
+        'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 8 dim: 8 } } }'
+        'layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" '
+        "convolution_param { num_output: 4 kernel_size: 3 } }"
+        'layer { name: "norm" type: "BatchNorm" bottom: "conv" top: "norm" }',
+        tmp_path,
+    )
+    read = []
+
+    def watched(*args):
+        model = read_model(*args)
+        read.append(weakref.ref(model.weights["conv"][0]))
+        return model
+
+    monkeypatch.setattr(door, "read_model", watched)
+    model = quantize(flow.model, flow.weights, [np.ones((1, 3, 8, 8), np.float32)])
+
+    assert [weight() for weight in read] == [None]
+    assert model.prepared.folded_layers == {"conv": ["norm"]}

@@ -102,7 +102,8 @@ def test_what_is_remembered_of_a_model_does_not_keep_it_alive(tmp_path):
     assert seen() is None
 
 
-def test_the_copy_that_was_calibrated_is_freed_at_once(monkeypatch):
+@pytest.mark.parametrize("is_part", [False, True])  # only the modules of observed operations are followed
+def test_the_copy_that_was_calibrated_is_freed_at_once(monkeypatch, is_part):
     """A cycle would keep its weights until Python happens to look for cycles."""
     copies = []
 
@@ -122,7 +123,8 @@ def test_the_copy_that_was_calibrated_is_freed_at_once(monkeypatch):
 
     monkeypatch.setattr(intermediate_tensors, "AttachedTensorWatch", Watched)
     with uncollected():
-        quantized = own.quantize(Residual().eval(), images())
+        model = nn.Sequential(Residual(), nn.ReLU()) if is_part else Residual()
+        quantized = own.quantize(model.eval(), images())
         assert [copy() for copy in copies] == [None]
     assert quantized.layers
 

@@ -10,7 +10,7 @@ from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
 from amct.caffe.layer_list import layer_infos
-from amct.caffe.model import read_model
+from amct.caffe.model import CaffeModel, read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.ptq.calibration import start_calibration
 from amct.caffe.ptq.equalization import divide_channels, find_factors
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.caffe.engine.net import Net
-    from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import Results
     from amct.caffe.running import Batch
     from amct.calibration import CalibrationResult, Ranks
@@ -262,6 +261,8 @@ class CaffeDoor:
         del ranks
         graph = QuantGraph(original=self._original, plan=plan, model=self._original.copy())
         fold(graph)
+        # The weights from before the folding are not needed any more, only the layers and names of the net.
+        self._original = graph.original = CaffeModel(self._original.net, {})
         if self._equalize:
             weights = {name: layer.weight for name, layer in graph.plans().items()}
             one_scale = {name for name, each in weights.items() if each is not None and not each.channel_wise}

@@ -184,6 +184,7 @@ class _ModuleCallTracker:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._mode = None  # it refers to this object: the model would be freed late, with its weights
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
