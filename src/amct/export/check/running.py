@@ -94,7 +94,7 @@ class LoadedModel:
         self._session = open_session(model, threads=1, profile=prefix, lean=lean)
         self._seconds = longest_run(model)
         self._runs = 0
-        self.seconds = 0.0
+        self.last_seconds = 0.0
         """The CPU time of the last run."""
         self._costs: list[NodeCost] = []
 
@@ -119,7 +119,7 @@ class LoadedModel:
         except Exception as error:
             reason = watch.reason or f"onnxruntime cannot run the model: {first_line(error)}"
             raise ModelError(reason) from error
-        self.seconds = time.thread_time() - begin
+        self.last_seconds = time.thread_time() - begin
         self._runs += 1
         if self._folder is not None and self._runs == _PROFILED_RUNS:
             self._end_profile()
@@ -209,7 +209,7 @@ def timed_inputs(
     rounds = _PROFILED_RUNS + 2 * FEWEST_ROUNDS
     shapes = [file.inputs[name][0] for name in inputs]
     is_open = all(shape and not isinstance(shape[0], int) for shape in shapes)
-    if not is_open or len({len(array) for array in inputs.values()}) != 1 or rounds * file.seconds <= budget:
+    if not is_open or len({len(array) for array in inputs.values()}) != 1 or rounds * file.last_seconds <= budget:
         return inputs
     sample = {name: array[:1] for name, array in inputs.items()}
     try:
