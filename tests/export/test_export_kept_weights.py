@@ -129,8 +129,26 @@ def test_lean_session_computes_nearly_the_same(monkeypatch: pytest.MonkeyPatch) 
 
     assert [value.name for value in session.get_inputs()] == ["x"]
     (got,) = session.run(["out"], feeds)
+    (of_turned,) = session.run(["out"], {"x": np.asfortranarray(feeds["x"])})
 
     np.testing.assert_allclose(got, Runner(net(None)[0]).run(feeds)["out"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(of_turned, got)
+
+
+@pytest.mark.usefixtures("keep_all")
+def test_lean_session_takes_and_gives_what_is_no_number() -> None:
+    kept = KeptWeights()
+    model = net(kept)[0]
+    model.graph.input.append(helper.make_tensor_value_info("words", TensorProto.STRING, [2]))
+    model.graph.node.append(helper.make_node("Identity", ["words"], ["same"]))
+    model.graph.output.append(helper.make_tensor_value_info("same", TensorProto.STRING, [2]))
+    session = runtime.open_session(model, lean=True)
+    words = np.array(["one", "two"], object)
+
+    got, same = session.run(["out", "same"], {"x": np.ones((1, 3, 8, 8), np.float32), "words": words})
+
+    assert got.dtype == np.float32
+    assert same.tolist() == ["one", "two"]
 
 
 @pytest.mark.usefixtures("keep_all")

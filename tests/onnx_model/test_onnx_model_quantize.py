@@ -26,6 +26,7 @@ from onnx_nets import (
 
 import amct.onnx_model as amct
 import amct.pytorch as torch_door
+from amct.calibration import CalibrationSession
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
 from amct.export.onnx import runtime
@@ -43,6 +44,32 @@ def residual():
 @pytest.fixture(scope="module")
 def quantized(residual):
     return amct.quantize(residual, [images(seed) for seed in range(3)])
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_tensor_is_freed_when_it_was_observed(residual, monkeypatch):
+    """The observers keep values of the tensors: both together would be twice the activations of a batch."""
+    fetched, left = [], []
+    run_batch, observe = runtime.Runner.run, CalibrationSession.observe
+
+    def watched_run(self, feeds):
+        values = run_batch(self, feeds)
+        fetched.extend(weakref.ref(value) for name, value in values.items() if name not in feeds)
+        return values
+
+    def watched_observe(self, *args, **named):
+        observe(self, *args, **named)
+        left.append(sum(value() is not None for value in fetched))
+
+    monkeypatch.setattr(runtime.Runner, "run", watched_run)
+    monkeypatch.setattr(CalibrationSession, "observe", watched_observe)
+    amct.quantize(residual, [images()])
+
+    assert len(fetched) > 4
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 2  # what the last layer reads, and the output
 
 
 # -- the factors -------------------------------------------------------------------------------------------------------

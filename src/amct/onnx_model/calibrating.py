@@ -23,7 +23,7 @@ from amct.ptq.passes import BALANCE
 from amct.ptq.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -76,9 +76,7 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
         for feeds in batches:
             with session.batch():
                 values = runner.run(feeds)
-                _observe(session, prepared, watched, values)
-                for name in observers:
-                    session.observe_tensor(name, as_tensor(values[name]))
+                _observe(session, prepared, watched, values, observers)
                 del values
 
     return Calibration(session=session, run=run, observes_tensors=prepared.intermediate_tensors is not None)
@@ -88,12 +86,24 @@ def _observe(
     session: CalibrationSession,
     prepared: OnnxPreparation,
     watched: Mapping[str, Watched],
-    values: Mapping[str, NDArray[Any]],
+    values: dict[str, NDArray[Any]],
+    between: Collection[str],
 ) -> None:
+    """Observe the tensors of layers and those between them; each is freed before observers keep values of the next."""
+    last = {tensor: name for name, tensors in watched.items() for tensor in tensors.names}
+    for tensor in between:
+        if tensor not in last:
+            session.observe_tensor(tensor, as_tensor(values.pop(tensor)))
     for name, tensors in watched.items():
         session.observe(name, prepared.weights[name].balanced_input(as_tensor(values[tensors.input])))
         if tensors.output is not None:
             session.observe(name, tensors.hidden(values), HIDDEN)
+        for tensor in dict.fromkeys(tensors.names):
+            if last[tensor] != name:
+                continue
+            value = values.pop(tensor)
+            if tensor in between:
+                session.observe_tensor(tensor, as_tensor(value))
 
 
 def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:

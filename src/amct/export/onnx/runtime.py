@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _FATAL_ONLY = 4
 """Errors are raised; onnxruntime would print them too, with the names of the file unescaped."""
 _PROVIDERS = ["CPUExecutionProvider"]
+_PLAIN = frozenset(f"tensor({kind})" for kind in ("float", "double", "int8", "uint8", "int32", "int64", "bool"))
 _NO_PACKED_WEIGHTS = {"session.disable_prepacking": "1"}
 _NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
@@ -142,15 +143,27 @@ class _LeanSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxr
         self, model: ModelProto, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]
     ) -> None:
         self._arrays = dict(weights)
+        options.enable_cpu_mem_arena = False  # it would keep the memory of results that were freed
         super().__init__(weights_as_inputs(model).SerializeToString(), options, providers=_PROVIDERS)
+        self._takes_values = all(value.type in _PLAIN for value in (*super().get_inputs(), *self.get_outputs()))
 
     def get_inputs(self) -> list[Any]:
         """The inputs that are no weights."""
         return [value for value in super().get_inputs() if value.name not in self._arrays]
 
     def run(self, names: list[str], feeds: Mapping[str, NDArray[Any]], options: onnxruntime.RunOptions = None) -> Any:  # noqa: ANN401  as the base class
-        """Run the model with its weights."""
-        return super().run(names, {**feeds, **self._arrays}, options)
+        """Run the model with its weights.
+
+        Each result is freed as soon as it is copied to an array; the base class copies all before it frees any.
+        """
+        given = {**feeds, **self._arrays}
+        if not self._takes_values:
+            return super().run(names, given, options)
+        arrays = {name: np.asarray(array, order="C") for name, array in given.items()}
+        values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        results = self.run_with_ort_values(names, values, options)
+        results.reverse()
+        return [results.pop().numpy() for _ in names]
 
 
 def open_session(
