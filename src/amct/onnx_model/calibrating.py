@@ -101,9 +101,9 @@ def _observe(
         for tensor in dict.fromkeys(tensors.names):
             if last[tensor] != name:
                 continue
-            value = values.pop(tensor)
             if tensor in between:
-                session.observe_tensor(tensor, as_tensor(value))
+                session.observe_tensor(tensor, as_tensor(values[tensor]))
+            del values[tensor]
 
 
 def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:
