@@ -10,7 +10,8 @@ from ptq_caffe_flow import batch, text_flow
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe import quantize
-from amct.caffe.ptq import save
+from amct.caffe.ptq import checking, save
+from amct.caffe.running import build_net
 from amct.errors import ExportError
 from amct.export.check.batch import batch_path, read_batch
 from amct.model.quant_json import read_quant_json
@@ -63,6 +64,26 @@ def test_the_numbers_are_those_of_the_pairs(flow):
     assert checks["net_qdq_model.onnx"].speed > 0
 
 
+def test_a_written_pair_that_is_the_simulation_runs_instead_of_it(flow, monkeypatch):
+    def numbers():
+        quantized.save(flow.prefix)
+        return {name: (check.sqnr, check.simulation_sqnr, check.cosine) for name, check in checks_of(flow).items()}
+
+    def build(model, **options):
+        built.append(model)
+        return build_net(model, **options)
+
+    built = []
+    # Of two batches of two both are run: three samples are wanted.
+    quantized = quantize(flow.model, flow.weights, [batch(flow.original(), seed) for seed in range(2)])
+    monkeypatch.setattr(checking, "build_net", build)
+    instead = numbers()
+    assert not built
+    monkeypatch.setattr(save, "content_digest", lambda _: b"of another net")
+    assert numbers() == instead
+    assert len(built) == 1
+
+
 def test_the_guides_flow_checks_on_the_batch_kept_beside_the_record(flow, lines):
     flow.configure().run()
     kept = read_batch(flow.record)
@@ -84,11 +105,11 @@ def test_without_the_kept_batch_inputs_are_random(flow, lines):
     assert "checked on random inputs, not on calibration data: record.txt.check.npz does not exist" in lines.text
 
 
-def change_written_models(monkeypatch, change):
+def change_written_models(monkeypatch, change, kind="deploy"):
     write = save.write_model
 
     def changed(group, model, prototxt, caffemodel):
-        if "deploy" in prototxt.name:
+        if kind in prototxt.name:
             model = model.copy()
             change(model)
         write(group, model, prototxt, caffemodel)
@@ -109,12 +130,13 @@ def test_a_pair_that_cannot_be_run_is_not_saved(flow, monkeypatch):
     assert {path.name: path.read_bytes() for path in flow.prefix.parent.iterdir()} == before
 
 
-def test_a_wrong_pair_is_reported_with_its_first_wrong_layer(flow, monkeypatch, lines):
+@pytest.mark.parametrize("kind", ["deploy", "fake_quant"])
+def test_a_wrong_pair_is_reported_with_its_first_wrong_layer(flow, monkeypatch, lines, kind):
     def change(model):
         model.weights["conv2"][0] = model.weights["conv2"][0].flip(0)
 
-    change_written_models(monkeypatch, change)
-    quantize(flow.model, flow.weights, [batch(flow.original(), 0)]).save(flow.prefix, formats=["deploy"])
-    assert checks_of(flow)["net_deploy_model.prototxt"].differs_at == "conv2"
+    change_written_models(monkeypatch, change, kind)
+    quantize(flow.model, flow.weights, [batch(flow.original(), 0)]).save(flow.prefix, formats=[kind])
+    assert checks_of(flow)[f"net_{kind}_model.prototxt"].differs_at == "conv2"
     assert "worse than the simulation" in lines.text
     assert 'the first tensor that is worse is "conv2"' in lines.text

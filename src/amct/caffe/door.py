@@ -195,6 +195,7 @@ class CaffePreparation:
         return sample_count(arguments)
 
     simulates_in_files = False
+    simulates_at_save = True
     any_batch_size = False  # a Reshape or a recurrent layer may need the sizes of the batch as they are
 
     def onnx_inputs(self, arguments: Batch) -> dict[str, npt.NDArray[Any]]:

@@ -158,6 +158,8 @@ class OnnxPreparation(Preparation):
         """Yes, unless the exported model holds rounded weights."""
         return self.exported_model is self.folded
 
+    simulates_at_save = False
+
     def onnx_inputs(self, arguments: Feeds) -> Feeds:
         """The batch itself."""
         return arguments

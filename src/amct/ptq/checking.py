@@ -12,10 +12,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amct.export.check.batch import CALIBRATION, LARGEST_BATCH, MOST_SAMPLES
-from amct.export.check.reference import SHARE, Reference, fewest_batches
+from amct.export.check.reference import SHARE, Outputs, Reference, fewest_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -27,6 +27,8 @@ def reference(
     prepared: PreparedModel, record: AnyRecord, examples: Sequence[Any], seconds: float = math.inf
 ) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
+
+    The simulation is left out where ``save`` runs it.
 
     Args:
         prepared: The model.
@@ -44,7 +46,9 @@ def reference(
         return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
     models, fewest = prepared.compared_models(record), fewest_batches(first[1])
     expected = _outputs(models[0], [batch for batch, _ in samples], fewest, SHARE * seconds)
-    simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], fewest, SHARE * seconds)
+    simulated: list[Outputs] | list[None] = [None] * len(expected)
+    if not prepared.simulates_at_save:
+        simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], fewest, SHARE * seconds)
     batches = [
         Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
         for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
@@ -62,20 +66,25 @@ def _shapes(inputs: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in inputs.items()}
 
 
-def _outputs(
-    model: ComparedModel, batches: Sequence[Any], fewest: int, seconds: float
-) -> list[list[tuple[str, NDArray[Any]]]]:
-    """The outputs of the fewest batches, of more up to half of ``LARGEST_BATCH`` bytes and up to so many seconds."""
-    found: list[list[tuple[str, NDArray[Any]]]] = []
-    size = 0
+def _outputs(model: ComparedModel, batches: Sequence[Any], fewest: int, seconds: float) -> list[Outputs]:
     with model.watch() as run:  # once: loading a small model takes longer than all its runs
-        end = time.process_time() + seconds
-        for batch in batches:
-            late = len(found) >= fewest and time.process_time() > end
-            if found and (late or size >= LARGEST_BATCH // 2):
-                break
-            found.append([(name, np.asarray(tensor.detach().cpu()).copy()) for name, tensor in run(batch).tensors])
-            size += sum(array.nbytes for _, array in found[-1])
+
+        def arrays(batch: Any) -> Outputs:  # noqa: ANN401  the door's own
+            return [(name, np.asarray(tensor.detach().cpu()).copy()) for name, tensor in run(batch).tensors]
+
+        return first_outputs(arrays, batches, fewest, seconds)
+
+
+def first_outputs(run: Callable[[Any], Outputs], batches: Sequence[Any], fewest: int, seconds: float) -> list[Outputs]:
+    """The outputs of the fewest batches, of more up to half of ``LARGEST_BATCH`` bytes and up to so many seconds."""
+    found: list[Outputs] = []
+    size, end = 0, time.process_time() + seconds
+    for batch in batches:
+        late = len(found) >= fewest and time.process_time() > end
+        if found and (late or size >= LARGEST_BATCH // 2):
+            break
+        found.append(run(batch))
+        size += sum(array.nbytes for _, array in found[-1])
     return found
 
 

@@ -157,6 +157,10 @@ class PreparedModel(Protocol):
     def simulates_in_files(self) -> bool:
         """Whether the float ONNX model and its fake-quant form are the door's own float model and simulation."""
 
+    @property
+    def simulates_at_save(self) -> bool:
+        """Whether ``save`` itself runs the simulation: a file that it writes may be the same, and runs anyway."""
+
     def onnx_inputs(self, arguments: Any) -> dict[str, NDArray[Any]]:  # noqa: ANN401  the door's own kind
         """The arguments of one batch by the input names of the ONNX files."""
 

@@ -173,6 +173,7 @@ class TorchPreparation(Preparation):
         return tensors[0].shape[0] if tensors else 1
 
     simulates_in_files = False
+    simulates_at_save = False
 
     @property
     def any_batch_size(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,20 +18,25 @@ from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
 from amct.export.check.checking import OnnxCheck
 from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
-from amct.export.check.reference import WORSE, Reference
+from amct.export.check.reference import SHARE, WORSE, Reference, fewest_batches
 from amct.export.formats import file_name
 from amct.export.saving import check_file
+from amct.ptq.checking import first_outputs
 from amct.ptq.compare import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from numpy.typing import NDArray
 
     from amct.atomic import FileGroup
+    from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
+    from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import Results
+    from amct.export.check.reference import Outputs
     from amct.export.exported import ExportReport
     from amct.export.save_path import SavePath
     from amct.export.saving import SavedContent, SaveRequest
@@ -85,32 +91,48 @@ def pair_of(where: SavePath, kind: str) -> tuple[Path, Path]:
     return where.file(f"{kind}_model.prototxt"), where.file(f"{kind}_weights.caffemodel")
 
 
+def content_digest(model: CaffeModel) -> bytes:
+    """A digest of all that decides what a net computes: its layers and their blobs."""
+    return _digest(model.net, ((layer.name, model.weights.get(layer.name, ())) for layer in model.layers))
+
+
+def _digest(net: ProtoMessage, blobs: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> bytes:
+    digest = hashlib.sha256(net.SerializeToString(deterministic=True))
+    for name, tensors in blobs:
+        for tensor in tensors:
+            digest.update(f"{name} {tensor.dtype} {tensor.numel()} ".encode())
+            digest.update(tensor.detach().cpu().reshape(-1).numpy().data)
+    return digest.digest()
+
+
 def check_save(
     group: FileGroup,
     results: Results,
     request: SaveRequest,
     content: SavedContent,
-    pairs: Sequence[str],
-) -> dict[Path, FileCheck]:
+    pairs: Mapping[str, bytes | None],
+) -> tuple[dict[Path, FileCheck], SavedContent]:
     """Run the Caffe pairs of a group, which have their temporary names.
 
     Args:
         group: The files.
         results: The quantized model.
         request: The formats and the save path.
-        content: The factors, and what the files are compared with.
-        pairs: The kinds of Caffe nets.
+        content: The factors, and what the files are compared with; without the outputs of the simulation it is run.
+        pairs: The kinds of Caffe nets, each with the digest of the simulation if that was written, else None.
 
     Returns:
-        The results by path of the prototxt.
+        The results by path of the prototxt, and the content with the outputs of the simulation.
 
     Raises:
         ExportError: A file cannot be used.
     """
     if content.reference is None:
-        return {}
+        return {}, content
     check = PairCheck(content.reference, results)
-    return {files[0]: check.check(group, *files) for files in (pair_of(request.where, kind) for kind in pairs)}
+    files = {pair_of(request.where, kind): digest for kind, digest in pairs.items()}
+    found = {pair[0]: check.check(group, *pair, digest) for pair, digest in files.items()}
+    return found, replace(content, reference=check.simulated())
 
 
 def check_onnx(
@@ -139,11 +161,22 @@ def check_onnx(
     return found
 
 
+def _with_simulation(reference: Reference, run: Callable[[Mapping[str, NDArray[Any]]], Outputs]) -> Reference:
+    """The reference with the outputs of the simulation on as many batches as a check needs."""
+    inputs = [batch.inputs for batch in reference.batches]
+    found = first_outputs(run, inputs, fewest_batches(reference.inputs), SHARE * reference.seconds)
+    first, *further = (
+        replace(batch, simulated=outputs) for batch, outputs in zip(reference.batches, found, strict=False)
+    )
+    return replace(first, further=tuple(further))
+
+
 class PairCheck:
     """Runs written pairs of prototxt and caffemodel and compares them with the float net.
 
     Args:
-        reference: The batch, and the outputs of the float net and of the simulation.
+        reference: The batch, and the outputs of the float net and of the simulation. Without the latter, the simulation
+            is run, or the pair that holds just the same net and runs anyway.
         results: The quantized model.
     """
 
@@ -152,26 +185,47 @@ class PairCheck:
         self._results = results
         net = results.folded_model.net
         self._schema = None if isinstance(net, type(new_message("NetParameter"))) else CustomSchema.of(net)
-        outputs = [dict(each or ()) for each in (reference.expected, reference.simulated)]
-        self._batch = ComparedBatch(inputs=reference.inputs, expected=outputs[0], simulated=outputs[1])
 
-    def check(self, group: FileGroup, prototxt: Path, caffemodel: Path) -> FileCheck:
-        """Run one pair of a group.
+    def simulated(self) -> Reference:
+        """The reference with the outputs of the simulation."""
+        if self._reference.simulated is None:
+            net = build_net(self._results.fake_quant().model, keep_blobs=())
+            self._reference = _with_simulation(self._reference, lambda inputs: list(run_net(net, inputs).items()))
+        return self._reference
+
+    def check(self, group: FileGroup, prototxt: Path, caffemodel: Path, simulation: bytes | None = None) -> FileCheck:
+        """Run one pair of a group; ``simulation`` is the digest of the simulation, if the pair should hold it.
 
         Raises:
             ExportError: The pair cannot be read or run.
         """
         try:
             files = QuantizedFiles(group.temporary(prototxt), group.temporary(caffemodel), self._schema)
-            outputs = run_net(files.build(()), self._reference.inputs)
+            outputs = self._run(files, simulation)
         except AmctError as error:
             raise UnusableFileError(prototxt, self._reference.origin, error) from error
-        result = compared(prototxt, self._reference.origin, [self._batch], [outputs])
+        expected, simulated = (dict(each or ()) for each in (self._reference.expected, self.simulated().simulated))
+        batch = ComparedBatch(inputs=self._reference.inputs, expected=expected, simulated=simulated)
+        result = compared(prototxt, self._reference.origin, [batch], [outputs])
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
             warn_worse(prototxt, result)
         say_checked(prototxt, result)
         return result
+
+    def _run(self, files: QuantizedFiles, simulation: bytes | None) -> dict[str, NDArray[np.float32]]:
+        """The outputs of a pair on the first batch; those of the simulation are known then, if it is the same net."""
+        net, inputs = files.build(()), self._reference.inputs
+        outputs = run_net(net, inputs)
+
+        def run(batch: Mapping[str, NDArray[Any]]) -> Outputs:
+            return list((outputs if batch is inputs else run_net(net, batch)).items())
+
+        if simulation is None or self._reference.simulated is not None:
+            return outputs
+        if simulation == _digest(files.message, ((each.name, [b.tensor for b in each.blobs]) for each in net.layers)):
+            self._reference = _with_simulation(self._reference, run)
+        return outputs
 
     def _first_layer(self, files: QuantizedFiles) -> str:
         """The first layer whose output is worse in the files than in the simulation; "" if none is."""

@@ -11,7 +11,7 @@ from amct import atomic, log
 from amct.arguments import check_types
 from amct.atomic import FileGroup
 from amct.caffe.model_files import write_model
-from amct.caffe.ptq.checking import check_onnx, check_save, pair_of, reference_beside
+from amct.caffe.ptq.checking import check_onnx, check_save, content_digest, pair_of, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.caffe.ptq.qdq import add_onnx_formats
@@ -179,6 +179,7 @@ def save_results(
     atomic.check_writable(where.folder)
     makers = {"fake_quant": results.fake_quant, "deploy": results.deploy}
     nets: dict[str, QuantizedNet] = {}
+    digests: dict[str, bytes | None] = {}
     onnx_formats = [name for name in request.formats if name not in makers]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
     reports: dict[str, ExportReport | None] = {}
@@ -188,6 +189,7 @@ def save_results(
         for kind in (name for name in makers if name in request.formats):
             net = makers[kind]()
             written += _write_pair(group, where, kind, net.model)
+            digests[kind] = None if content.reference is None or kind != "fake_quant" else content_digest(net.model)
             nets[kind] = replace(net, model=replace(net.model, weights={}))  # one net's weights at a time
             del net
         if results.equalized:
@@ -204,8 +206,9 @@ def save_results(
             written += paths
         if request.formats:
             give_back_freed()  # the weights of several nets
-            checks = check_save(group, results, request, content, [*nets])
-            checks |= check_onnx(group, onnx.results, request, onnx.content, reports)
+            checks, content = check_save(group, results, request, content, digests)
+            checked = onnx.content if onnx is inference else content
+            checks |= check_onnx(group, onnx.results, request, checked, reports)
             document = replace(
                 quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
                 config=results.config,
