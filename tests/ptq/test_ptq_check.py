@@ -19,9 +19,10 @@ import amct.onnx_model
 import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
-from amct.export.check import checking, child
+from amct.export.check import checking, child, locating
 from amct.export.check.reference import Reference
 from amct.export.exported import ExportedModel, ExportReport
+from amct.export.onnx.runtime import Runner
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.ptq import batches
 from amct.ptq.batches import KeptBatches
@@ -163,6 +164,25 @@ def test_a_wrong_file_is_reported_with_the_first_wrong_tensor(quantized, monkeyp
     (warning,) = [record.message for record in lines.records if "worse than the simulation" in record.message]
     assert warning.startswith(f"net_{name}_model.onnx is ")
     assert f'the first tensor that is worse is "{second.output[0]}"' in warning
+
+
+def test_the_first_wrong_tensor_is_found_when_each_is_looked_at_alone(quantized, monkeypatch, tmp_path):
+    """As in models whose tensors need too much memory together."""
+    run, watched = Runner.__init__, []
+
+    def noted(self, model, tensors=(), **named):
+        watched.append(len(tensors))
+        run(self, model, tensors, **named)
+
+    monkeypatch.setattr(locating, "_SMALLEST_PART", 1)
+    monkeypatch.setattr(locating, "_MOST_PARTS", 1000)
+    monkeypatch.setattr(locating.Runner, "__init__", noted)
+    replace_exporter(monkeypatch, "fake_quant", change_the_second_convolution)
+    quantized.save(tmp_path / "net", formats=["fake_quant"])
+    second = next(node for node in quantized.prepared.float_model(None).graph.node if node.name == "2")
+    assert checks_in(tmp_path)["fake_quant"].differs_at == second.output[0]
+    assert set(watched) == {1}
+    assert len(watched) > 3  # three models, and tensors before the wrong one
 
 
 def test_sequences_of_tensors_are_passed_over_in_the_search(monkeypatch, tmp_path):

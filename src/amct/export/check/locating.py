@@ -14,15 +14,23 @@ from amct.export.exported import layer_outputs, rescaled_layers
 from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import reads
 from amct.export.onnx.runtime import Runner
+from amct.export.onnx.sizes import sizes_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
 
     from amct.export.check.similarity import Similarity
     from amct.export.exported import ExportedModel
+
+    Places = Mapping[str, tuple[str, str, str]]
+
+_SMALLEST_PART = 2**23
+"""Bytes of tensors that are always looked at together."""
+_MOST_PARTS = 12
+"""For each part the models are loaded again."""
 
 
 def first_difference(
@@ -36,7 +44,8 @@ def first_difference(
 ) -> str:
     """The first tensor, in execution order, whose SQNR is worse in the file than in the simulation; "" if none is.
 
-    Beside the float model and its tensors one of the others is in memory at a time.
+    Tensors are looked at in parts: all of a convolutional network would need more memory than its weights. Beside the
+    float model and these tensors one of the other models is in memory at a time.
 
     Args:
         original: The float model.
@@ -47,22 +56,52 @@ def first_difference(
         more_than: The loss in decibels that counts: half of that of the file's output, so that the cause is found and
             not a small loss before it.
     """
-    file, simulation = light_copy(read_file()), simulate()
+    file, simulation = light_copy(read_file()), _without_weights(simulate())
     known = layer_outputs(file) if outputs is None else outputs
-    simulation_light = replace(simulation, model=light_copy(simulation.model), kept=None)
-    places = _common_tensors(original, simulation_light, file, known)
-    try:
-        expected = _values(original, places, 0, inputs)
-        simulated = _similarities(expected, _values(simulation.model, places, 1, inputs))
-        del simulation
-        got = _similarities(expected, _values(read_file(), places, 2, inputs))
-    except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
-        return ""
-    return next((name for name in places if loss(simulated.get(name), got.get(name)) > more_than), "")
+    places = _common_tensors(original, simulation, file, known)
+    sizes = sizes_of_run(light_copy(original), {name: tuple(value.shape) for name, value in inputs.items()})
+    for part in _parts(places, sizes):
+        try:
+            expected = _values(original, part, 0, inputs)
+            simulated = _similarities(expected, _values_of_simulation(simulate, part, inputs))
+            got = _similarities(expected, _values(read_file(), part, 2, inputs))
+        except AmctError:  # a model that runs with its outputs alone may not run with all its tensors
+            return ""
+        found = next((name for name in part if loss(simulated.get(name), got.get(name)) > more_than), "")
+        if found:
+            return found
+    return ""
+
+
+def _without_weights(simulation: ExportedModel) -> ExportedModel:
+    return replace(simulation, model=light_copy(simulation.model), kept=None)
+
+
+def _parts(places: Places, sizes: Mapping[str, int]) -> Iterator[Places]:
+    """The places in their order, in parts whose tensors need about the same memory."""
+    largest = max(_SMALLEST_PART, sum(sizes.get(name, 0) for name in places) // _MOST_PARTS)
+    part: dict[str, tuple[str, str, str]] = {}
+    held = 0
+    for name, tensors in places.items():
+        size = sizes.get(name, 0)
+        if part and held + size > largest:
+            yield part
+            part, held = {}, 0
+        part[name] = tensors
+        held += size
+    if part:
+        yield part
+
+
+def _values_of_simulation(
+    simulate: Callable[[], ExportedModel], places: Places, inputs: Mapping[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    simulation = simulate()  # it owns the weights of its model
+    return _values(simulation.model, places, 1, inputs)
 
 
 def _values(
-    model: ModelProto, places: Mapping[str, tuple[str, str, str]], index: int, inputs: Mapping[str, NDArray[Any]]
+    model: ModelProto, places: Places, index: int, inputs: Mapping[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:
     """The tensors of one model at the places, by place; without sequences of tensors."""
     found = Runner(model, [tensors[index] for tensors in places.values()], lean=True).run(inputs)

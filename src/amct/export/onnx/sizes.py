@@ -71,6 +71,26 @@ def check_sizes_of_run(
     Raises:
         ModelError: A tensor is above its limit, or the tensors that exist at the same time are.
     """
+    inferred = _inferred(light, inputs)
+    if inferred is not None:
+        check_sizes(source, inferred, kept)
+
+
+def sizes_of_run(light: ModelProto, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """The bytes of each tensor between nodes as far as they are known, for inputs of given shapes.
+
+    Args:
+        light: A light copy of the model; its declared shapes are replaced.
+        inputs: The shapes of the inputs.
+
+    Raises:
+        ModelError: A tensor is above its limit.
+    """
+    inferred = _inferred(light, inputs)
+    return {} if inferred is None else _tensor_sizes("the model", inferred.graph)
+
+
+def _inferred(light: ModelProto, inputs: Mapping[str, tuple[int, ...]]) -> ModelProto | None:
     for value in light.graph.input:
         if value.name in inputs:
             kind = value.type.tensor_type.elem_type
@@ -79,10 +99,9 @@ def check_sizes_of_run(
     for value in light.graph.output:
         value.type.tensor_type.ClearField("shape")
     try:
-        inferred = onnx.shape_inference.infer_shapes(light)
+        return onnx.shape_inference.infer_shapes(light)
     except Exception:  # noqa: BLE001  only a help: onnxruntime judges the model
-        return
-    check_sizes(source, inferred, kept)
+        return None
 
 
 def _check_graph(source: str, graph: GraphProto, kept: set[str], held: int) -> None:
