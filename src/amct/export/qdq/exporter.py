@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.binding import LayerBinding
+    from amct.export.exported import LayerReport
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
 
@@ -99,15 +100,8 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
             skipped += left_float
         else:
             nodes.notes.append(_why_exact(tensors, placement))
-    reports = []
-    for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
-        before, output = len(graph.nodes), layer.output
-        skipped += _quantize_inputs(nodes, layer, covered=layer.name in placed.covered_layers)
-        nodes.weights(layer, scale)
-        if not layer.is_wide_float and not layer.kind.is_recurrent:
-            _narrow_output(graph, layer)
-        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])], output)
-        reports.append(replace(report, weight_bits=nodes.weight_bits(layer) if layer.kind.has_weights else None))
+    reports, not_quantized = _quantize_layers(nodes, layers, placed)
+    skipped += not_quantized
     rescaled = tuple(layer.name for layer in layers if layer.rescaled)
     share_weights(graph, layers)
     exported = graph.build()
@@ -121,6 +115,24 @@ def qdq_model(  # noqa: PLR0913  placement, target and float_tensors are the opt
         rescaled=rescaled,
         kept=kept,
     )
+
+
+def _quantize_layers(
+    nodes: QdqNodes, layers: Sequence[Layer], placed: FastPlacement
+) -> tuple[list[LayerReport], list[Skip]]:
+    """Quantize inputs and weights of the layers; returns what was done, and what stays float inside of them."""
+    graph = nodes.graph
+    reports: list[LayerReport] = []
+    skipped: list[Skip] = []
+    for layer, shared, scale in _with_shared_quantizers(nodes, layers, placed):
+        before, output = len(graph.nodes), layer.output
+        skipped += _quantize_inputs(nodes, layer, covered=layer.name in placed.covered_layers)
+        nodes.weights(layer, scale)
+        if not layer.is_wide_float and not layer.kind.is_recurrent:
+            _narrow_output(graph, layer)
+        report = layer_report(layer, [*shared, *(node.name for node in graph.nodes[before:])], output)
+        reports.append(replace(report, weight_bits=nodes.weight_bits(layer) if layer.kind.has_weights else None))
+    return reports, skipped
 
 
 def _place_fast(
