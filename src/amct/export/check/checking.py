@@ -118,7 +118,7 @@ class OnnxCheck:
         types = {value.name: value.type.tensor_type.elem_type for value in self._subject.original.graph.output}
         return [name for name, kind in types.items() if kind in _FLOAT_TYPES]
 
-    @property
+    @cached_property
     def _is_large(self) -> bool:
         """Whether two models at a time would need too much memory."""
         return parameter_bytes(self._subject.original) > FEW_BYTES
@@ -126,6 +126,14 @@ class OnnxCheck:
     @cached_property
     def _original(self) -> LoadedModel:
         return LoadedModel(self._subject.original)
+
+    def _simulate(self) -> ExportedModel:
+        """The fake-quant form, made once unless it is large."""
+        return self._subject.simulate() if self._is_large else self._simulation
+
+    @cached_property
+    def _simulation(self) -> ExportedModel:
+        return self._subject.simulate()
 
     @cached_property
     def _original_outputs(self) -> Mapping[str, NDArray[Any]]:
@@ -146,7 +154,7 @@ class OnnxCheck:
             expected = list(self._outputs(original, [batch.inputs for batch in batches]))
             del original
         if any(outputs is None for outputs in simulated):
-            simulation = self._subject.simulate()
+            simulation = self._simulate()
             loaded = LoadedModel(simulation.model, lean=True)
             simulated = list(self._outputs(loaded, [batch.inputs for batch in batches[: len(expected)]]))
         return [
@@ -297,7 +305,7 @@ class OnnxCheck:
             runnable = _runnable(file, kept) if repaired is None else repaired.model
             return runnable if isinstance(runnable, ModelProto) else file.model()
 
-        models = self._subject.original, self._subject.simulate, written
+        models = self._subject.original, self._simulate, written
         tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
         found = replace(measured, differs_at=tensor or measured.output)
         warn_worse(file.target, found)
