@@ -115,6 +115,9 @@ class QuantizedModel:
         """What was quantized, what was folded, what stays float and why, as text."""
         return summary_text(self.prepared.name, self.record, self._folded_count, self.skipped)
 
+    def __repr__(self) -> str:
+        return f"<{self.summary().splitlines()[0]}>"
+
     def _repr_html_(self) -> str:
         """The summary in a notebook."""
         return summary_html(self.prepared.name, self.record, self._folded_count, self.skipped)

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": ("fake_quant", "deploy")}
+PAIRS = ("fake_quant", "deploy")
+"""The formats that are a prototxt and a caffemodel."""
+CAFFE_FORMATS = {"Fakequant": ("fake_quant",), "Deploy": ("deploy",), "Both": PAIRS}
 
 
 def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
@@ -177,21 +179,14 @@ def save_results(
     """
     where = request.where
     atomic.check_writable(where.folder)
-    makers = {"fake_quant": results.fake_quant, "deploy": results.deploy}
-    nets: dict[str, QuantizedNet] = {}
-    digests: dict[str, bytes | None] = {}
-    onnx_formats = [name for name in request.formats if name not in makers]
+    onnx_formats = [name for name in request.formats if name not in PAIRS]
     onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
     reports: dict[str, ExportReport | None] = {}
     not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
     written: list[Path] = [where.quant_json] if request.formats else []
     with FileGroup() as group:
-        for kind in (name for name in makers if name in request.formats):
-            net = makers[kind]()
-            written += _write_pair(group, where, kind, net.model)
-            digests[kind] = None if content.reference is None or kind != "fake_quant" else content_digest(net.model)
-            nets[kind] = replace(net, model=replace(net.model, weights={}))  # one net's weights at a time
-            del net
+        nets, digests, paths = _write_nets(group, results, request, with_digest=content.reference is not None)
+        written += paths
         if results.equalized:
             written += _write_pair(group, where, "equalized", results.folded_model)
         if isinstance(inference, Inference) and "deploy" in nets:
@@ -219,9 +214,29 @@ def save_results(
             )
             write_quant_json(group, where.quant_json, document)
         warn_of_replaced(group.written())
-    saved = [*nets, *reports] or ["the record" if request.with_record else "no model"]
-    logger.info("Saved %s of %d quantized layers to %s.", " and ".join(saved), len(results.record), where.folder)
+    logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written
+
+
+def _write_nets(
+    group: FileGroup, results: Results, request: SaveRequest, *, with_digest: bool
+) -> tuple[dict[str, QuantizedNet], dict[str, bytes | None], list[Path]]:
+    """Write the Caffe pairs that are asked for.
+
+    Returns:
+        By kind: the nets without weights, so that those of one net at a time are in memory, and the digest of the
+        simulation, None for the others; and the paths.
+    """
+    nets: dict[str, QuantizedNet] = {}
+    digests: dict[str, bytes | None] = {}
+    written: list[Path] = []
+    for kind in (name for name in PAIRS if name in request.formats):
+        net = results.fake_quant() if kind == "fake_quant" else results.deploy()
+        written += _write_pair(group, request.where, kind, net.model)
+        digests[kind] = content_digest(net.model) if with_digest and kind == "fake_quant" else None
+        nets[kind] = replace(net, model=replace(net.model, weights={}))
+        del net
+    return nets, digests, written
 
 
 def _write_pair(group: FileGroup, where: SavePath, kind: str, model: CaffeModel) -> list[Path]:
