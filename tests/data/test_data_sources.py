@@ -83,6 +83,17 @@ def test_preparation_resizes_crops_subtracts_and_scales(tmp_path):
     np.testing.assert_array_equal(sample.values, values[0] - 5.0)
 
 
+def test_one_scale_for_each_channel(tmp_path):
+    values = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
+    np.save(tmp_path / "x.npy", values)
+    prepare = Preparation(mean=np.array([1, 2, 3], np.float32), scale=(0.5, 2.0, 4.0))
+    got = np.stack([sample.values for sample in open_samples(tmp_path / "x.npy", prepare)])
+    want = (values - np.float32([1, 2, 3]).reshape(3, 1, 1)) * np.float32([0.5, 2, 4]).reshape(3, 1, 1)
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(ArgumentError, match=r"a scale of shape \(2,\) does not fit an input of shape \(3, 4, 5\)"):
+        list(open_samples(tmp_path / "x.npy", Preparation(scale=(0.5, 2.0))))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -231,6 +231,7 @@ BAD = {
     "no data": (["net.prototxt", "net.caffemodel", "--data", "none", "-o", "out/x"], "none"),
     "no model": (["none.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "out/x"], "none.prototxt"),
     "bad mean": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--mean", "a", "-o", "out/x"], "--mean"),
+    "bad scale": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--scale", "1;2", "-o", "out/x"], "--scale"),
     "bad size": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--size", "1,2,3", "-o", "out/x"], "--size"),
     "bad colour": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "--color", "hsv", "-o", "out/x"], "hsv"),
     "nowhere to write": (["net.prototxt", "net.caffemodel", "--data", "data.npy", "-o", "/proc/x/y"], "/proc/x"),

@@ -241,6 +241,21 @@ def test_without_a_size_pictures_get_that_of_the_model_or_keep_theirs_and_a_line
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("pictures")] == []
 
 
+def test_a_model_of_one_channel_gets_gray_pictures_and_a_line_says_so(folder, capsys):
+    from amct_caffe import caffe
+
+    (folder / "gray.prototxt").write_text(PROTOTXT.replace("dim: 3", "dim: 1"))
+    caffe.Net("gray.prototxt", caffe.TEST).save("gray.caffemodel")
+    command = ["quantize", "gray.prototxt", "gray.caffemodel", "--data", "pictures", "--no-check", "-o", "out/gray"]
+    assert main(command) == 0
+    line = "pictures    read as gray, the model's input has one channel: no --color given"
+    assert line in capsys.readouterr().err
+    assert main([*command, "--color", "gray"]) == 0
+    assert line not in capsys.readouterr().err
+    assert main([*command, "--color", "bgr"]) == 2  # the user's choice counts, right or wrong
+    assert "3 channels, the weights expect 1" in capsys.readouterr().err
+
+
 def test_long_names_are_shortened_in_the_middle():
     name = "encoder." * 20 + "weight"
     (line,) = aligned([[name, "Linear", "a reason of any length " * 4]])

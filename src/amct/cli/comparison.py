@@ -99,9 +99,9 @@ class Request:
                 )
             yield values, np.array([MISSING if label is None else label for label in labels], np.int64)
 
-    def with_size(self, model_input: Sequence[int | str | None]) -> Request:
-        """Return the request with pictures in the size of the model's input, if no size is given."""
-        return replace(self, data=self.data.with_size(model_input))
+    def fitting(self, model_input: Sequence[int | str | None]) -> Request:
+        """Return the request with pictures in the size and the channels of the model's input, where not given."""
+        return replace(self, data=self.data.fitting(model_input))
 
     @property
     def metric(self) -> Any:  # noqa: ANN401  a Metric, whose module needs torch
@@ -149,7 +149,7 @@ def check_report(path: Path) -> None:
 def _run_caffe(pair: ModelPair, request: Request) -> _Found:
     from amct.caffe.layer_list import input_shape
 
-    request = request.with_size(input_shape(pair.float_model[0], request.custom_proto))
+    request = request.fitting(input_shape(pair.float_model[0], request.custom_proto))
     data, metric = request.batches(), request.metric
     if request.report is not None:
         from amct.caffe.reporting import files_report
@@ -176,7 +176,7 @@ def _run_onnx(pair: ModelPair, request: Request) -> _Found:
     (float_model,) = pair.float_model
     proto = read_model(float_model, "FLOAT").model
     if is_plain(proto):
-        request = request.with_size(input_shape(proto, proto.graph.input[0].name) or ())
+        request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
         return _run_onnx_files(float_model, pair, request, request.batches(_fixed_batch_size(pair.quantized_model[0])))
     if request.top1:
         raise ArgumentError("--top1: a model with several inputs, or with whole numbers, has no labels beside them")
@@ -190,7 +190,7 @@ def _run_torch(pair: ModelPair, request: Request) -> _Found:
 
     (reference,) = pair.float_model
     proto = read_model(pair.quantized_model[0], "QUANT", allow_quantized=True).model
-    request = request.with_size(input_shape(proto, proto.graph.input[0].name) or ())
+    request = request.fitting(input_shape(proto, proto.graph.input[0].name) or ())
     first = next(request.batches(_fixed_batch_size(pair.quantized_model[0])), None)
     if first is None:
         raise CalibrationError(f"{request.data.data}: there are no samples")

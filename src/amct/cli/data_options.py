@@ -41,8 +41,12 @@ class DataOptions:
     size: Annotated[str | None, typer.Option(help="Resize pictures to this size: 224 or height,width.")] = None
     crop: Annotated[str | None, typer.Option(help="Then crop the centre to this size: 224 or height,width.")] = None
     mean: Annotated[str | None, typer.Option(help="Subtract: 104,117,123 or a mean file.")] = None
-    scale: Annotated[float, typer.Option(help="After subtracting the mean, multiply by this.")] = 1.0
-    color: Annotated[str, typer.Option(help="Channels of pictures: bgr, rgb or gray.")] = "bgr"
+    scale: Annotated[
+        str, typer.Option(help="After subtracting the mean, multiply by this: 0.017 or 0.0171,0.0175,0.0174.")
+    ] = "1"
+    color: Annotated[
+        str | None, typer.Option(help="Channels of pictures: bgr, rgb or gray; bgr unless the model takes one channel.")
+    ] = None
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 1
     batches: Annotated[int | None, typer.Option(help="Use no more batches than this.")] = None
 
@@ -82,17 +86,34 @@ class DataOptions:
         self.stored()
         first_shape(self.data, self._preparation())
 
-    def with_size(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
-        """Return the options with the size of the model's input for pictures, if no size is given.
+    @property
+    def changes_values(self) -> bool:
+        """Whether an option asks for other values than the stored ones."""
+        return not (self.mean is self.size is self.crop is None and _scale(self.scale) == 1)
 
-        A line tells which size is taken and why.
+    def fitting(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+        """Return the options with the size and the channels of the model's input for pictures, where not given.
+
+        A line tells what is taken and why.
 
         Args:
             model_input: The shape that the model declares; names or None where any size fits; None: not known.
         """
-        from amct.data import first_shape, holds_pictures
+        from amct.data import holds_pictures
 
-        if self.size is not None or self.crop is not None or not holds_pictures(self.data):
+        return self._with_color(model_input)._with_size(model_input) if holds_pictures(self.data) else self
+
+    def _with_color(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+        shape = model_input or ()
+        if self.color is not None or len(shape) != _PICTURE_INPUT_AXES or shape[1] != 1:
+            return self
+        show("pictures    read as gray, the model's input has one channel: no --color given", err=True)
+        return replace(self, color="gray")
+
+    def _with_size(self, model_input: Sequence[int | str | None] | None) -> DataOptions:
+        from amct.data import first_shape
+
+        if self.size is not None or self.crop is not None:
             return self
         height, width = _picture_size(model_input)
         if height is not None and width is not None:
@@ -112,9 +133,9 @@ class DataOptions:
         return Preparation(
             size=_pair("--size", self.size),
             crop=_pair("--crop", self.crop),
-            color=cast("Literal['bgr', 'rgb', 'gray']", self.color),
+            color=cast("Literal['bgr', 'rgb', 'gray']", self.color or "bgr"),
             mean=np.zeros(0, np.float32) if self.mean is None else _mean(self.mean),
-            scale=self.scale,
+            scale=_scale(self.scale),
         )
 
 
@@ -221,8 +242,17 @@ def _mean(text: str) -> NDArray[np.float32]:
         from amct.data.mean import read_mean
 
         return read_mean(text)
+    return np.array(_numbers("--mean", text, "numbers such as 104,117,123 or the name of a mean file"), np.float32)
+
+
+def _scale(text: str) -> float | tuple[float, ...]:
+    """Parse one number, or one per channel."""
+    found = _numbers("--scale", text, "a number such as 0.017, or one for each channel: 0.0171,0.0175,0.0174")
+    return found if len(found) > 1 else found[0]
+
+
+def _numbers(option: str, text: str, expected: str) -> tuple[float, ...]:
     try:
-        return np.array([float(word) for word in text.split(",")], np.float32)
+        return tuple(float(word) for word in text.split(","))
     except ValueError:
-        message = f'--mean: expected numbers such as 104,117,123 or the name of a mean file, got "{text}"'
-        raise ArgumentError(message) from None
+        raise ArgumentError(f'{option}: expected {expected}, got "{text}"') from None

@@ -38,7 +38,7 @@ def onnx_data(model: str, options: DataOptions) -> DataBatches:
     if size is not None:
         options = replace(options, batch_size=size)
     if is_plain(proto):
-        sized = options.with_size(input_shape(proto, proto.graph.input[0].name) or ())
+        sized = options.fitting(input_shape(proto, proto.graph.input[0].name) or ())
         stored = sized.stored()
         return DataBatches(
             lambda first, step: full_batches(stored.part(first, step), size, sized.data, first=first),
@@ -83,7 +83,7 @@ def _slices(arrays: Mapping[str, NDArray[Any]], size: int) -> Iterator[dict[str,
 def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
     from amct.data.arrays import read_arrays
 
-    if options.mean is not None or options.scale != 1.0 or options.size is not None or options.crop is not None:
+    if options.changes_values:
         raise ArgumentError(
             "--mean, --scale, --size and --crop are for pictures; arrays of inputs are used as they are"
         )

@@ -195,7 +195,7 @@ def _quantized(
         import amct.caffe
         from amct.caffe.layer_list import input_shape
 
-        batches = FirstBatches(data.with_size(input_shape(model, caffe["custom_proto"])).stored())
+        batches = FirstBatches(data.fitting(input_shape(model, caffe["custom_proto"])).stored())
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
     if model.endswith(ONNX_ENDING):
         import amct.onnx_model
@@ -208,7 +208,7 @@ def _quantized(
     import amct.pytorch
     from amct.cli.model_layers import load_reference
 
-    batches = FirstBatches(DataBatches.converted(data.with_size(None).stored(), torch.from_numpy))
+    batches = FirstBatches(DataBatches.converted(data.fitting(None).stored(), torch.from_numpy))
     return amct.pytorch.quantize(load_reference(model), batches, config=config, resume=state), batches
 
 

@@ -53,14 +53,14 @@ class Preparation:
         color: The channel order of decoded images: "bgr" as in Caffe, "rgb" or "gray". Arrays and databases keep
             their channels.
         mean: Empty for none, one value, one value per channel, or an image of the size after the crop.
-        scale: The factor applied after the mean is subtracted.
+        scale: The factor applied after the mean is subtracted, or one for each channel.
     """
 
     size: tuple[int, int] | None = None
     crop: tuple[int, int] | None = None
     color: ColorOrder = "bgr"
     mean: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    scale: float = 1.0
+    scale: float | tuple[float, ...] = 1.0
 
     def __post_init__(self) -> None:
         for name in ("size", "crop"):
@@ -74,7 +74,7 @@ class Preparation:
         """Preprocess one (channels, height, width) array; for arrays of other rank only mean and scale are applied.
 
         Raises:
-            ArgumentError: The crop is larger than the image, or the shape of the mean does not fit.
+            ArgumentError: The crop is larger than the image, or the shape of the mean or of the scale does not fit.
         """
         if values.ndim == _PICTURE_AXES:
             if self.size is not None and values.shape[1:] != self.size:
@@ -83,9 +83,9 @@ class Preparation:
                 values = _crop_middle(values, self.crop, source)
         prepared = values.astype(np.float32)
         if self.mean.size:
-            prepared -= _fitting_mean(self.mean, prepared.shape, source)
+            prepared -= _fitting("mean", self.mean, prepared.shape, source)
         if self.scale != 1.0:
-            prepared *= np.float32(self.scale)
+            prepared *= _fitting("scale", np.array(self.scale, np.float32), prepared.shape, source)
         return np.ascontiguousarray(prepared)
 
 
@@ -373,13 +373,16 @@ def _crop_middle(values: npt.NDArray[Any], crop: tuple[int, int], source: str) -
     return values[:, top : top + crop[0], left : left + crop[1]]
 
 
-def _fitting_mean(mean: npt.NDArray[np.float32], shape: tuple[int, ...], source: str) -> npt.NDArray[np.float32]:
-    if mean.shape == shape:
-        return mean
-    if mean.size == 1 or (mean.ndim == 1 and len(shape) == _PICTURE_AXES and len(mean) == shape[0]):
-        column: npt.NDArray[np.float32] = mean.reshape((-1,) + (1,) * (len(shape) - 1))
+def _fitting(
+    what: str, values: npt.NDArray[np.float32], shape: tuple[int, ...], source: str
+) -> npt.NDArray[np.float32]:
+    """A mean or a scale in a form that can be applied to an input of a shape."""
+    if values.shape == shape:
+        return values
+    if values.size == 1 or (values.ndim == 1 and len(shape) == _PICTURE_AXES and len(values) == shape[0]):
+        column: npt.NDArray[np.float32] = values.reshape((-1,) + (1,) * (len(shape) - 1))
         return column
     raise ArgumentError(
-        f"{source}: a mean of shape {mean.shape} does not fit an input of shape {shape}: give one number, one a "
+        f"{source}: a {what} of shape {values.shape} does not fit an input of shape {shape}: give one number, one a "
         "channel, or a picture of that shape"
     )
