@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property, update_wrapper
+from functools import cache, cached_property, update_wrapper
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -30,6 +30,12 @@ def compiled_sum(function: Function) -> Function:
     return cast("Function", _Compiled(function, reorder_sums=True))
 
 
+@cache  # once in a process
+def _say_compiling() -> None:
+    """Explain the wait: the loops of one job take about ten seconds to compile."""
+    logger.info("loops are compiled for this machine, which takes some seconds; later runs find them in a cache")
+
+
 class _Compiled:
     """A function that numba compiles when it is first called."""
 
@@ -44,10 +50,13 @@ class _Compiled:
             return self._numba_function(*arguments)
         self._called = True
         with uncollected():  # numba, and what it imports, is loaded
-            return self._numba_function(*arguments)
+            result = self._numba_function(*arguments)
+        if self._numba_function.stats.cache_misses:
+            _say_compiling()
+        return result
 
     @cached_property
-    def _numba_function(self) -> Callable[..., Any]:
+    def _numba_function(self) -> Any:  # noqa: ANN401  numba has no types
         import numba
 
         function = self._with_compiled_callees()
@@ -56,7 +65,7 @@ class _Compiled:
         except RuntimeError as error:  # numba found no writable folder
             logger.info("%s is compiled again in every process: %s", function.__qualname__, error)
             compiled = numba.njit(nogil=True, fastmath=self._fastmath)(function)
-        return cast("Callable[..., Any]", compiled)
+        return compiled
 
     def _with_compiled_callees(self) -> FunctionType:
         """The function with globals in which the compiled functions that it calls are those of numba."""
