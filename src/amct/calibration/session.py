@@ -14,16 +14,15 @@ batches; when it has them, it meets those of the other processes, and all end wi
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from weakref import finalize
 
 import numpy as np
 
-from amct import progress
 from amct.calibration.factor_arrays import factors_as_arrays, factors_from_arrays
 from amct.calibration.ranks import ALONE, Meeting, Ranks, fingerprint
+from amct.calibration.session_bar import ProgressBar
 from amct.calibration.streams import (
     HIDDEN,
     INPUT,
@@ -40,7 +39,7 @@ from amct.errors import AmctError, ArgumentError, CalibrationError, did_you_mean
 from amct.numerics.observer import MergeableObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -109,13 +108,15 @@ class CalibrationSession:
         self._on_ready = on_ready
         self._on_end = on_end
         self._depth = 0
+        self._called_once: Collection[str] = ()
+        """The layers of which the present forward pass has one call each."""
         self._batches = 0
         """The number of forward passes that were begun."""
         self._ready = 0
         """The number of layers in the last call of ``on_ready``."""
         self._result: CalibrationResult | None = None
         most = max(watched.stream.batch_num for own in self._layers.values() for watched in own.values())
-        self._bar = _Bar(
+        self._bar = ProgressBar(
             ranks.share(most) if most < OPEN_ENDED else None, shown=show_bar and most > 1 and ranks.is_first
         )
         if not ranks.is_alone:
@@ -160,10 +161,17 @@ class CalibrationSession:
         )
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Enclose one forward pass; after the outermost one without an error, report progress or end the session."""
+    def batch(self, called_once: Collection[str] = ()) -> Iterator[None]:
+        """Enclose one forward pass; after the outermost one without an error, report progress or end the session.
+
+        Args:
+            called_once: Layers that are certainly called once in it. In their last batch their factors are computed
+                at once, and what was observed of one layer is freed before another keeps its values. Not if several
+                processes calibrate together, which merge what they observed first.
+        """
         if self._depth == 0:
             self._batches += 1
+            self._called_once = called_once if self._ranks.is_alone else ()
         self._depth += 1
         try:
             with nullcontext() if self.done else self._together():
@@ -198,6 +206,8 @@ class CalibrationSession:
             return
         with self._together():
             watched.observe(x, counts=not again)
+            if watched.has_enough and self._depth and layer in self._called_once:
+                watched.factors()
         watched.last_batch = self._batches
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
@@ -341,8 +351,8 @@ class CalibrationSession:
 
     @property
     def is_observing(self) -> bool:
-        """Whether it still takes batches; when it has ended, nothing of what it observed is left."""
-        return not self.done
+        """Whether it still takes batches and has all that it observed: of layers with factors nothing is left."""
+        return not self.done and not any(each.has_factors for each in self._streams())
 
     @property
     def without_state(self) -> str:
@@ -464,33 +474,3 @@ def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | 
 
 
 _SHOWN_LAYERS = 5
-
-
-class _Bar:
-    """The progress bar of a session: shown from the first batch on, removed after the last one."""
-
-    def __init__(self, total: int | None, *, shown: bool) -> None:
-        self._total = total
-        self._is_shown = shown
-        self._moved_to = 0
-        self._stack = ExitStack()
-        self._advance: progress.Advance | None = None
-        # restores the cursor of the terminal if the loop is aborted
-        self._cleanup = finalize(self, self._stack.close)
-
-    def start_at(self, done: int) -> None:
-        """Tell what was done before; the rate does not count it."""
-        self._moved_to = done
-
-    def move_to(self, done: int) -> None:
-        if not self._is_shown:
-            return
-        if self._advance is None:
-            shown = progress.bar("Calibrating", self._total, unit="batches", done=self._moved_to)
-            self._advance = self._stack.enter_context(shown)
-        if done > self._moved_to:
-            self._advance(done - self._moved_to)
-            self._moved_to = done
-
-    def close(self) -> None:
-        self._cleanup()

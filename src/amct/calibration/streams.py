@@ -118,6 +118,11 @@ class Watched:
         return self.seen >= self.needed
 
     @property
+    def has_factors(self) -> bool:
+        """Whether the factors were computed, so that nothing of what was observed is left."""
+        return self._found is not None
+
+    @property
     def last(self) -> int:
         """The number, among the batches of all processes, of the last one observed."""
         return self._last if self.leader is None else max(self._last, self.leader._last)
@@ -133,6 +138,8 @@ class Watched:
         Raises:
             CalibrationError: The data is invalid; the message names layer and batch.
         """
+        if self.has_factors:
+            raise CalibrationError(f"{self.stream.described} is called again in a batch in which it was called once")
         assert self.observer is not None, "the factors of a leader are not searched twice"
         number = self.ranks.number(self._seen if counts else max(self._seen - 1, 0))
         if self._begin_batch is not None:

@@ -31,7 +31,7 @@ from amct.pytorch.watch.calibrating import start_calibration
 from amct.pytorch.watch.intermediate_tensors import find_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -74,6 +74,16 @@ class TorchPreparation(Preparation):
     def calls(self) -> Mapping[str, int]:
         """How often each layer is called in one forward, if more than once."""
         return {name: facts.calls for name, facts in self.traced.layers.items() if facts.calls > 1}
+
+    def layers_called_once(self, arguments: Arguments) -> Collection[str]:
+        """The layers that a forward certainly calls once: those of the program, with arguments like those captured."""
+        if self.traced.program is None:
+            return ()
+        example = self.traced.inputs.args, self.traced.inputs.kwargs
+        given, expected = (pytree.tree_flatten(each) for each in (arguments, example))
+        if given[1] != expected[1] or not all(map(_is_like, given[0], expected[0])):
+            return ()
+        return {name for name, facts in self.traced.layers.items() if facts.calls == 1}
 
     def quantized_copy(self) -> nn.Module:
         """A copy of the folded model with fake-quantized weights."""
@@ -132,7 +142,9 @@ class TorchPreparation(Preparation):
         """Start a calibration of a copy of the model with fake-quantized weights."""
         onnx = self.default_onnx
         intermediate = self.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
-        calibrated = start_calibration(self, intermediate=intermediate, ranks=ranks)
+        calibrated = start_calibration(
+            self, intermediate=intermediate, ranks=ranks, called_once=self.layers_called_once
+        )
 
         def run(batches: Iterable[Arguments]) -> None:
             for args, kwargs in batches:
@@ -209,6 +221,13 @@ class TorchPreparation(Preparation):
         if isinstance(onnx, ExportError):
             raise onnx
         return onnx.model
+
+
+def _is_like(given: object, example: object) -> bool:
+    """Whether a forward cannot tell two arguments apart before it computes with them."""
+    if isinstance(given, Tensor) and isinstance(example, Tensor):
+        return given.shape == example.shape and given.dtype == example.dtype
+    return type(given) is type(example) and given == example
 
 
 def prepare(

@@ -33,7 +33,7 @@ from amct.export.check.outcome import (
 )
 from amct.export.check.reference import ENOUGH, SHARE, WORSE, by_name, expected_loss, fewest_batches
 from amct.export.check.repair import Repair, noisiest_tensors
-from amct.export.check.running import BUDGET, LoadedModel, speed_apart, speed_of, timed_inputs
+from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
 from amct.export.check.similarity import output_similarity, sure_loss
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
@@ -171,7 +171,7 @@ class OnnxCheck:
             late = number >= fewest_batches(inputs) and time.process_time() > end
             if number and (late or size >= LARGEST_BATCH // 2):
                 return
-            outputs = model.run(inputs)
+            outputs = model.kept_outputs(inputs)
             found = {name: outputs[name] for name in self._float_outputs}
             size += sum(array.nbytes for array in found.values())
             yield found
@@ -196,20 +196,19 @@ class OnnxCheck:
             return self._in_child(file), None
         try:
             further = self._batches_for(file)[1:]
-            kept = KeptWeights()
-            loaded = LoadedModel(_runnable(file, kept), profile=file.format == "qdq", lean=file.format != "qdq")
-            outputs = [loaded.run(self._inputs)]
+            loaded, outputs = self._first_run(file)
         except ExportError as error:
             return self._not_checked(file, str(error)), None
         except AmctError as error:
             return self._unusable(file, error), None
-        outputs += [loaded.run(batch.inputs) for batch in further]
+        if loaded is not None:
+            outputs += [loaded.kept_outputs(batch.inputs) for batch in further]
         measured = self._compared(file, outputs)
         repaired = self._repaired(file, outputs[: fewest_batches(self._inputs)])
         if repaired is not None:
             exported, left = repaired
             loaded = LoadedModel(exported.model, profile=True)
-            again = [loaded.run(batch.inputs) for batch in self._batches]
+            again = [loaded.kept_outputs(batch.inputs) for batch in self._batches]
             measured = replace(self._compared(file, again), left_float=left)
             _say_repaired(file, left, measured)
         result = self._timed(file, measured, loaded)
@@ -217,6 +216,15 @@ class OnnxCheck:
         result = self._located(file, result, None if repaired is None else repaired[0])
         say_checked(file.target, result)
         return result, None if repaired is None else repaired[0]
+
+    def _first_run(self, file: WrittenFile) -> tuple[LoadedModel | None, list[dict[str, NDArray[Any]]]]:
+        """The loaded file and its outputs for the first batch; one that is large and not timed is loaded in parts."""
+        kept = KeptWeights()
+        model = _runnable(file, kept)
+        if file.format != "qdq" and isinstance(model, ModelProto) and parameter_bytes(model) >= LARGE_MODEL:
+            return None, [outputs_in_parts(model, self._inputs)]
+        loaded = LoadedModel(model, profile=file.format == "qdq", lean=file.format != "qdq")
+        return loaded, [loaded.kept_outputs(self._inputs)]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -242,9 +250,9 @@ class OnnxCheck:
         origin = self._subject.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
         return compared(file.target, origin, self._batches_for(file), outputs)
 
-    def _timed(self, file: WrittenFile, measured: FileCheck, loaded: LoadedModel) -> FileCheck:
+    def _timed(self, file: WrittenFile, measured: FileCheck, loaded: LoadedModel | None) -> FileCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
-        if file.format != "qdq":
+        if loaded is None or file.format != "qdq":
             return measured
         budget = min(BUDGET, SHARE * self._subject.reference.seconds)
         inputs = timed_inputs(loaded, self._inputs, budget)
@@ -348,7 +356,7 @@ def _runnable(file: WrittenFile, kept: KeptWeights) -> ModelProto | Path:
     if file.format == "deploy":
         return standard_model(read_parts(file.path, kept), packed=_packed(file), kept=kept)
     if file.format == "fake_quant" and file.path.stat().st_size >= LARGE_MODEL:
-        return read_parts(file.path, kept)
+        return read_parts(file.path, kept, in_file=True)
     return file.path
 
 

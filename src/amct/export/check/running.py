@@ -28,18 +28,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+import numpy as np
+
 from amct.errors import ModelError
 from amct.export.check.parts import consecutive_parts, part_model
-from amct.export.onnx.messages import first_line, parameter_bytes
+from amct.export.onnx.messages import first_line, parameter_bytes, reads
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.runtime import open_session, quiet_options
 from amct.memory import give_back_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
 COSTLIEST = 3
 """The number of nodes that are reported."""
@@ -125,6 +127,10 @@ class LoadedModel:
             self._end_profile()
         return dict(zip(names, results, strict=True))
 
+    def kept_outputs(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """The outputs by name, for use after the model was freed: those of ``run`` keep all memory of its session."""
+        return {name: _own(value) for name, value in self.run(feeds).items()}
+
     def costliest_nodes(self, feeds: Mapping[str, NDArray[Any]], count: int = COSTLIEST) -> list[NodeCost]:
         """The nodes that take most time, the costliest first; the model runs a few more times.
 
@@ -143,6 +149,10 @@ class LoadedModel:
         self._costs = _costs(_events(Path(self._session.end_profiling()).read_text(errors="replace")))
         self._cleanup()
         self._folder = None
+
+
+def _own(value: Any) -> Any:  # noqa: ANN401  an array, or a sequence of them
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _events(profile: str) -> list[dict[str, Any]]:
@@ -273,14 +283,49 @@ def speed_apart(
 def _times_in_parts(model: ModelProto, inputs: Mapping[str, NDArray[Any]], budget: float) -> list[float]:
     """The times of a model, each the sum of those of its parts."""
     parts = consecutive_parts(model, parameter_bytes(model) // PARTS)
-    values, times = dict(inputs), list[list[float]]()
-    for index in range(len(parts)):
-        part = LoadedModel(part_model(model, parts, index, values))
-        own = {name: values[name] for name in part.inputs}
-        values |= part.run(own)  # the first run does not count
+    times = list[list[float]]()
+    for part, own in _loaded_parts(model, parts, dict(inputs)):  # their first run does not count
         times.append(_times({"part": partial(part.run, own)}, budget / len(parts))["part"])
-        part.close()
     return [sum(each) for each in zip(*times, strict=False)]
+
+
+def outputs_in_parts(model: ModelProto, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The outputs of a large model, of which a part is loaded at a time, with its own weights.
+
+    Raises:
+        ModelError: onnxruntime cannot load or run the model.
+    """
+    names = [value.name for value in model.graph.output]
+    made = {name for node in model.graph.node for name in node.output}
+    if not made.issuperset(names):  # a constant
+        return LoadedModel(model, lean=True).kept_outputs(inputs)
+    values = dict(inputs)
+    for _ in _loaded_parts(model, consecutive_parts(model, parameter_bytes(model) // PARTS), values, lean=True):
+        pass
+    return {name: values[name] for name in names}
+
+
+def _loaded_parts(
+    model: ModelProto, parts: Sequence[Sequence[NodeProto]], values: dict[str, NDArray[Any]], *, lean: bool = False
+) -> Iterator[tuple[LoadedModel, dict[str, NDArray[Any]]]]:
+    """Each part, after it has run once, and its inputs; it is closed when the next one is asked for.
+
+    Args:
+        model: The model.
+        parts: Its nodes.
+        values: The inputs; outputs of the parts are added, and removed when no later part reads them.
+        lean: As for ``LoadedModel``.
+    """
+    wanted = {value.name for value in model.graph.output}
+    for index in range(len(parts)):
+        part = LoadedModel(part_model(model, parts, index, values), lean=lean)
+        own = {name: values[name] for name in part.inputs}
+        values |= part.kept_outputs(own)
+        yield part, own
+        part.close()
+        wanted_later = wanted.union(*(reads(node) for later in parts[index + 1 :] for node in later))
+        for name in values.keys() - wanted_later:
+            del values[name]
 
 
 def _costliest(file: LoadedModel, inputs: Mapping[str, NDArray[Any]]) -> tuple[str, ...]:

@@ -78,29 +78,35 @@ def _without_field(message: Message, kind: type[Message], number: int) -> tuple[
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_parts(path: Path, kept: KeptWeights) -> ModelProto:
-    """Read a model that was written here; its large weights are kept beside it instead of being copied repeatedly."""
+def read_parts(path: Path, kept: KeptWeights, *, in_file: bool = False) -> ModelProto:
+    """Read a model that was written here; its large weights are kept beside it instead of being copied repeatedly.
+
+    Args:
+        path: The file.
+        kept: Takes the large weights.
+        in_file: Whether they stay in the file, to be read whenever they are used.
+    """
     model = ModelProto()
     with path.open("rb") as stream:
         for field, start, end in _fields(stream, path.stat().st_size):
             if field == _GRAPH:
-                _read_graph(stream, end, model.graph, kept)
+                _read_graph(stream, end, model.graph, kept, path if in_file else None)
             else:
                 model.MergeFromString(_span(stream, start, end))
     return model
 
 
-def _read_graph(stream: BinaryIO, end: int, graph: GraphProto, kept: KeptWeights) -> None:
+def _read_graph(stream: BinaryIO, end: int, graph: GraphProto, kept: KeptWeights, file: Path | None) -> None:
     rest = bytearray()
     for field, start, stop in _fields(stream, end):
         if field == _INITIALIZER:
-            graph.initializer.append(_read_tensor(stream, stop, kept))
+            graph.initializer.append(_read_tensor(stream, stop, kept, file))
         else:
             rest += _span(stream, start, stop)
     graph.MergeFromString(bytes(rest))
 
 
-def _read_tensor(stream: BinaryIO, end: int, kept: KeptWeights) -> TensorProto:
+def _read_tensor(stream: BinaryIO, end: int, kept: KeptWeights, file: Path | None) -> TensorProto:
     tensor, place = TensorProto(), None
     for field, start, stop in _fields(stream, end):
         if field == _RAW_DATA:
@@ -114,6 +120,8 @@ def _read_tensor(stream: BinaryIO, end: int, kept: KeptWeights) -> TensorProto:
     dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
     if stop - begin != math.prod(tensor.dims) * dtype.itemsize:  # two values share a byte
         tensor.raw_data = stream.read(stop - begin)
+    elif file is not None and (left := kept.tensor_in_file(tensor.name, file, begin, tensor.dims, dtype)) is not None:
+        tensor = left
     else:
         array = np.fromfile(stream, dtype, math.prod(tensor.dims)).reshape(tensor.dims)
         tensor = kept.tensor(tensor.name, array)

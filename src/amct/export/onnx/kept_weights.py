@@ -16,6 +16,7 @@ memory.
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -26,7 +27,8 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
     from numpy.typing import NDArray
@@ -65,6 +67,34 @@ class Kept:
             yield flat[start : start + step].astype(self._dtype, copy=False).data.cast("B")
 
 
+class KeptInFile(Kept):
+    """Values that are read from a file whenever they are asked for.
+
+    Args:
+        path: The file, which must stay as it is.
+        offset: Where the values begin.
+        shape: Of the array.
+        dtype: Of the values.
+    """
+
+    def __init__(self, path: Path, offset: int, shape: Sequence[int], dtype: np.dtype[Any]) -> None:
+        self._path, self._offset, self._shape, self._dtype = path, offset, tuple(shape), dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the values."""
+        return int(math.prod(self._shape) * self._dtype.itemsize)
+
+    def array(self) -> NDArray[Any]:
+        """All values, in a new array."""
+        found: NDArray[Any] = np.fromfile(self._path, self._dtype, math.prod(self._shape), offset=self._offset)
+        return found.reshape(self._shape)
+
+    def parts(self) -> Iterator[memoryview]:
+        """The bytes of the values."""
+        yield self.array().reshape(-1).data.cast("B")
+
+
 class KeptWeights:
     """Owns the arrays to which models refer."""
 
@@ -83,10 +113,20 @@ class KeptWeights:
         kind = np.dtype(array.dtype if dtype is None else dtype)
         if array.size * kind.itemsize < LEAST_BYTES or kind not in _TYPES:
             return numpy_helper.from_array(np.asarray(array, order="C").astype(kind, copy=False), name)
+        return self._referring(name, Kept(array, kind), kind, array.shape)
+
+    def tensor_in_file(
+        self, name: str, path: Path, offset: int, shape: Sequence[int], dtype: np.dtype[Any]
+    ) -> TensorProto | None:
+        """A message that refers to values in a file; None if they are few or of a rare type, as for ``tensor``."""
+        kept = KeptInFile(path, offset, shape, dtype)
+        return self._referring(name, kept, dtype, shape) if kept.nbytes >= LEAST_BYTES and dtype in _TYPES else None
+
+    def _referring(self, name: str, kept: Kept, dtype: np.dtype[Any], shape: Sequence[int]) -> TensorProto:
         key = f"{_LOCATION}{next(_NUMBERS)}"
-        self._owned[key] = _KEPT[key] = Kept(array, kind)
-        element = helper.np_dtype_to_tensor_dtype(kind)
-        message = TensorProto(name=name, data_type=element, dims=array.shape, data_location=TensorProto.EXTERNAL)
+        self._owned[key] = _KEPT[key] = kept
+        element = helper.np_dtype_to_tensor_dtype(dtype)
+        message = TensorProto(name=name, data_type=element, dims=shape, data_location=TensorProto.EXTERNAL)
         message.external_data.add(key="location", value=key)
         return message
 

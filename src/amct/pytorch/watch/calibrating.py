@@ -18,7 +18,7 @@ from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_in_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -46,6 +46,7 @@ def start_calibration(
     record_file: Path | None = None,
     intermediate: TensorWatch | None = None,
     ranks: Ranks = ALONE,
+    called_once: Callable[[Arguments], Collection[str]] = lambda _: (),
 ) -> CalibrationModel:
     """Create the calibration model.
 
@@ -54,6 +55,7 @@ def start_calibration(
         record_file: the record file: weight factors are written at once, the others when calibration ends.
         intermediate: the intermediate tensors to observe.
         ranks: the processes that calibrate together; the first one writes.
+        called_once: returns the layers that a forward with some arguments certainly calls once.
 
     Raises:
         FileError: the record cannot be written.
@@ -88,7 +90,7 @@ def start_calibration(
         on_end=end,
         ranks=ranks,
     )
-    cleanup += _attach(model, preparation, session, intermediate, kept)
+    cleanup += _attach(model, preparation, session, intermediate, kept, called_once)
     if files is not None:
         files.begin(preparation.record(), session.progress)
     return CalibrationModel(model=model, session=session)
@@ -121,6 +123,7 @@ def _attach(
     session: CalibrationSession,
     intermediate: TensorWatch | None,
     kept: KeptBatch | None,
+    called_once: Callable[[Arguments], Collection[str]],
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
@@ -136,7 +139,7 @@ def _attach(
     def forward_context(arguments: Arguments) -> Iterator[None]:
         if kept is not None:
             kept.see(arguments)
-        with session.batch():
+        with session.batch(called_once(arguments)):
             if attached is None:
                 yield
             else:
