@@ -137,6 +137,27 @@ def test_data_of_a_finished_session_is_let_go():
     assert observer() is None
 
 
+def test_data_of_a_layer_that_is_called_once_is_let_go_before_the_next_layer_in_the_last_batch():
+    session = CalibrationSession([stream("a", 2), stream("b", 2)], show_bar=False)
+    observer = weakref.ref(session._layers["a"]["input"].observer)
+    with session.batch(called_once=["a"]):
+        session.observe("a", data(1))
+        session.observe("b", data(2))
+    assert observer() is not None
+    assert session.is_observing
+    with session.batch(called_once=["a"]):
+        session.observe("a", data(3))
+        gc.collect()
+        assert observer() is None
+        assert not session.is_observing  # a state of it would lack the layer
+        with pytest.raises(CalibrationError, match='layer "a" is called again in a batch'):
+            session.observe("a", data(4))
+        session.observe("b", data(5))
+        session.observe("b", data(6))
+    assert session.result.layers["a"]["input"].scale == factors_of(data(1), data(3)).scale
+    assert session.result.layers["b"]["input"].scale == factors_of(data(2), data(5), data(6)).scale
+
+
 def test_memory_does_not_grow_with_the_number_of_batches():
     session = CalibrationSession([stream("a", OPEN_ENDED)])
     values = data(1, 1 << 19)

@@ -7,9 +7,12 @@ import pytest
 from export_nets import residual, run
 from onnx import helper
 
-from amct.export.check.parts import consecutive_parts, part_model
 from amct.export.check.running import LoadedModel
+from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
+from amct.export.onnx.part_runner import PartRunner
+from amct.export.onnx.parts import consecutive_parts, part_model, parts_before
+from amct.export.onnx.runtime import Runner
 
 
 @pytest.mark.parametrize("most", [1, 3000, 10**9], ids=["one layer each", "two layers", "everything"])
@@ -39,3 +42,41 @@ def test_a_model_with_sequences_is_one_part():
     _, model = residual()
     model.graph.node.append(helper.make_node("SequenceConstruct", ["y"], ["all"]))
     assert len(consecutive_parts(model, 1)) == 1
+
+
+def test_watched_tensors_are_shown_part_by_part():
+    net, model = residual()
+    kept, outputs = KeptWeights(), {node.name.removeprefix("node_"): node.output[0] for node in model.graph.node}
+    watched = ["x", "stem.w", *(outputs[name] for name in ("stem", "first_relu", "join", "gap"))]
+    runner = PartRunner(model, kept, watched, {outputs["first"], outputs["fc"]})
+    expected = Runner(model, watched).run(net.data())
+
+    for _ in range(2):  # the second time with the sessions of the first
+        shown = list(runner.run(net.data()))
+        assert [sorted(part) for part in shown] == [
+            sorted(["x", "stem.w"]),
+            [outputs["stem"]],
+            sorted(outputs[name] for name in ("first_relu", "join", "gap")),
+            [],
+        ]
+        for part in shown:
+            for name, value in part.items():
+                np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_any_batch_size_takes_any_in_its_parts():
+    net, model = residual()
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "batch"
+    outputs = {node.name.removeprefix("node_"): node.output[0] for node in model.graph.node}
+    runner = PartRunner(model, KeptWeights(), [outputs["join"]], {outputs["first"]})
+    shapes = []
+    for samples in (2, 1):
+        shown = list(runner.run({name: array[:samples] for name, array in net.data().items()}))
+        shapes += [value.shape[0] for part in shown for value in part.values()]
+    assert shapes == [2, 1]
+
+
+def test_a_model_with_sequences_is_not_cut():
+    _, model = residual()
+    model.graph.node.append(helper.make_node("SequenceConstruct", ["y"], ["all"]))
+    assert len(parts_before(model, ["y"])) == 1

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from export_nets import calibrate, residual, run
-from onnx import TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ModelError
 from amct.export.check import running
@@ -103,13 +103,13 @@ def test_a_large_file_is_closed_before_the_parts_of_the_original_are_loaded_one_
     loaded: list[LoadedModel] = []
 
     class Loaded(LoadedModel):
-        def __init__(self, part):
+        def __init__(self, part, *, lean):
             with pytest.raises(AttributeError):
                 file.run(feeds)
             if loaded:
                 with pytest.raises(AttributeError):
                     loaded[-1].run(feeds)
-            super().__init__(part)
+            super().__init__(part, lean=lean)
             loaded.append(self)
 
     monkeypatch.setattr(running, "LoadedModel", Loaded)
@@ -118,6 +118,32 @@ def test_a_large_file_is_closed_before_the_parts_of_the_original_are_loaded_one_
     assert speed.ratio > 0
     assert speed.least <= speed.ratio
     assert speed.nodes
+
+
+def test_kept_outputs_do_not_hold_the_memory_of_the_session(net):
+    shapes, model = net
+    loaded = LoadedModel(model)
+    outputs, kept = loaded.run(shapes.data()), loaded.kept_outputs(shapes.data())
+    assert outputs.keys() == kept.keys()
+    assert all(np.array_equal(outputs[name], kept[name]) for name in kept)
+    assert all(array.flags.owndata for array in kept.values())
+
+
+def test_outputs_of_parts_are_those_of_the_whole_model(net):
+    shapes, model = net
+    expected, got = LoadedModel(model).run(shapes.data()), running.outputs_in_parts(model, shapes.data())
+    assert expected.keys() == got.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_with_a_constant_output_runs_as_a_whole(net):
+    shapes, model = net
+    model = ModelProto.FromString(model.SerializeToString())
+    constant = numpy_helper.from_array(np.ones(3, np.float32), "constant")
+    model.graph.initializer.append(constant)
+    model.graph.output.append(helper.make_tensor_value_info("constant", TensorProto.FLOAT, [3]))
+    assert running.outputs_in_parts(model, shapes.data())["constant"].tolist() == [1, 1, 1]
 
 
 def reshaped(batch, rows):

@@ -152,7 +152,8 @@ def test_lean_session_takes_and_gives_what_is_no_number() -> None:
 
 
 @pytest.mark.usefixtures("keep_all")
-def test_a_written_file_is_read_with_its_weights_beside_it(tmp_path) -> None:
+@pytest.mark.parametrize("in_file", [False, True], ids=["in memory", "left in the file"])
+def test_a_written_file_is_read_with_its_weights_beside_it(tmp_path, in_file) -> None:
     whole, arrays = net(None)
     whole.graph.initializer.append(helper.make_tensor("floats", TensorProto.FLOAT, [2], [1.0, 2.0]))
     packed = TensorProto(name="nibbles", data_type=TensorProto.INT4, dims=[4], raw_data=b"\x12\x34")
@@ -161,8 +162,10 @@ def test_a_written_file_is_read_with_its_weights_beside_it(tmp_path) -> None:
     save_model(tmp_path / "net.onnx", whole)
     kept = KeptWeights()
 
-    read = read_parts(tmp_path / "net.onnx", kept)
+    read = read_parts(tmp_path / "net.onnx", kept, in_file=in_file)
 
+    assert any(isinstance(each, kept_weights.KeptInFile) for each in kept._owned.values()) == in_file
+    assert b"".join(model_parts(read)) == whole.SerializeToString()
     assert set(kept_arrays(read)) == set(arrays) - {"shape"}
     assert with_values(read) == whole
 

@@ -14,6 +14,7 @@ from ptq_helpers import Flow, run_onnx, run_torch
 from torch import nn
 
 import amct.pytorch as amct
+from amct.numerics.ifmr import IfmrObserver
 
 
 def pairs(count=3):
@@ -174,3 +175,31 @@ def test_amct_functions_leave_repeated_modules_float_and_say_so(tmp_path):
     flow.save()
     skipped = json.loads((tmp_path / "out" / "q_quant.json").read_text())["skipped"]
     assert {skip["layer"] for skip in skipped if "called 2 times" in skip["reason"]} >= {"branch.c1", "branch.c2"}
+
+
+class ByLength(nn.Module):
+    """Calls a layer once for a short input, once for each part of a long one; another layer always twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.once, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        parts = x.split(2, dim=1)
+        return self.twice(self.twice(torch.cat([self.once(part) for part in parts], dim=1)))
+
+
+def test_a_layer_is_searched_early_only_where_it_is_certainly_called_once():
+    torch.manual_seed(0)
+    model, short, long = ByLength().eval(), torch.randn(2, 2, 4), torch.randn(2, 6, 4)
+    expected = torch.cat([short.reshape(-1), long.reshape(-1)])
+    quantized = amct.quantize(model, [short, long])
+
+    prepared = quantized.prepared
+    assert prepared.layers_called_once(((short,), {})) == {"once"}
+    assert not prepared.layers_called_once(((long,), {}))
+    assert not prepared.layers_called_once(((short, 1), {}))
+    assert not prepared.layers_called_once(((short.double(),), {}))
+    observer = IfmrObserver()
+    observer.observe(expected)
+    assert quantized.record["once"].scale_d == float(observer.result().scale)

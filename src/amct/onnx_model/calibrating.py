@@ -1,10 +1,11 @@
 """Calibration: runs the model in onnxruntime with quantized weights while a session observes the layer inputs.
 
-Only the observed tensors of one batch are in memory at a time.
+Only the observed tensors of one batch are in memory at a time, of a large model those of a part of its layers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,17 @@ from amct.calibration.session import HIDDEN
 from amct.export.binding import placeholder_factors
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import find_layers
+from amct.export.onnx.messages import parameter_bytes
+from amct.export.onnx.part_runner import PartRunner
 from amct.export.onnx.runtime import Runner, as_tensor
+from amct.memory import LARGE_MODEL
 from amct.onnx_model.layers import find_all_layers, weight_parts
 from amct.ptq.door import Calibration
 from amct.ptq.passes import BALANCE
 from amct.ptq.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.door import OnnxPreparation
     from amct.ptq.passes import Passes
+
+_PARTS = 12
+"""Of a large model: so many parts run one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,42 +75,83 @@ def start_calibration(prepared: OnnxPreparation, ranks: Ranks = ALONE) -> Calibr
     recurrent = [name for name, layer in prepared.onnx_layers.items() if layer.kind.is_recurrent]
     observers = prepared.tensor_observers()
     session = CalibrationSession(plan_streams(prepared.layer_plans, recurrent), tensors=observers, ranks=ranks)
-    kept = KeptWeights()  # the session of the runner keeps them
+    kept = KeptWeights()
     model, watched = watch_layers(prepared.rounded_model(kept), prepared)
-    runner = Runner(model, [*(name for each in watched.values() for name in each.names), *observers], lean=True)
+    show = _watching(model, kept, watched, observers)
 
     def run(batches: Iterable[Feeds]) -> None:
         for feeds in batches:
-            with session.batch():
-                values = runner.run(feeds)
-                _observe(session, prepared, watched, values, observers)
-                del values
+            with session.batch(called_once=watched):
+                observation = _Observation(session, prepared, watched, observers)
+                for values in show(feeds):
+                    observation.take(values)
 
     return Calibration(session=session, run=run, observes_tensors=prepared.intermediate_tensors is not None)
 
 
-def _observe(
-    session: CalibrationSession,
-    prepared: OnnxPreparation,
-    watched: Mapping[str, Watched],
-    values: dict[str, NDArray[Any]],
-    between: Collection[str],
-) -> None:
-    """Observe the tensors of layers and those between them; each is freed before observers keep values of the next."""
-    last = {tensor: name for name, tensors in watched.items() for tensor in tensors.names}
-    for tensor in between:
-        if tensor not in last:
-            session.observe_tensor(tensor, as_tensor(values.pop(tensor)))
-    for name, tensors in watched.items():
-        session.observe(name, prepared.weights[name].balanced_input(as_tensor(values[tensors.input])))
+def _watching(
+    model: ModelProto, kept: KeptWeights, watched: Mapping[str, Watched], between: Collection[str]
+) -> Callable[[Feeds], Iterable[dict[str, NDArray[Any]]]]:
+    """A function that runs the model and returns the watched tensors, those of a large model in parts."""
+    names = [*(name for each in watched.values() for name in each.names), *between]
+    if parameter_bytes(model) < LARGE_MODEL:
+        runner = Runner(model, names, lean=True)
+        return lambda feeds: [runner.run(feeds)]
+    return PartRunner(model, kept, names, _places_to_cut(model, watched)).run
+
+
+def _places_to_cut(model: ModelProto, watched: Mapping[str, Watched]) -> set[str]:
+    """Outputs of the nodes that read a layer's input first, in ``_PARTS`` parts of equally many layers."""
+    inputs = {each.input for each in watched.values()}
+    readers = [node.output[0] for node in model.graph.node if not inputs.isdisjoint(node.input)]
+    return set(readers[:: max(1, len(readers) // _PARTS)])
+
+
+class _Observation:
+    """Passes the tensors of one batch to the session; each is freed before observers keep values of the next.
+
+    Args:
+        session: The session.
+        prepared: The model.
+        watched: The tensors of the layers.
+        between: Tensors that are observed by themselves, too.
+    """
+
+    def __init__(
+        self,
+        session: CalibrationSession,
+        prepared: OnnxPreparation,
+        watched: Mapping[str, Watched],
+        between: Collection[str],
+    ) -> None:
+        self._session, self._prepared, self._between = session, prepared, between
+        self._waiting = dict(watched)
+        self._readers = Counter(tensor for tensors in watched.values() for tensor in set(tensors.names))
+        self._values: dict[str, NDArray[Any]] = {}
+
+    def take(self, found: dict[str, NDArray[Any]]) -> None:
+        """Observe some tensors, which are removed from ``found``, and the layers that have all of theirs now."""
+        for name in [name for name in self._between if name in found and not self._readers[name]]:
+            self._session.observe_tensor(name, as_tensor(found.pop(name)))
+        self._values |= {name: value for name, value in found.items() if self._readers[name]}
+        found.clear()
+        for layer, tensors in list(self._waiting.items()):
+            if all(name in self._values for name in tensors.names):
+                del self._waiting[layer]
+                self._observe_layer(layer, tensors)
+
+    def _observe_layer(self, layer: str, tensors: Watched) -> None:
+        weights = self._prepared.weights[layer]
+        self._session.observe(layer, weights.balanced_input(as_tensor(self._values[tensors.input])))
         if tensors.output is not None:
-            session.observe(name, tensors.hidden(values), HIDDEN)
-        for tensor in dict.fromkeys(tensors.names):
-            if last[tensor] != name:
+            self._session.observe(layer, tensors.hidden(self._values), HIDDEN)
+        for name in set(tensors.names):
+            self._readers[name] -= 1
+            if self._readers[name]:
                 continue
-            if tensor in between:
-                session.observe_tensor(tensor, as_tensor(values[tensor]))
-            del values[tensor]
+            if name in self._between:
+                self._session.observe_tensor(name, as_tensor(self._values[name]))
+            del self._values[name]
 
 
 def watch_layers(model: ModelProto, prepared: OnnxPreparation) -> tuple[ModelProto, dict[str, Watched]]:

@@ -31,8 +31,8 @@ from weakref import finalize
 import numpy as np
 
 from amct.errors import ModelError
-from amct.export.check.parts import consecutive_parts, part_model
 from amct.export.onnx.messages import first_line, parameter_bytes, reads
+from amct.export.onnx.parts import consecutive_parts, part_model
 from amct.export.onnx.run_watch import RunWatch, longest_run
 from amct.export.onnx.runtime import open_session, quiet_options
 from amct.memory import give_back_freed

@@ -21,7 +21,7 @@ from amct.export.writer import EXTERNAL_THRESHOLD, save_model
 from amct.memory import LARGE_MODEL, give_back_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,7 +30,7 @@ _FATAL_ONLY = 4
 _PROVIDERS = ["CPUExecutionProvider"]
 _PLAIN = frozenset(f"tensor({kind})" for kind in ("float", "double", "int8", "uint8", "int32", "int64", "bool"))
 _NO_PACKED_WEIGHTS = {"session.disable_prepacking": "1"}
-_NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
+NO_SPINNING = {"session.intra_op.allow_spinning": "0"}  # leaves the cores to the observers
 
 
 class Runner:
@@ -58,7 +58,7 @@ class Runner:
         self._light = light_copy(model)
         self._checked_shapes: dict[str, tuple[int, ...]] | None = None
         is_lean = lean and parameter_bytes(model) >= LARGE_MODEL  # sums in another order: small models stay as they are
-        self._session = open_session(with_outputs(model, computed), _NO_SPINNING, lean=is_lean)
+        self._session = open_session(with_outputs(model, computed), NO_SPINNING, lean=is_lean)
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """The outputs and the watched tensors, by name.
@@ -68,15 +68,7 @@ class Runner:
             ModelError: it would need too much memory for inputs of these shapes.
         """
         self._check_memory(feeds)
-        options = quiet_options()
-        watch = RunWatch(options, self._seconds)
-        try:
-            with watch:
-                results = self._session.run(list(self._fetched), dict(feeds), options)
-        except Exception as error:
-            reason = watch.reason or f"onnxruntime cannot run the model on this batch: {first_line(error)}"
-            raise CalibrationError(reason) from error
-        found = dict(zip(self._fetched, results, strict=True))
+        found = run_watched(self._session, self._fetched, feeds, self._seconds)
         return {**found, **{name: feeds[name] for name in self._fed}, **self._constants}
 
     def _check_memory(self, feeds: Mapping[str, NDArray[Any]]) -> None:
@@ -85,6 +77,25 @@ class Runner:
         if shapes != self._checked_shapes:
             check_sizes_of_run("the model", self._light, shapes, self._fetched)
             self._checked_shapes = shapes
+
+
+def run_watched(
+    session: onnxruntime.InferenceSession, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], seconds: int
+) -> dict[str, NDArray[Any]]:
+    """Some outputs of a session by name, unless it does not end in so many seconds.
+
+    Raises:
+        CalibrationError: the model rejects these inputs, or does not end.
+    """
+    options = quiet_options()
+    watch = RunWatch(options, seconds)
+    try:
+        with watch:
+            results = session.run(list(names), dict(feeds), options)
+    except Exception as error:
+        reason = watch.reason or f"onnxruntime cannot run the model on this batch: {first_line(error)}"
+        raise CalibrationError(reason) from error
+    return dict(zip(names, results, strict=True))
 
 
 def quiet_options() -> onnxruntime.RunOptions:
@@ -173,6 +184,7 @@ def open_session(
     threads: int = 0,
     profile: Path | None = None,
     lean: bool = False,
+    is_large: bool | None = None,
 ) -> onnxruntime.InferenceSession:
     """Load a model, or the file of one, in onnxruntime on the CPU; nothing is logged.
 
@@ -182,6 +194,7 @@ def open_session(
         threads: That compute one operator; 0: one for each core.
         profile: Prefix of the file to which onnxruntime writes the time of each node.
         lean: Whether a large model is loaded without copies of its weights in the order of fast kernels.
+        is_large: Whether it counts as large; by default its size tells.
 
     Raises:
         ModelError: onnxruntime cannot load the model.
@@ -189,7 +202,7 @@ def open_session(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
     size = model.stat().st_size if isinstance(model, Path) else parameter_bytes(model)
-    if lean and size >= LARGE_MODEL:
+    if lean and (size >= LARGE_MODEL if is_large is None else is_large):
         settings = {**(settings or {}), **_NO_PACKED_WEIGHTS}
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.intra_op_num_threads = threads
