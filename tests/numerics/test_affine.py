@@ -23,6 +23,7 @@ from amct.numerics.affine import (
     round_scale_to_fp16,
     scale_and_offset,
 )
+from amct.numerics.observer import ActivationFactors
 
 FULL, NEGATIVE = SymmetricScale.FULL_RANGE, SymmetricScale.NEGATIVE_SIDE
 BITS = [2, 4, 7, 8, 9, 12, 15, 16]
@@ -95,6 +96,24 @@ def test_asymmetric_factors_are_the_float64_formula(bits, a, b):
     # offset = lowest - round(m / scale); the float32 quotient is off by at most half a unit in its last place.
     exact = lowest - m / float(expected)
     assert abs(offset.item() - exact) <= 0.5 + (2**bits) * 2.0**-24
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("policy", SymmetricScale)
+@given(a=st.floats(-1e12, 1e12), b=st.floats(-1e12, 1e12), small=st.sampled_from([1.0, 1e-9, 0.0]), bits=bits_strategy)
+def test_a_single_range_has_the_factors_of_a_range_among_channels(asymmetric, policy, a, b, small, bits):
+    limits = small * torch.tensor([min(a, b), max(a, b)], dtype=torch.float64)
+    settings = {"bits": bits, "asymmetric": asymmetric, "symmetric_scale": policy}
+    try:
+        channel = ActivationFactors.from_range(limits[:1], limits[1:], **settings)
+    except CalibrationError:
+        with pytest.raises(CalibrationError, match="too large"):
+            ActivationFactors.from_range(limits[0], limits[1], **settings)
+        return
+    alone = ActivationFactors.from_range(limits[0], limits[1], **settings)
+    for name in ("scale", "offset", "clip_min", "clip_max", "near_zero"):
+        one, other = getattr(alone, name), getattr(channel, name)
+        assert (one.dtype, one.ndim, one.item()) == (other.dtype, 0, other.item()), name
 
 
 def test_channels_are_independent():

@@ -152,6 +152,25 @@ def test_no_channel_and_no_column_is_preferred(channels, every):
         assert (np.abs(counted - expected) <= 5 * np.sqrt(expected)).all()
 
 
+@pytest.mark.parametrize("every", [1, 2, 16, 64])
+@pytest.mark.parametrize("size", [15, 1024, 40_000, 600_001])
+def test_what_is_counted_and_collected_is_that_of_numpy(size, every):
+    """Whatever portions a batch is scanned and counted in."""
+    values = np.maximum(normal(size), np.float32(-0.5))
+    table, limits = np.zeros(TABLE_SIZE, np.uint32), (-0.5, 2.5)
+    look = scan_and_count(values, table, MANTISSA_BITS, limits_of(*limits), size, Runs(every, 0, 3))
+    groups = np.arange(values.size // (RUN * every), dtype=np.uint64)
+    fractions = (groups * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+    runs = (groups * np.uint64(every) + (fractions * np.uint64(every) >> np.uint64(32))).astype(np.int64)
+    counted = values if every == 1 else values[(runs[:, None] * RUN + np.arange(RUN)).reshape(-1)]
+    bins = counted.view(np.uint32) >> (23 - MANTISSA_BITS)
+    assert np.array_equal(table, 3 * np.bincount(bins, minlength=TABLE_SIZE))
+    assert np.array_equal(np.flatnonzero(look.blocks), np.unique(bins >> MANTISSA_BITS))
+    wanted = values[(values <= limits[0]) | (values >= limits[1])]
+    assert np.array_equal(look.outside.view(np.float32), wanted)
+    assert look.range == (values.min(), values.max())
+
+
 def test_neither_order_nor_threads_nor_merging_change_what_is_counted():
     batches = [normal(2_300_000, seed=1), normal(700_001, seed=2), normal(50_000, seed=3)]
     wanted = parts(histogram_of(*batches, enough=ENOUGH))

@@ -260,7 +260,8 @@ class CalibrationSession:
         self._bar.close()
 
     def _waiting(self) -> bool:
-        return any(not watched.has_enough for own in self._layers.values() for watched in own.values())
+        # From the end: layers are executed in this order, so the last ones wait longest.
+        return any(not watched.has_enough for own in reversed(self._layers.values()) for watched in own.values())
 
     def _tell_ready(self) -> None:
         if self._on_ready is None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import isfinite
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,6 +76,31 @@ def scale_and_offset(
             "look for a diverged layer or an outlier in the data, or leave this layer in float"
         )
     return _legal_factors(scale, minimum, bits, asymmetric=asymmetric)
+
+
+def scalar_factors(
+    minimum: float, maximum: float, bits: int, *, asymmetric: bool, symmetric_scale: SymmetricScale
+) -> tuple[np.float32, int, bool] | None:
+    """``scale_and_offset`` and ``is_near_zero`` of one range, in a tenth of the time that tensors of one number take.
+
+    Returns:
+        None where ``scale_and_offset`` raises.
+    """
+    if not (isfinite(minimum) and isfinite(maximum) and minimum <= maximum):
+        return None
+    lowest, highest = integer_range(bits)
+    below = min(minimum, 0.0)
+    if asymmetric:
+        exact = (max(maximum, 0.0) - below) / (highest - lowest)
+    else:
+        is_negative = symmetric_scale is SymmetricScale.NEGATIVE_SIDE and abs(minimum) > abs(maximum)
+        exact = max(abs(minimum), abs(maximum)) / (-lowest if is_negative else highest)
+    if exact >= LARGEST_SCALE:
+        return None
+    scale = np.float32(exact)
+    if scale < SMALLEST_SCALE:
+        return np.float32(1), lowest if asymmetric else 0, True
+    return scale, lowest - int(np.rint(np.float32(below) / scale)) if asymmetric else 0, False
 
 
 def trained_factors(

@@ -15,11 +15,13 @@ import numpy as np
 from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
 from amct.numerics.counts.compiled import compiled, compiled_sum
-from amct.numerics.counts.histogram import Bins
 from amct.numerics.counts.samples import Floats, SamplingObserver
 from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from amct.numerics.counts.histogram import Bins
     from amct.numerics.counts.tables import Values
 
 _EPSILON = float(np.finfo(np.float32).eps)
@@ -154,40 +156,58 @@ class BinnedValues:
 
     def losses(self, candidates: Candidates) -> Values:
         """Return the expected mean squared error of every candidate, integrated exactly over each bin."""
-        kept = _merge_bins(_drop_bins_near_zero(self._bins, 0.5 * candidates.scale.min()), candidates.scale.min() / 8)
-        limits = (candidates.lower, candidates.upper, candidates.scale)
-        spread = kept.low < kept.high
-        low, high, count = kept.low[spread], kept.high[spread], kept.count[spread]
-        losses = _spread_losses(low, high, count / (high - low), *limits)
-        losses += _point_losses(kept.low[~spread], kept.count[~spread], *limits)
+        bins = self._bins
+        losses = _binned_losses(bins.low, bins.high, bins.count, candidates.lower, candidates.upper, candidates.scale)
         losses /= self.count
         return losses
 
 
-def _drop_bins_near_zero(bins: Bins, bound: float) -> Bins:
-    """Return the bins that reach farther from zero than ``bound``.
+@compiled
+def _binned_losses(low: Values, high: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
+    """Return the summed squared error of every candidate for the values of ascending bins.
 
-    Values that every candidate rounds to zero have the same loss for all candidates, so they do not affect the choice.
-    They are more than half of all bins.
+    Values that every candidate rounds to zero have the same loss for all candidates, so they do not affect the choice:
+    they are left out. They are more than half of all bins.
     """
-    below = int(np.searchsorted(bins.low, -bound))
-    above = max(below, int(np.searchsorted(bins.high, bound, side="right")))
-    low, high, count = (np.concatenate([part[:below], part[above:]]) for part in (bins.low, bins.high, bins.count))
-    return Bins(low, high, count)
+    least = scale.min()
+    below = np.searchsorted(low, -0.5 * least)
+    above = max(below, np.searchsorted(high, 0.5 * least, side="right"))
+    kept_low, kept_high = np.concatenate((low[:below], low[above:])), np.concatenate((high[:below], high[above:]))
+    kept_count = np.concatenate((count[:below], count[above:]))
+    if kept_low.size > MAX_DISTINCT_VALUES:
+        number = _merge_bins(kept_low, kept_high, kept_count, least / 8)
+        kept_low, kept_high, kept_count = kept_low[:number], kept_high[:number], kept_count[:number]
+    value, points = np.empty(kept_low.size), np.empty(kept_low.size)
+    spread = exact = 0
+    for place in range(kept_low.size):  # bins of no width are exact values
+        begin, end, inside = kept_low[place], kept_high[place], kept_count[place]
+        if begin < end:
+            kept_low[spread], kept_high[spread], kept_count[spread] = begin, end, inside / (end - begin)
+            spread += 1
+        else:
+            value[exact], points[exact] = begin, inside
+            exact += 1
+    losses = _spread_losses(kept_low[:spread], kept_high[:spread], kept_count[:spread], lower, upper, scale)
+    return losses + _point_losses(value[:exact], points[:exact], lower, upper, scale)
 
 
-def _merge_bins(bins: Bins, width: float) -> Bins:
-    """Merge neighbouring bins up to a total of ``width``; wider bins are not changed.
+@compiled
+def _merge_bins(low: Values, high: Values, count: Values, width: float) -> int:
+    """Merge neighbouring bins up to a total of ``width``, in place, and return their number; wider bins stay.
 
-    Bins near zero are far finer than the search needs: an eighth of a step is enough. If there are few bins, they are
-    returned unchanged: merging would save no time, and they may be exact values.
+    Bins near zero are far finer than the search needs: an eighth of a step is enough. Few bins are not merged: that
+    would save no time, and they may be exact values.
     """
-    if bins.low.size <= MAX_DISTINCT_VALUES:
-        return bins
-    cell = np.floor(bins.low / width)
-    first = np.flatnonzero(np.diff(cell, prepend=np.nan) != 0)
-    last = np.append(first[1:], cell.size) - 1
-    return Bins(bins.low[first], bins.high[last], np.add.reduceat(bins.count, first))
+    number, cell = 0, np.nan
+    for place in range(low.size):
+        own = np.floor(low[place] / width)
+        if own == cell:
+            high[number - 1] = high[place]
+            count[number - 1] += count[place]
+        else:
+            low[number], high[number], count[number], cell = low[place], high[place], count[place], own
+            number += 1
+    return number
 
 
 @compiled
@@ -300,14 +320,18 @@ def _point_losses(value: Values, count: Values, lower: Values, upper: Values, sc
 def _spread_losses(low: Values, high: Values, density: Values, lower: Values, upper: Values, scale: Values) -> Values:
     """Return the summed squared error of values evenly spread over ascending bins, for every candidate."""
     losses = np.empty(scale.size)
+    starts, border, weight = _borders(low, high, density)
     for candidate in range(scale.size):
         step, bottom, top = scale[candidate], lower[candidate], upper[candidate]
         first, last = np.searchsorted(low, bottom), np.searchsorted(high, top, side="right")
         inner, steps = 0.0, 1 / step
-        for place in range(first, last):  # nearly all bins: neither branches nor divisions here
-            inner += density[place] * (
-                _rounding_error_integral(high[place] * steps) - _rounding_error_integral(low[place] * steps)
-            )
+        if first < last:  # nearly all bins: no branch, division or negative index prevents vectorization
+            begin, end = starts[first] + 1, starts[last - 1] + 1
+            borders, weights = border[begin:end], weight[begin:end]
+            for place in range(borders.size):
+                inner += weights[place] * _rounding_error_integral(borders[place] * steps)
+            inner += density[last - 1] * _rounding_error_integral(high[last - 1] * steps)
+            inner -= density[first] * _rounding_error_integral(low[first] * steps)
         total = inner * step**3
         for place in range(min(first, low.size)):
             total += density[place] * _clipped_bin_error(low[place], high[place], bottom, top, step)
@@ -315,6 +339,31 @@ def _spread_losses(low: Values, high: Values, density: Values, lower: Values, up
             total += density[place] * _clipped_bin_error(low[place], high[place], bottom, top, step)
         losses[candidate] = total
     return losses
+
+
+@compiled
+def _borders(low: Values, high: Values, density: Values) -> tuple[NDArray[np.int64], Values, Values]:
+    """Return the borders of ascending bins, by which an integral over many bins takes half the time.
+
+    Of the difference of an antiderivative at both ends of each bin, times its density, the terms at a border that two
+    bins share are one: the antiderivative times the difference of their densities.
+
+    Returns:
+        The index of the lower border of each bin (its upper one is the next), the borders, and the weight of each.
+    """
+    starts = np.empty(low.size, np.int64)
+    border, weight = np.empty(2 * low.size), np.empty(2 * low.size)
+    number = 0
+    for place in range(low.size):
+        if place > 0 and low[place] == high[place - 1]:
+            weight[number - 1] -= density[place]
+        else:
+            border[number], weight[number] = low[place], -density[place]
+            number += 1
+        starts[place] = number - 1
+        border[number], weight[number] = high[place], density[place]
+        number += 1
+    return starts, border, weight
 
 
 @compiled

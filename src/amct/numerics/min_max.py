@@ -128,8 +128,8 @@ class RunningRange:
     def _join_known(self) -> None:
         if not self._is_joined:
             self._is_joined = True
-            low, high = self._known
-            self._extend(torch.tensor([low]), torch.tensor([high]))
+            known = np.array(self._known, np.float32)
+            self._extend(torch.from_numpy(known[:1]), torch.from_numpy(known[1:]))
 
     def _extend(self, minimum: Tensor, maximum: Tensor) -> None:
         minimum, maximum = minimum + 0.0, maximum + 0.0  # of two zeros the positive one, in whatever order they come

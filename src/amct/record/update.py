@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from functools import partial, reduce
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amct import atomic
@@ -19,7 +20,7 @@ from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, Lay
 from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _EntryT = TypeVar("_EntryT", bound=AnyLayer)
 
@@ -104,13 +105,12 @@ def _with_first_inputs(
     blocks = _blocks(content)
     if blocks is None:
         return content, left
-    for layer, factors in inputs.items():
-        place = _place_of(layer, blocks)
-        if place is None:
-            continue
-        own = format_record(CaffeRecord({layer: _with(None, factors)})).encode().removesuffix(_END)
+    places = {layer: place for layer, place in _places_of(inputs, blocks).items() if place is not None}
+    written = format_record(CaffeRecord({layer: _with(None, inputs[layer]) for layer in places})).encode().split(_END)
+    new: list[bytes] = []
+    for (layer, place), own in zip(places.items(), written, strict=False):  # the last part is empty
         if place.start == place.stop:
-            blocks[place] = [own]
+            new.append(own)
         else:
             block = blocks[place.start]
             if block.count(_VALUE) != 1 or not block.endswith(_VALUE_END) or _DATA.search(block):
@@ -118,11 +118,14 @@ def _with_first_inputs(
             lines = own[own.index(_VALUE) + len(_VALUE) :]
             blocks[place.start] = block.removesuffix(_VALUE_END) + b"\n" + lines
         del left[layer]
-    return _END.join([*blocks, b""]), left
+    end = _end_of_records(blocks)
+    return _END.join([*blocks[:end], *new, *blocks[end:], b""]), left
 
 
 def _with(entry: CaffeLayerRecord | None, factors: Sequence[DataFactors]) -> CaffeLayerRecord:
-    return reduce(CaffeLayerRecord.with_input, factors, entry or CaffeLayerRecord())
+    known = () if entry is None else entry.record_d
+    inputs = {each.index: each for each in (*known, *factors)}
+    return replace(entry or CaffeLayerRecord(), record_d=tuple(inputs[index] for index in sorted(inputs)))
 
 
 def _changed_entry(
@@ -176,13 +179,26 @@ def _blocks(data: bytes) -> list[bytes] | None:
 
 def _place_of(layer: str, blocks: list[bytes]) -> slice | None:
     """Return the slice of the layer's block, or an empty slice where to insert it; None if the file must be parsed."""
-    if not layer.isprintable() or any(odd in layer for odd in "\"\\'"):
-        return None  # the name is escaped in the file
-    head = _RECORD + layer.encode() + b'"\n'
-    found = [index for index, block in enumerate(blocks) if block.startswith(head)]
-    if len(found) > 1:
-        return None  # repeated: only the last entry is used and written
-    if found:
-        return slice(found[0], found[0] + 1)
-    end = next((index for index, block in enumerate(blocks) if block.startswith(_CHAIN)), len(blocks))
-    return slice(end, end)
+    return _places_of([layer], blocks)[layer]
+
+
+def _places_of(layers: Iterable[str], blocks: list[bytes]) -> dict[str, slice | None]:
+    """Return ``_place_of`` each layer."""
+    found: dict[bytes, list[int]] = {}
+    for index, block in enumerate(blocks):
+        if block.startswith(_RECORD):
+            found.setdefault(block[len(_RECORD) : block.find(b'"\n', len(_RECORD))], []).append(index)
+    end = _end_of_records(blocks)
+    places: dict[str, slice | None] = {}
+    for layer in layers:
+        own = found.get(layer.encode(), [])
+        is_escaped = not layer.isprintable() or any(odd in layer for odd in "\"\\'")
+        if is_escaped or len(own) > 1:  # repeated: only the last entry is used and written
+            places[layer] = None
+        else:
+            places[layer] = slice(own[0], own[0] + 1) if own else slice(end, end)
+    return places
+
+
+def _end_of_records(blocks: list[bytes]) -> int:
+    return next((index for index, block in enumerate(blocks) if block.startswith(_CHAIN)), len(blocks))

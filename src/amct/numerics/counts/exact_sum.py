@@ -38,13 +38,7 @@ class ExactSum:
 
     def value(self) -> NDArray[np.float64]:
         """Return the sums in float64; their relative error is below 2^-51."""
-        digits = _carried(self.digits)
-        negative = digits[:, -1] < 0
-        digits = _carried(np.where(negative[:, None], -digits, digits))
-        total = np.zeros(digits.shape[0])
-        for place in range(_DIGITS):  # all digits are positive now, so nothing cancels
-            total += np.ldexp(digits[:, place].astype(np.float64), _DIGIT * place - _UNIT)
-        return np.where(negative, -total, total)
+        return _total(self.digits)
 
 
 @compiled
@@ -60,10 +54,27 @@ def _add(values: NDArray[Any], digits: NDArray[np.int64]) -> None:
         digits[row, shift // _DIGIT + 1] += moved >> _DIGIT
 
 
-def _carried(digits: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the same numbers with all digits but the last in 0..2^32 - 1."""
-    carried: NDArray[np.int64] = digits.copy()
+@compiled
+def _total(digits: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the sums that rows of digits stand for."""
+    totals = np.empty(digits.shape[0])
+    for row in range(digits.shape[0]):
+        own = digits[row].copy()
+        _carry(own)
+        negative = own[-1] < 0
+        if negative:
+            own = -own
+            _carry(own)
+        total = 0.0
+        for place in range(_DIGITS):  # all digits are positive now, so nothing cancels
+            total += np.float64(own[place]) * 2.0 ** (_DIGIT * place - _UNIT)
+        totals[row] = -total if negative else total
+    return totals
+
+
+@compiled
+def _carry(digits: NDArray[np.int64]) -> None:
+    """Bring all digits of a number but the last into 0..2^32 - 1."""
     for place in range(_DIGITS - 1):
-        carried[:, place + 1] += carried[:, place] >> _DIGIT
-        carried[:, place] &= _LOW
-    return carried
+        digits[place + 1] += digits[place] >> _DIGIT
+        digits[place] &= _LOW

@@ -37,8 +37,11 @@ LARGEST_INTERVAL = 64
 PIECE = 1 << 14
 """Tensors are split at multiples of this only, so that splitting does not change which values are sampled."""
 
-_CHUNK = 1 << 10  # so few values that most chunks lie within the limits; a multiple of the longest group of runs
-_STRETCH = 64
+_PATCH = 1 << 9  # so few values that most patches lie within the limits
+_STRETCH = 32
+_SAMPLES = 1 << 14  # sampled values that are counted together
+_CHUNK = 1 << 10  # fits the cache
+_PORTION = 1 << 13  # scanned, then counted; fits the cache, and is a multiple of the longest group of runs
 _NOT_FINITE = BLOCKS // 2 - 1  # a block where no finite value is counted
 _ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
@@ -109,7 +112,7 @@ def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: L
         room: maximum number of collected values.
         runs: which values are counted.
     """
-    found = np.empty(room + _STRETCH, np.uint32)
+    found = np.empty(room + _PATCH, np.uint32)
     blocks = np.zeros(BLOCKS, np.uint8)
     number, largest, outermost = _scan_and_count(values, (table, blocks, mantissa_bits), limits, found, 0, runs)
     counted = values.size if runs.every == 1 else values.size // (RUN * runs.every) * RUN
@@ -129,16 +132,34 @@ def _scan_and_count(
     every, offset, weight = runs
     bits, signed = values.view(np.uint32), values.view(np.int32)
     high, outer = np.int32(-SIGN), np.uint32(0)
-    for begin in range(0, bits.size, _CHUNK):
-        chunk = bits[begin : begin + _CHUNK]
-        number, largest, outermost = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number)
+    samples, sampled = np.empty(_SAMPLES if every > 1 else 0, np.uint32), 0
+    for begin in range(0, bits.size, _PORTION):
+        part = bits[begin : begin + _PORTION]
+        number, largest, outermost = _scan_all(part, signed[begin : begin + _PORTION], limits, found, number)
         high, outer = max(high, largest), max(outer, outermost)
-        if every == 1:
-            _count_all(chunk, bins, weight)
-        else:
-            _count_runs(chunk, bins, every, offset + begin, weight)
+        sampled = _count_portion(part, bins, (every, offset + begin, weight), samples, sampled)
+    _count_all(samples[:sampled], bins, weight)
     _move_zeros(bins)
     return number, np.int64(high), np.int64(outer)
+
+
+@compiled
+def _count_portion(bits: Bits, bins: CountedBins, runs: tuple[int, int, int], samples: Bits, sampled: int) -> int:
+    """Count all values of a portion, or add one run of each group to the first ``sampled`` of ``samples``.
+
+    Samples are counted when they are many: scanning takes the table out of the fastest cache.
+
+    Returns:
+        The new ``sampled``.
+    """
+    every, begin, weight = runs
+    if every == 1:
+        _count_all(bits, bins, weight)
+        return 0
+    if sampled + _PORTION // 2 > samples.size:
+        _count_all(samples[:sampled], bins, weight)
+        sampled = 0
+    return _copy_runs(bits, every, begin, samples, sampled)
 
 
 @compiled
@@ -183,30 +204,60 @@ def count_first(
         them, which the caller has to check; limits that sampled counts prove would leave far too many.
     """
     table, first_bin, mantissa_bits = bins
-    bits, blocks = values.view(np.uint32), np.zeros(BLOCKS, np.uint8)
+    blocks = np.zeros(BLOCKS, np.uint8)
     every = 1 if enough < 0 else sampling_interval(values, enough)
     counted = (table, blocks, mantissa_bits)
-    _count_batch(bits, counted, every, every)
-    old = first_bin.copy()
+    highs, outers = _count_and_measure(values, counted, every, every)
+    largest, outermost = np.int64(highs.max()), np.int64(outers.max())
+    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
+        _count_and_measure(values, counted, every, -every)
+        return 0, 0, 0.0, 0.0, UNREACHABLE
     mark_blocks(first_bin, blocks, mantissa_bits)
     limits = counted_limits(bins, tail if every == 1 else SUGGESTED * tail)
-    number, largest, outermost = _scan_all(bits, values.view(np.int32), limits, outer.view(np.uint32))
-    if largest >= _INFINITY or outermost >= SIGN + _INFINITY:
-        _count_batch(bits, counted, every, -every)
-        first_bin[:] = old
-        return 0, 0, 0.0, 0.0, limits
+    number = _collect(values, limits, highs, outers, outer.view(np.uint32))
     low, high = _range_of(largest, outermost, _innermost(values, largest, outermost))
     return number, every, low, high, limits
 
 
+@compiled
+def _count_and_measure(values: Floats, bins: CountedBins, every: int, weight: int) -> tuple[SignedBits, Bits]:
+    """Count a batch, and return the largest and the outermost bit pattern of each patch of it."""
+    bits, signed = values.view(np.uint32), values.view(np.int32)
+    patches = (bits.size + _PATCH - 1) // _PATCH
+    highs, outers = np.empty(patches, np.int32), np.empty(patches, np.uint32)
+    samples, sampled = np.empty(_SAMPLES if every > 1 else 0, np.uint32), 0
+    for begin in range(0, bits.size, _PORTION):
+        part = bits[begin : begin + _PORTION]
+        for patch in range(begin // _PATCH, (begin + part.size + _PATCH - 1) // _PATCH):
+            first = patch * _PATCH
+            highs[patch], outers[patch] = _extremes(bits[first : first + _PATCH], signed[first : first + _PATCH])
+        sampled = _count_portion(part, bins, (every, begin, weight), samples, sampled)
+    _count_all(samples[:sampled], bins, weight)
+    _move_zeros(bins)
+    return highs, outers
+
+
+@compiled
+def _collect(values: Floats, limits: Limits, highs: SignedBits, outers: Bits, found: Bits) -> int:
+    """Collect the values at or beyond the limits; only the patches that have some are read again."""
+    bits, signed = values.view(np.uint32), values.view(np.int32)
+    lower, upper = np.uint32(limits[0]), np.int32(limits[1])
+    number = 0
+    for patch in range(highs.size):
+        if highs[patch] >= upper or outers[patch] >= lower:
+            first = patch * _PATCH
+            number = _scan(bits[first : first + _PATCH], signed[first : first + _PATCH], limits, found, number)[0]
+    return number
+
+
 def room_of(outer: Floats) -> int:
     """Return how many values can be collected in ``outer`` for sure."""
-    return outer.size - _STRETCH
+    return outer.size - _PATCH
 
 
 def new_room(values: int) -> Floats:
     """Return memory in which this many values can be collected."""
-    return np.empty(values + _STRETCH, np.float32)
+    return np.empty(values + _PATCH, np.float32)
 
 
 def range_of(values: Floats) -> tuple[float, float] | None:
@@ -263,39 +314,41 @@ def _innermost(values: Floats, largest: int, outermost: int) -> int:
 def outside(values: Floats, limits: Limits) -> Floats:
     """Return the values at or beyond the limits."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
-    found = np.empty(_CHUNK + _STRETCH, np.uint32)
+    found = np.empty(2 * _PATCH, np.uint32)
     number = 0
-    for begin in range(0, bits.size, _CHUNK):
-        if found.size < number + _CHUNK + _STRETCH:
+    for begin in range(0, bits.size, _PATCH):
+        if found.size < number + 2 * _PATCH:
             found = np.concatenate((found, found))
-        number = _scan(bits[begin : begin + _CHUNK], signed[begin : begin + _CHUNK], limits, found, number)[0]
+        number = _scan(bits[begin : begin + _PATCH], signed[begin : begin + _PATCH], limits, found, number)[0]
     kept: Floats = found[:number].copy().view(np.float32)
     return kept
 
 
 @compiled
-def _scan_all(bits: Bits, signed: SignedBits, limits: Limits, found: Bits) -> tuple[int, int, int]:
-    number, high, outer = 0, np.int32(-SIGN), np.uint32(0)
-    for begin in range(0, bits.size, _CHUNK):
-        chunk = bits[begin : begin + _CHUNK]
-        number, largest, outermost = _scan(chunk, signed[begin : begin + _CHUNK], limits, found, number)
+def _scan_all(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int) -> tuple[int, int, int]:
+    high, outer = np.int32(-SIGN), np.uint32(0)
+    for begin in range(0, bits.size, _PATCH):
+        chunk = bits[begin : begin + _PATCH]
+        number, largest, outermost = _scan(chunk, signed[begin : begin + _PATCH], limits, found, number)
         high, outer = max(high, largest), max(outer, outermost)
     return number, np.int64(high), np.int64(outer)
 
 
 @compiled
 def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int) -> tuple[int, int, int]:
-    """Append the values at or beyond the limits to the first ``number`` of ``found``; return the number and extremes.
+    """Append the values of a patch at or beyond the limits to the first ``number`` of ``found``.
 
-    Most chunks, and most stretches of the others, hold none: their extremes tell so.
+    Returns:
+        The new ``number``, and the largest and the outermost bit pattern. They tell that most patches hold none, and
+        those of stretches do so for the others.
     """
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
     largest, outermost = _extremes(bits, signed)
-    if largest >= upper or outermost >= lower:
+    if (largest >= upper or outermost >= lower) and number <= found.size - _PATCH:
         for begin in range(0, bits.size, _STRETCH):
             part, part_signed = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
             high, outer = _extremes(part, part_signed)
-            if (high >= upper or outer >= lower) and number <= found.size - _STRETCH:
+            if high >= upper or outer >= lower:
                 for place in range(part.size):
                     if part_signed[place] >= upper or part[place] >= lower:
                         found[number] = part[place]
@@ -362,16 +415,6 @@ def _few_distinct(values: Floats, step: int, bound: float) -> bool:
 
 
 @compiled
-def _count_batch(bits: Bits, bins: CountedBins, every: int, weight: int) -> None:
-    """Count a batch without scanning it; where it is sampled, most of it is not read."""
-    if every == 1:
-        _count_all(bits, bins, weight)
-    else:
-        _count_runs(bits, bins, every, 0, weight)
-    _move_zeros(bins)
-
-
-@compiled
 def _count_all(bits: Bits, bins: CountedBins, weight: int) -> None:
     """Count every value.
 
@@ -391,25 +434,24 @@ def _count_all(bits: Bits, bins: CountedBins, weight: int) -> None:
 
 
 @compiled
-def _count_runs(bits: Bits, bins: CountedBins, every: int, begin: int, weight: int) -> None:
-    """Count one run of each group of ``every``; its position varies between groups, so no channel is preferred."""
-    table, blocks, mantissa_bits = bins
-    shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
-    zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
+def _copy_runs(bits: Bits, every: int, begin: int, samples: Bits, sampled: int) -> int:
+    """Add one run of each group of ``every`` to the first ``sampled`` of ``samples``, and return their new number.
+
+    The position of the run varies between groups, so no channel is preferred.
+    """
     group = RUN * every
     # The fractional parts of multiples of the golden ratio are evenly spread over 0..1.
     golden = np.uint64(0x9E3779B97F4A7C15)
     fraction = np.uint64(begin // group) * golden
+    number = np.uint64(sampled)
     for position in range(0, bits.size - group + 1, group):
         run = (fraction >> np.uint64(32)) * np.uint64(every) >> np.uint64(32)
         first = np.uint64(position) + run * np.uint64(RUN)
         fraction += golden
         for step in range(RUN):
-            value = bits[first + np.uint64(step)]
-            blocks[value >> np.uint32(FLOAT_MANTISSA)] = 1
-            place = np.uint64(value >> shift)
-            place = zeros + np.uint64(step & places) if value == 0 else place
-            table[place] += weight
+            samples[number + np.uint64(step)] = bits[first + np.uint64(step)]
+        number += np.uint64(RUN)
+    return np.int64(number)
 
 
 @compiled

@@ -206,6 +206,8 @@ class Samples:
         assert self._counts is not None
         bins = self._counts.bins() if isinstance(self._counts, ValueCounts) else self._counts.bins(channel)
         minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
+        if bins.low[0] >= minimum and bins.high[-1] <= maximum:
+            return bins
         return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
 
     def _switch_to_counts(self) -> None:
@@ -330,9 +332,8 @@ class SamplingObserver(RangeObserver):
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the range of every channel that the search finds."""
-        ranges = [self.search(channel) for channel in range(self._range.channels)]
-        minimum, maximum = torch.tensor(ranges, dtype=torch.float64).unbind(1)
-        return minimum, maximum
+        ranges = np.array([self.search(channel) for channel in range(self._range.channels)])
+        return torch.from_numpy(ranges[:, 0]), torch.from_numpy(ranges[:, 1])
 
     @abstractmethod
     def search(self, channel: int) -> tuple[float, float]:

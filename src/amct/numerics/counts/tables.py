@@ -103,6 +103,34 @@ def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Va
 
 
 @compiled
+def with_tails(
+    bins: tuple[Values, Values, Values], outer: Floats, edges: Floats, expected: int
+) -> tuple[Values, Values, Values]:
+    """Return lower end, upper end and count of ascending bins, with exact values instead of those beyond the edges.
+
+    Args:
+        bins: lower end, upper end and count of each bin.
+        outer: the values beyond the edges, ascending; each becomes a bin of no width.
+        edges: the values at which the tails begin.
+        expected: how many values lie between the edges, by which counts of a sample are corrected; -1: all are counted.
+    """
+    low, high, count = bins
+    negative = np.searchsorted(outer, np.float32(0))
+    first = np.searchsorted(high, np.float64(edges[0]), side="right")
+    last = max(first, np.searchsorted(low, np.float64(edges[1])))
+    inner = count[first:last]
+    total = inner.sum()
+    factor = expected / total if expected >= 0 and total > 0 else 1.0
+    end = negative + last - first
+    begins, ends = np.empty(outer.size + last - first), np.empty(outer.size + last - first)
+    counts = np.ones(begins.size)
+    begins[:negative], begins[negative:end], begins[end:] = outer[:negative], low[first:last], outer[negative:]
+    ends[:negative], ends[negative:end], ends[end:] = outer[:negative], high[first:last], outer[negative:]
+    counts[negative:end] = inner * factor
+    return begins, ends, counts
+
+
+@compiled
 def _tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
     """Return the index of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
     seen = 0

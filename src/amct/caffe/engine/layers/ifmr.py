@@ -59,8 +59,7 @@ class IFMR(Layer):
         if not self.options.object_layer or "" in self.options.object_layer:
             raise self.error("ifmr_param needs object_layer, the name of a layer")
         self.session: CalibrationSession | None = None
-        self.kept: _KeptInputs | None = None
-        self._log_started = False
+        self.file: _RecordFile | None = None
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Check ``factors_from``; the last IFMR layer of a record file starts the session of all of them."""
@@ -80,11 +79,8 @@ class IFMR(Layer):
         options = self.options
         if self.session is None:
             raise self.error("ifmr_param needs record_file_path")
-        if options.record_file_path and not self._log_started:
-            log.start("amct_caffe")
-            self._log_started = True
-        if self.kept is not None:
-            self.kept.see(self.parameter.bottom[0], bottoms[0])
+        if self.file is not None:
+            self.file.see(self.parameter.bottom[0], bottoms[0])
         for layer in reversed(options.object_layer):  # only the stream of the first layer has an observer
             self.session.observe(layer, bottoms[0], caffe_stream(options.index), ends_batch=options.reports_progress)
         return [bottoms[0]]
@@ -198,10 +194,9 @@ def start_session(
     by_name = {layer.name: layer for layer in layers}
     streams = [stream for layer in layers for stream in layer.streams(by_name)]
     if record_file:
-        kept = _KeptInputs(inputs)
+        file = _RecordFile(record_file, _KeptInputs(inputs))
         for layer in layers:
-            layer.kept = kept
-        file = _RecordFile(record_file, kept)
+            layer.file = file
         calls: dict[str, Any] = {}
         if ranks.is_first:
             calls = {"on_progress": file.note, "on_end": file.complete}
@@ -247,6 +242,14 @@ class _RecordFile:
     path: str
     kept: _KeptInputs
     is_checked: bool = False
+    is_logging: bool = False
+
+    def see(self, name: str, tensor: torch.Tensor) -> None:
+        """Receive what an IFMR layer sees, before the session does."""
+        if not self.is_logging:  # once for all layers: it looks up the log file and its levels
+            log.start("amct_caffe")
+            self.is_logging = True
+        self.kept.see(name, tensor)
 
     def _check(self) -> None:
         if not self.is_checked:
