@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="write the table into this page, measure nothing")
     arguments = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", AMCT_LOG_LEVEL="WARNING", HF_HUB_OFFLINE="1")
+    # The process that preloads modules finds them by this: before Python 3.13 it does not get sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.table:
         from zoo_networks.table import write_page
 

@@ -182,8 +182,10 @@ def test_a_file_of_a_fixed_batch_size_gets_full_batches(capsys, caplog):
     models, _, _ = MODELS["PyTorch"]  # calibrated with two samples at once
     np.save("five.npy", np.load("bare.npy")[:5])
     assert main(["compare", *models, "--data", "five.npy", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["batches"] == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["batches"] == 2
     assert "1 samples are left out: the model takes 2 at once" in caplog.text
+    assert "[AMCT][WARNING]1 samples are left out" in printed.err  # although a command before showed errors only
 
 
 # ------------------------------------------------------------------ bad input

@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from amct import log
 from amct.cli.comparison import Models, Request, Top1
 from amct.cli.data_options import DataOptions, takes_data
 from amct.cli.model_layers import CustomProtoOption  # noqa: TC001 - typer reads it at run time
 from amct.cli.printing import aligned, decibel, most_harmed, show, show_json
+from amct.verbosity import few_lines
 
 WORST_SHOWN = 10
 
@@ -38,7 +40,8 @@ def compare(
 
     Example: amct compare package.module:factory out/net --data images.npy --report report.html
     """
-    result = Request(models=models, data=data, report=report, top1=top1, custom_proto=custom_proto).run()
+    with few_lines(), log.screen_only():  # warnings by the rules of every command, whatever ran before in this process
+        result = Request(models=models, data=data, report=report, top1=top1, custom_proto=custom_proto).run()
     if as_json:
         show_json(result)
     else:
