@@ -110,7 +110,7 @@ def _traced(reference: str, input_shape: str | None) -> LayerList:
     if input_shape is None:
         raise ArgumentError("--input-shape: a PyTorch model needs the shape of an example input, such as 1,3,224,224")
     example = torch.zeros(parse_shape(input_shape))
-    return cached_trace(load_reference(reference), example, all_layers=True).config_layers()
+    return cached_trace(load_reference(reference), example, all_layers=True, stored_weights=True).config_layers()
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

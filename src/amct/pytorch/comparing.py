@@ -162,7 +162,7 @@ def reference_onnx(model: nn.Module, example: NDArray[np.float32]) -> ModelProto
     Raises:
         ExportError: the model cannot be captured, or uses an operation that ONNX lacks.
     """
-    traced = cached_trace(model, torch.from_numpy(example), all_layers=True)
+    traced = cached_trace(model, torch.from_numpy(example), all_layers=True, stored_weights=True)
     return float_onnx(traced, fuse(traced)).model
 
 

@@ -112,6 +112,7 @@ class TorchDoor:
             output_names=self._io.output_names,
             dynamic_axes=self._io.dynamic_axes,
             all_layers=True,
+            stored_weights=True,
         )
         return plan_of(config, self._traced.config_layers(), batches)
 

@@ -51,11 +51,13 @@ def cached_trace(
     output_names: Sequence[str] | None = None,
     dynamic_axes: Mapping[str, Any] | None = None,
     all_layers: bool = False,
+    stored_weights: bool = False,
 ) -> Traced:
     """As ``trace``, with the same arguments and errors, but cached.
 
     ``all_layers``: functional calls on parameters and modules called several times are layers too; AMCT's functions
-    leave both float.
+    leave both float. ``stored_weights``: so are layers whose forward computes the weight from parameters; the traced
+    model has the computed weights, so it cannot be trained.
     """
     names = {"input_names": input_names, "output_names": output_names, "dynamic_axes": dynamic_axes}
     if not isinstance(model, nn.Module):
@@ -66,11 +68,11 @@ def cached_trace(
     io_names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
     # Found anew at each call, because the values of computed biases are part of the layers.
     plain = with_plain_weights(model)
-    with_layers = find_functional_layers(plain, inputs) if all_layers else plain
+    with_layers = find_functional_layers(plain, inputs, stored=stored_weights) if all_layers else plain
 
     def key_of(traced: Traced) -> object | None:
         found = _key(model, inputs, io_names, with_values=_needs_values(model, traced))
-        return None if found is None else (found, all_layers, _sources(with_layers))
+        return None if found is None else (found, all_layers, stored_weights, _sources(with_layers))
 
     with _lock:
         cached = _cache.get(model)

@@ -197,8 +197,8 @@ class _Builder:
             call.problem = f"its forward changes the input before {work} ({main.where})"
         elif entry and not self._uses_own_parameters(module, main, entry.parameters):
             call.problem = (
-                f"its forward computes the weight it uses ({main.where}); with torch.nn.utils.parametrize call "
-                "remove_parametrizations first, with weight_norm remove_weight_norm"
+                f"its forward computes the weight it uses ({main.where}); if it is the same for every input, put its "
+                f"value into a plain {kind}"
             )
         if not entry:
             call.normalizes_first = call.problem is None and self._normalizes_first(module, call, main)

@@ -65,6 +65,16 @@ def functional_call(func: object, args: tuple[Any, ...], kwargs: Mapping[str, An
     return read(given) if all(isinstance(tensor, Tensor) for tensor in tensors) else None
 
 
+def with_operands(
+    func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], **operands: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call that ``functional_call`` reads, with other values for ``weight`` and ``bias``."""
+    names = tuple(_FORMS[func][1].items())
+    given = [operands.get(name, value) for (_, name), value in zip(names, args, strict=False)]
+    by_name = {own: operands[name] for own, name in names[len(args) :] if name in operands}
+    return tuple(given), {**kwargs, **by_name}
+
+
 def base_of(weight: Tensor) -> Tensor:
     """The tensor of which a tensor is a view; a tensor that is no view itself."""
     return weight if weight._base is None else weight._base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from amct.model import Skip
 from amct.pytorch.capture.layer_types import is_layer
 from amct.pytorch.functional.calls import base_of, channels_of, functional_call, opened
+from amct.pytorch.functional.computed_weights import ComputedWeight, computed_weight, store_weights
 from amct.pytorch.functional.layers import FunctionalLayer, LayerSource, with_functional_layers
 from amct.pytorch.model_copy import copy_model
 
@@ -26,11 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module:
+def find_functional_layers(model: nn.Module, inputs: ExampleInputs, *, stored: bool = False) -> nn.Module:
     """A copy of the model in which functional calls on parameters are layers; the model itself if it has none.
 
     What the forward of a layer computes with its own parameters belongs to that layer; other calls on them are layers
     of their own.
+
+    Args:
+        model: The model.
+        inputs: An example input.
+        stored: Whether layers whose forward computes their weight from parameters get the computed value as weight.
     """
     duplicate = copy_model(model)
     finder = _Finder(duplicate)
@@ -40,7 +47,8 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module
             hooks += [module.register_forward_pre_hook(finder.enter), module.register_forward_hook(finder.leave)]
     arguments = pytree.tree_map_only(Tensor, torch.Tensor.clone, (inputs.args, inputs.kwargs))
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), finder:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), finder:
+            warnings.simplefilter("ignore")  # calibration runs the model again and says what it has to say
             duplicate(*arguments[0], **arguments[1])
     except Exception as error:  # noqa: BLE001  the user's forward runs here; tracing it reports its error
         logger.debug("functional calls of %s are not read: %s", type(model).__name__, error)
@@ -49,7 +57,12 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs) -> nn.Module
         for hook in hooks:
             hook.remove()  # they refer to the finder, and it to the copy, which would be freed late
     layers, problems = finder.result()
-    return with_functional_layers(model, layers, problems) if layers or problems else model
+    computed = finder.computed() if stored else {}
+    if not layers and not problems and not computed:
+        return model
+    found = with_functional_layers(model, layers, problems)
+    store_weights(found, computed)
+    return found
 
 
 @dataclass
@@ -106,6 +119,8 @@ class _Finder(TorchFunctionMode):
         self._parts: dict[str, str] = {}
         self._running: list[nn.Module] = []
         self._called: set[str] = set()
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._computed: dict[str, ComputedWeight | None] = {}  # None: its calls differ
 
     def enter(self, module: nn.Module, _: object) -> None:
         """Note that a layer's own forward begins."""
@@ -137,6 +152,8 @@ class _Finder(TorchFunctionMode):
     def _note(self, call: FunctionalCall) -> None:
         parameter = base_of(call.weight)
         name = self._names.get(id(parameter))
+        if self._running and all(call.weight is not own for own in self._running[-1].parameters(recurse=False)):
+            self._note_computed(self._running[-1], call)
         if name is None or call.input in self._constants or not parameter.is_floating_point():
             return
         if any(own is parameter for module in self._running for own in module.parameters(recurse=False)):
@@ -149,6 +166,16 @@ class _Finder(TorchFunctionMode):
         before = self._found.setdefault((name, channels), _Found(parameter, call))
         before.calls += 1
         before.problem = before.problem or self._problem(before.call, call, channels)
+
+    def _note_computed(self, module: nn.Module, call: FunctionalCall) -> None:
+        path, found = self._paths[id(module)], computed_weight(module, call, self._constants.__contains__)
+        before = self._computed.setdefault(path, found)
+        if found is None or before is None or not before.equals(found):
+            self._computed[path] = None
+
+    def computed(self) -> dict[str, ComputedWeight]:
+        """The weights that layers compute from parameters, by path."""
+        return {path: values for path, values in self._computed.items() if values is not None and path}
 
     def _problem(self, first: FunctionalCall, call: FunctionalCall, channels: Channels) -> str | None:
         if (first.type, first.settings) != (call.type, call.settings):
