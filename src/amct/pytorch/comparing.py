@@ -16,6 +16,8 @@ from amct.ptq.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.capture.returned_tensors import tensors_in
+from amct.pytorch.capture.vectorized import all_values
 from amct.pytorch.folding import fuse
 from amct.pytorch.functional.finding import find_functional_layers
 from amct.pytorch.functional.layers import layer_module
@@ -46,13 +48,18 @@ class TorchRun:
         model: The model.
         layers: By layer: the module whose output is compared.
         weights: By layer: its weights, whose balance factors apply to observed inputs.
+        shapes_vary: Whether a shape may depend on values, so that it can differ in the other model.
     """
 
-    shapes_vary = False
-
     def __init__(
-        self, model: nn.Module, layers: Mapping[str, str], weights: Mapping[str, LayerWeights] | None = None
+        self,
+        model: nn.Module,
+        layers: Mapping[str, str],
+        weights: Mapping[str, LayerWeights] | None = None,
+        *,
+        shapes_vary: bool = False,
     ) -> None:
+        self.shapes_vary = shapes_vary
         self._model = model
         self._layers = layers
         self._weights = weights or {}
@@ -84,15 +91,14 @@ class TorchRun:
 
 def torch_output(value: object) -> ModelOutput:
     """What a module returned, with the floating-point tensors in it."""
-    leaves = pytree.tree_leaves(value)
-    floats = [(OUTPUT, leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    floats = [(OUTPUT, leaf) for leaf in tensors_in(value) if leaf.is_floating_point()]
     return ModelOutput(value=value, tensors=floats)
 
 
 def _output_hook(layer: str, outputs: OnTensor) -> Callable[..., None]:
     def hook(_: nn.Module, __: object, output: Any) -> None:  # noqa: ANN401  a tensor, or a tuple of a recurrent layer
         # A copy, because an in-place ReLU would change the tensor before it is compared.
-        outputs(layer, (output[0] if isinstance(output, tuple) else output).clone())
+        outputs(layer, all_values(output[0] if isinstance(output, tuple) else output).clone())
 
     return hook
 
@@ -101,7 +107,7 @@ def _input_hook(layer: str, weights: LayerWeights, inputs: OnTensor) -> Callable
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
-            inputs(input_key(layer), weights.balanced_input(x))
+            inputs(input_key(layer), weights.balanced_input(all_values(x)))
 
     return hook
 

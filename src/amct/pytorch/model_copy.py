@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,15 @@ def copy_model(model: nn.Module, *, share_tensors: bool = False, without: Iterab
             f"{type(model).__name__} cannot be copied{_culprit(model)}: {error}. Compression works on a copy so that "
             "your model stays as it is: keep such objects out of the model, or give their class a __deepcopy__"
         ) from error
+    for module in duplicate.modules():
+        if isinstance(original := getattr(module, _COMPILED, None), torch.nn.Module):
+            module.forward = functools.partial(_called, original)  # nothing is compiled for a few batches
     return duplicate.eval()
+
+
+def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  those of the user's forward
+    """Call a module, by whatever torch.export puts in the place of ``Module.__call__`` meanwhile."""
+    return module(*args, **kwargs)
 
 
 _OWN_ATTRIBUTES = frozenset(name for name, value in vars(torch.nn.Module()).items() if isinstance(value, Collection))

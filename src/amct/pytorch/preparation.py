@@ -20,6 +20,7 @@ from amct.ptq.preparation import Preparation, enabled_layers
 from amct.ptq.weights import quantize_weights
 from amct.pytorch.adaround.layers import learn_rounding
 from amct.pytorch.batches import torch_batches
+from amct.pytorch.capture.returned_tensors import tensors_in, with_tensors
 from amct.pytorch.comparing import TorchRun, torch_output
 from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.folding import Fused, fuse
@@ -172,7 +173,7 @@ class TorchPreparation(Preparation):
         """The folded float model and the simulated one."""
         places = {name: name for name in self.weights}
         simulated = self.simulation(record, deploy=deploy)
-        return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places)
+        return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places, shapes_vary=True)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to arguments of the model."""
@@ -201,13 +202,10 @@ class TorchPreparation(Preparation):
 
     def onnx_outputs(self, arrays: Mapping[str, NDArray[Any]]) -> ModelOutput:
         """The outputs of an ONNX file in the structure that the module returns; numbers and the like are its own."""
-        leaves, spec = pytree.tree_flatten(self._example_output)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if len(places) != len(arrays):
-            raise ModelError(f"the file has {len(arrays)} outputs, the model returns {len(places)} tensors")
-        for place, array in zip(places, arrays.values(), strict=True):
-            leaves[place] = as_tensor(array)
-        return torch_output(pytree.tree_unflatten(leaves, spec))
+        count = sum(1 for _ in tensors_in(self._example_output))
+        if count != len(arrays):
+            raise ModelError(f"the file has {len(arrays)} outputs, the model returns {count} tensors")
+        return torch_output(with_tensors(self._example_output, map(as_tensor, arrays.values())))
 
     @cached_property
     def _example_output(self) -> object:

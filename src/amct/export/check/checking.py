@@ -28,6 +28,7 @@ from amct.export.check.outcome import (
     lost,
     outcome,
     say_checked,
+    warn_different,
     warn_slow,
     warn_worse,
 )
@@ -58,6 +59,8 @@ _KNOWN_DOMAINS = frozenset({"", "ai.onnx", "ai.onnx.ml", "com.microsoft"})
 _PACKED_BITS = 4
 FEW_BYTES = 16_000_000
 """Parameters of a model that may be loaded twice."""
+WELL_ABOVE = 10.0
+"""By how many dB the float ONNX model must be nearer to the front door's model than the simulation is."""
 _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE})
 
 
@@ -176,6 +179,15 @@ class OnnxCheck:
             size += sum(array.nbytes for array in found.values())
             yield found
 
+    @cached_property
+    def _float_sqnr(self) -> float | None:
+        """How near the float ONNX model is to the front door's own; None where that has no outputs."""
+        expected = by_name(self._subject.reference.expected, self._float_outputs)
+        if expected is None:
+            return None
+        found = output_similarity(expected, self._original_outputs)[0]
+        return None if found is None else found.sqnr
+
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
         """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
         return self._batches if file.format == "qdq" else self._batches[:1]
@@ -237,9 +249,9 @@ class OnnxCheck:
         try:
             _ = self._original_outputs
         except AmctError as other:
-            return self._not_checked(
-                file, f"the float model cannot be run on {self._subject.reference.origin}: {other}"
-            )
+            reason = f"the float model cannot be run on {self._subject.reference.origin}: {other}"
+            logger.warning("%s may be unusable: %s", file.target.name, reason)
+            return FileCheck(batch=self._subject.reference.origin, not_checked=reason)
         raise UnusableFileError(file.target, self._subject.reference.origin, error) from error
 
     def _not_checked(self, file: WrittenFile, reason: str) -> FileCheck:
@@ -302,6 +314,10 @@ class OnnxCheck:
             return measured
         if lost(measured) <= WORSE:
             warn_worse(file.target, measured)
+            return measured
+        exact = self._float_sqnr
+        if exact is not None and measured.simulation_sqnr is not None and exact < measured.simulation_sqnr + WELL_ABOVE:
+            warn_different(file.target, measured, exact)
             return measured
         outputs = None
         if file.format == "deploy":

@@ -123,6 +123,20 @@ def warn_worse(target: Path, check: FileCheck) -> None:
     )
 
 
+def warn_different(target: Path, check: FileCheck, exact: float) -> None:
+    """Say that a file is worse than the simulation because its float model is not the user's."""
+    logger.warning(
+        "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB), because what was exported does not "
+        "compute what the model computes: already in float the SQNR is %.1f dB. The model keeps a state from run to "
+        "run, draws random numbers, or its code takes another way while it is captured (torch.compiler.is_compiling)",
+        target.name,
+        lost(check),
+        check.sqnr,
+        check.simulation_sqnr,
+        exact,
+    )
+
+
 def say_checked(target: Path, check: FileCheck) -> None:
     """Log the numbers of a file."""
     logger.info("%s: %s (%s)", target.name, check.text(), check.batch)

@@ -21,7 +21,7 @@ from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import NotComparableError, fingerprint, tensor_fingerprint
 from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.capture.parametrizations import is_parametrized, with_plain_weights
-from amct.pytorch.capture.trace import Traced, trace
+from amct.pytorch.capture.trace import Traced, refuse_modules, trace
 from amct.pytorch.functional.finding import find_functional_layers
 from amct.pytorch.functional.layers import functional_layers
 from amct.pytorch.model_copy import unwrap
@@ -64,6 +64,7 @@ def cached_trace(
         return trace(model, input_data)  # raises the error
     model = unwrap(model)
     refuse_operators(model)
+    refuse_modules(model)
     inputs = example_inputs(model, input_data)
     io_names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
     # Found anew at each call, because the values of computed biases are part of the layers.

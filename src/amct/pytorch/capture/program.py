@@ -210,7 +210,9 @@ def failure_of(error: BaseException) -> CaptureFailure:
     else:
         inner = _INNER_ERROR.search(str(error))
         lines = (inner[2] if inner else str(error)).splitlines()
-        reason = next((line.strip() for line in lines if line.strip()), type(error).__name__)
+        reason = next((line.strip().rstrip(".") for line in lines if line.strip()), type(error).__name__)
+        if "'NoneType' object" in reason:
+            reason += "; while it is captured, the forward needs an argument that it was not given (attention_mask?)"
     frame = _users_frame(error)
     if frame is None:
         return CaptureFailure(reason=reason, detail=str(error))

@@ -193,6 +193,8 @@ class _Builder:
         others = [op for op in call.operations if op is not main and op.kind in WEIGHTED_OPERATIONS and not op.constant]
         if others:
             call.problem = f"its forward also calls {others[0].kind} ({others[0].where})"
+        elif entry and main.constant:
+            call.problem = "it reads nothing that depends on the model's input, so what it computes is a constant"
         elif entry and not self._reads_input(call, main):
             call.problem = f"its forward changes the input before {work} ({main.where})"
         elif entry and not self._uses_own_parameters(module, main, entry.parameters):

@@ -146,7 +146,7 @@ class _Reader:
             results=[],
             constant=all(value.constant for value in operands),
             callers=_callers(node),
-            where=_where(node),
+            where=place_in_code(node),
             has_graphs=isinstance(node.target, torch._ops.HigherOrderOperator),
             pointwise=_is_pointwise(node.target),
         )
@@ -212,7 +212,8 @@ def _layer_of(path: object) -> str:
     return layer_name(str(path).partition("@")[0])
 
 
-def _where(node: fx.Node) -> str:
+def place_in_code(node: fx.Node) -> str:
+    """``file:line`` of the user's code that an operation comes from; "" if unknown."""
     found = list(_USERS_LINE.finditer(node.meta.get("stack_trace") or ""))
     users = [match for match in found if not match["file"].startswith(_LIBRARIES)]
     return f"{users[-1]['file']}:{users[-1]['line']}" if users else ""

@@ -6,6 +6,7 @@ which an exported file cannot return, are left out.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -37,20 +38,43 @@ def return_tensors(model: nn.Module) -> None:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> list[torch.Tensor]:  # noqa: ANN401  whatever the user's forward takes
-        return list(_tensors(original(*args, **kwargs), model))
+        result = original(*args, **kwargs)
+        for leaf in _leaves(result):
+            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+                raise UnknownResultError(_message(leaf, model))
+        return list(tensors_in(result))
 
     model.forward = forward
 
 
-def _tensors(result: object, model: nn.Module) -> Iterator[torch.Tensor]:
-    for leaf in pytree.tree_leaves(result):
+def tensors_in(result: object) -> Iterator[torch.Tensor]:
+    """The tensors of what a forward returns, in the order of the outputs of a file."""
+    return (leaf for leaf in _leaves(result) if isinstance(leaf, torch.Tensor))
+
+
+def with_tensors(result: object, tensors: Iterator[torch.Tensor]) -> object:
+    """What a forward returns, with other tensors in the order of ``tensors_in``."""
+
+    def replaced(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return next(tensors)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        made = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):  # one after the other, also where the class is frozen
+            object.__setattr__(made, field.name, with_tensors(getattr(leaf, field.name), tensors))
+        return made
+
+    return pytree.tree_map(replaced, result)
+
+
+def _leaves(result: object) -> Iterator[object]:
+    for leaf in pytree.tree_leaves(result):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name), model)
-        elif not isinstance(leaf, _CONSTANTS):
-            raise UnknownResultError(_message(leaf, model))
+                yield from _leaves(getattr(leaf, field.name))
+        else:
+            yield leaf
 
 
 def _message(result: object, model: nn.Module) -> str:

@@ -32,6 +32,7 @@ from amct.pytorch.capture.parametrizations import with_plain_weights
 from amct.pytorch.capture.program import CaptureFailure, capture, uncompiled
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
 from amct.pytorch.capture.program_reader import Program, read_program, unused_modules
+from amct.pytorch.capture.side_effects import side_effects
 from amct.pytorch.functional.layers import functional_layers, layer_module, named_layers
 from amct.pytorch.model_copy import copy_model, unwrap
 from amct.pytorch.onnx.io_names import IoNames
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 FUNCTION = "function"
 """The type of a functional call in a list of layers."""
+
+_QUANTIZED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 _FIXED_AXIS = re.compile(r"marked L\['(\w+)'\].*?size\(\)\[(\d+)\] as dynamic but .*? constant \((\d+)\)")
 """torch.export's message for a dynamic axis whose size the model fixes."""
@@ -122,18 +125,21 @@ def trace(
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     model = unwrap(model)
     refuse_operators(model)
-    _refuse_modules(model)
+    refuse_modules(model)
     model = with_plain_weights(model)
     inputs = example_inputs(model, input_data)
     names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
     program = _captured(model, inputs, names)
     if isinstance(program, CaptureFailure):
+        traced = _from_calls(model, inputs, names, program, repeated_layers)
         logger.warning(
             "%s cannot be captured as a program; its layers are found by forward hooks: %s",
             type(model).__name__,
-            program,
+            traced.failure,
         )
-        return _from_calls(model, inputs, names, program, repeated_layers)
+        return traced
+    for effect in side_effects(program):
+        logger.warning("%s: %s", type(model).__name__, effect)
     read = read_program(program)
     found = program_graph(read, model)
     unused = unused_modules(program)
@@ -171,6 +177,10 @@ def _from_calls(
     model: nn.Module, inputs: ExampleInputs, names: IoNames, failure: CaptureFailure, repeated_layers: bool
 ) -> Traced:
     calls = _watch_calls(model, inputs)
+    packed = next((name for name, own in calls.items() if any(call.packed for call in own)), None)
+    if packed is not None:
+        reason = f'"{packed}" is given a PackedSequence, whose lengths are values of tensors; give it the padded tensor'
+        failure = CaptureFailure(reason=reason, detail=failure.detail)
     layers, skips = _quantizable_layers(model, calls, repeated_layers)
     return Traced(
         model=model,
@@ -328,8 +338,18 @@ def _other_skips(model: nn.Module) -> Iterator[Skip]:
             continue
         has_parameters = next(module.parameters(recurse=False), None) is not None
         is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if _is_torch_module(module) and has_parameters and not is_norm and not quantizable_type(module):
-            yield Skip(name, f"{type_name(module)} is not quantizable")
+        kind = _torch_type(module)
+        if kind is not None and has_parameters and not is_norm and not quantizable_type(module):
+            yield Skip(name, f"{kind.__name__} is not quantizable")
+
+
+def _torch_type(module: nn.Module) -> type[nn.Module] | None:
+    """The type of torch.nn that a module is or is derived from; None for modules of the user and for containers."""
+    if _is_torch_module(module):
+        return type(module)
+    bases = (base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
+    base = next((base for base in bases if base is not nn.Module), None)
+    return None if base is None or base.__module__ == nn.Sequential.__module__ else base
 
 
 def _is_torch_module(module: nn.Module) -> bool:
@@ -364,12 +384,28 @@ def _config_layer(name: str, kind: str, traced: Traced, reasons: Mapping[str, st
     return LayerInfo(name=name, type=kind, has_bias=facts.bias, can_pack_int4=facts.can_pack)
 
 
-def _refuse_modules(model: nn.Module) -> None:
+def _is_exported(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph calls operators, as torch.export writes them, instead of modules and torch's functions."""
+    operations = (node.target for node in module.graph.nodes if node.op == "call_function")
+    return any(isinstance(target, torch._ops.OpOverload) for target in operations)
+
+
+def refuse_modules(model: nn.Module) -> None:
     """Reject weights without values and names that cannot be looked up."""
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         if any(torch.nn.parameter.is_lazy(parameter) for parameter in parameters):
             raise ModelError(f'"{name}" ({type(module).__name__}) has no weights yet; run the model once before')
+        kind = type(module)
+        if kind.__module__.startswith(_QUANTIZED_MODULES):
+            raise ModelError(
+                f'"{name}" ({kind.__module__}.{kind.__name__}) is already quantized; start from the float model'
+            )
+        if isinstance(module, torch.fx.GraphModule) and _is_exported(module):
+            raise ModelError(
+                "the model is a program of torch.export (ExportedProgram.module()), which has no layers any more; give "
+                "the nn.Module that it was exported from"
+            )
         if any(parameter.is_meta for parameter in parameters):
             raise ModelError(
                 f'"{name}" ({type(module).__name__}) is on the meta device and has no values; load its weights before'

@@ -14,9 +14,34 @@ import torch
 from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from torch import Tensor
+
+_FUNCTORCH: Any = torch._C._functorch  # torch has no public name for what vmap does to tensors
 _RECORDED_BY_TORCH = TorchVersion(torch.__version__) >= "2.9"
+
+
+def all_values(x: Tensor) -> Tensor:
+    """The whole tensor of which a function mapped by ``vmap`` is given one element."""
+    while _FUNCTORCH.is_batchedtensor(x):
+        x = _FUNCTORCH.get_unwrapped(x)
+    return x
+
+
+def on_all_values(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single values to a tensor, also inside of ``vmap``."""
+    levels = []
+    while _FUNCTORCH.is_batchedtensor(x):
+        levels.append((_FUNCTORCH.maybe_get_bdim(x), _FUNCTORCH.maybe_get_level(x)))
+        x = _FUNCTORCH.get_unwrapped(x)
+    if not levels:
+        return function(x)
+    with importlib.import_module("torch._functorch.pyfunctorch").temporarily_clear_interpreter_stack():
+        x = function(x)
+    for axis, level in reversed(levels):
+        x = _FUNCTORCH._add_batch_dim(x, axis, level)
+    return x
 
 
 @contextmanager

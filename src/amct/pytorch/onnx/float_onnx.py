@@ -9,6 +9,8 @@ names of their layers and inputs and outputs the names that the user chose.
 from __future__ import annotations
 
 import logging
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.program import failure_of, quiet_exporters
+from amct.pytorch.capture.program_reader import place_in_code
 from amct.pytorch.capture.program_rewrites import plain_name
 from amct.pytorch.functional.layers import layer_name
 from amct.pytorch.model_copy import as_array
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 18
+_UNKNOWN_OPERATOR = re.compile(r"OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'\)")
 _LOWEST_WRITTEN = 18  # of our rules and of torch.onnx; lower ones are converted to
 _FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # ONNX's own table
 
@@ -118,6 +122,7 @@ def _lowered(program: ExportedProgram, names: IoNames, stored: Mapping[str, torc
         logger.debug("torch.onnx exports the program, because of %s", error)
     except Exception as error:  # noqa: BLE001  torch.export raises many types
         logger.debug("torch.onnx exports the program, because it cannot be traced again: %s", _root_cause(error))
+    _refuse_complex(stored)
     converted = _converted(program, opset)
     _restore_names(converted.model)
     _put_parameters(converted.model, stored)
@@ -139,6 +144,16 @@ def _lowered_without_writes(
     return Lowered(model=lowered.model, tensors=tensors)
 
 
+def _refuse_complex(stored: Mapping[str, torch.Tensor]) -> None:
+    """Raise an error for a complex parameter: torch.onnx writes it into a file that no runtime loads."""
+    name = next((name for name, tensor in stored.items() if tensor.is_complex()), None)
+    if name is not None:
+        raise ExportError(
+            f'"{name}" is complex, and ONNX files have real tensors only; store its real and imaginary part as real '
+            "tensors and compute with both"
+        )
+
+
 def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  torch.onnx.ONNXProgram, an optional import
     try:
         with quiet_exporters():
@@ -152,7 +167,29 @@ def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  to
                 custom_translation_table=dict(translations()),
             )
     except Exception as error:
-        raise ExportError(f"torch.onnx cannot export the model: {_root_cause(error)}") from error
+        reason = _missing_operator(program, str(error)) or f"torch.onnx cannot export the model: {_root_cause(error)}"
+        raise ExportError(reason) from error
+
+
+def _missing_operator(program: ExportedProgram, message: str) -> str:
+    """The operator that torch.onnx names as unknown, with its place in the user's code; "" if it names none."""
+    named = _UNKNOWN_OPERATOR.search(message)
+    if named is None:
+        return ""
+    operator = f"{named['name']}.{named['overload']}"
+    place = _place_of(operator, program)
+    if not place:  # what the user calls consists of it
+        with suppress(Exception), quiet_exporters(), torch.no_grad():
+            place = _place_of(operator, program.run_decompositions())
+    return (
+        f"the operator {operator}{f' ({place})' if place else ''} has no form in ONNX; write it by other operations on "
+        "tensors, or leave it out of the exported model"
+    )
+
+
+def _place_of(operator: str, program: ExportedProgram) -> str:
+    nodes = (node for node in program.graph.nodes if str(node.target) == operator)
+    return next((where for node in nodes if (where := place_in_code(node))), "")
 
 
 def _root_cause(error: BaseException) -> str:

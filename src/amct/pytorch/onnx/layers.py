@@ -62,7 +62,10 @@ def place_layers(model: ModelProto, fused: Fused, kinds: Mapping[str, LayerKind]
     placing = _Placing(model)
     nodes = _nodes_by_module(placing.graph, {*kinds, *fused.fusions, *fused.fusions.values()})
     named: dict[str, list[str]] = {}
+    unused = {layer for layer in fused.fusions if layer not in kinds and not nodes[layer]}  # no output depends on them
     for layer in dict.fromkeys([*kinds, *fused.fusions]):
+        if layer in unused:
+            continue
         operators = kinds[layer].operators if layer in kinds else _WEIGHTED
         own = _main_nodes(layer, nodes[layer], operators, calls.get(layer, 1))
         for call, node in enumerate(own):

@@ -25,6 +25,7 @@ from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import tensor_fingerprint
 from amct.pytorch.capture.program import quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name
+from amct.pytorch.capture.vectorized import all_values
 from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.watch.call_sites import CallSite, OperationWatch
@@ -124,7 +125,7 @@ class AttachedTensorWatch:
             self._calls[layer] += 1
             if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
-                    self._session.observe_tensor(name, tensor)
+                    self._session.observe_tensor(name, all_values(tensor))
 
         return show
 
@@ -133,14 +134,14 @@ class AttachedTensorWatch:
             x = given_input(args, kwargs)
             if x is not None:
                 with hidden_from_modes():
-                    self._session.observe_tensor(name, x)
+                    self._session.observe_tensor(name, all_values(x))
 
         return show
 
     def _observe(self, site: CallSite, tensor: Tensor) -> None:
         name = self._watch.operations.get(site)
         if name is not None:
-            self._session.observe_tensor(name, tensor)
+            self._session.observe_tensor(name, all_values(tensor))
             return
         for other, wanted in self._watch.operations.items():
             same = (site.path, site.call, site.operation) == (other.path, other.call, other.operation)

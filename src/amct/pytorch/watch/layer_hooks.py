@@ -16,6 +16,7 @@ from amct.calibration.session import HIDDEN
 from amct.numerics.affine import fake_quantize
 from amct.numerics.dmq import balance_activation
 from amct.pytorch.capture.program import uncompiled
+from amct.pytorch.capture.vectorized import all_values, on_all_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +79,8 @@ class FakeQuantize:
         """Fake-quantize the input; a forward pre-hook with keyword arguments."""
         x = given_input(args, kwargs)
         if x is not None:
-            args, kwargs = with_input(args, kwargs, fake_quantize(x, *self.factors, self.bits))
+            rounded = on_all_values(lambda values: fake_quantize(values, *self.factors, self.bits), x)
+            args, kwargs = with_input(args, kwargs, rounded)
         state = given_state(args, kwargs) if self.state is not None else None
         if state is None:
             return args, kwargs
@@ -96,7 +98,7 @@ def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) ->
         x = given_input(args, kwargs)
         if x is not None:
             with hidden_from_modes():
-                session.observe(name, x)
+                session.observe(name, all_values(x))
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
         assert isinstance(module, nn.RNNBase)

@@ -129,6 +129,24 @@ def sorted_places(to: Writer, x: Value, dim: int = -1, descending: bool = False)
     return _ordered(to, x, size, dim, descending, x.shape)[1]
 
 
+@rule("kthvalue")
+def kth_smallest(to: Writer, x: Value, k: int, dim: int = -1, keepdim: bool = False) -> list[Value]:
+    """The k-th smallest value of an axis, and its place."""
+    axis = x.axis(dim)
+    shape = [*x.shape[:axis], k, *x.shape[axis + 1 :]]
+    last = [to.slice(each, axis, k - 1, k) for each in _ordered(to, x, k, dim, False, shape)]
+    return last if keepdim else [to.squeeze(each, [axis]) for each in last]
+
+
+@rule("median")
+def median(to: Writer, x: Value, dim: int | None = None, keepdim: bool = False) -> list[Value]:
+    """The median of an axis (the smaller of two in the middle), and its place."""
+    if dim is None:
+        raise NotLoweredError("the median of a whole tensor")
+    (size,) = static([x.size(x.axis(dim))], "a median")
+    return kth_smallest(to, x, (size + 1) // 2, dim, keepdim)
+
+
 def _ordered(to: Writer, x: Value, count: int, dim: int, descending: bool, shape: Sequence[object]) -> list[Value]:
     if not x.rank or x.dtype is torch.bool:
         raise NotLoweredError("an order of numbers or of truth values")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amct.errors import ExportError
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
@@ -79,8 +80,13 @@ def recurrent_layers(
         raise NotLoweredError("a recurrent layer in training mode")
     directions = 1 + bidirectional
     parts = 4 if has_biases else 2
+    if len(params) == (parts + 1) * directions * num_layers:
+        raise ExportError(
+            "an LSTM with proj_size cannot be exported, because ONNX's LSTM has no projection; use one without "
+            "proj_size and a Linear behind it"
+        )
     if x.rank != 3 or len(params) != parts * directions * num_layers:
-        raise NotLoweredError(f"{operator} with a projection, or without a batch")
+        raise NotLoweredError(f"{operator} without a batch")
     states = [hx] if isinstance(hx, Value) else list(hx)
     last: list[list[Value]] = [[] for _ in states]
     found = to.transpose(x, [1, 0, 2]) if batch_first else x
