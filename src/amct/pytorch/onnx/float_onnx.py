@@ -167,8 +167,8 @@ def _converted(program: ExportedProgram, opset: int) -> Any:  # noqa: ANN401  to
                 custom_translation_table=dict(translations()),
             )
     except Exception as error:
-        reason = _missing_operator(program, str(error)) or f"torch.onnx cannot export the model: {_root_cause(error)}"
-        raise ExportError(reason) from error
+        reason = _missing_operator(program, str(error)) or _root_cause(error)
+        raise ExportError(f"torch.onnx cannot export the model: {reason}") from error
 
 
 def _missing_operator(program: ExportedProgram, message: str) -> str:
@@ -188,7 +188,9 @@ def _missing_operator(program: ExportedProgram, message: str) -> str:
 
 
 def _place_of(operator: str, program: ExportedProgram) -> str:
-    nodes = (node for node in program.graph.nodes if str(node.target) == operator)
+    name = operator.split(".")[1]
+    names = (name, f"special_{name}")  # aten.special_bessel_j0 is made of prims.bessel_j0
+    nodes = (node for node in program.graph.nodes if f"{node.target}..".split(".")[1] in names)
     return next((where for node in nodes if (where := place_in_code(node))), "")
 
 

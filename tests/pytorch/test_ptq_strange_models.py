@@ -198,7 +198,7 @@ class Counting(nn.Linear):
 def test_what_a_file_cannot_repeat(kind, words, caplog):
     amct.pytorch.quantize(nn.Sequential(kind(6, 4)).eval(), batches(3, 6))
     assert words in caplog.text
-    assert "test_unusual_models.py:" in caplog.text
+    assert "test_ptq_strange_models.py:" in caplog.text
 
 
 def test_dropout_in_eval_mode_draws_nothing(caplog):
@@ -276,7 +276,7 @@ UNEXPORTABLE = {
     "a complex parameter": (Complex().eval(), (2, 8), '"filter" is complex, and ONNX files have real tensors only'),
     "an operator without a form": (
         nn.Sequential(nn.Linear(6, 6), Eigenvalues()).eval(),
-        (6, 6), r"the operator aten\.\w+eigh.*test_unusual_models.py:\d+\) has no form in ONNX",
+        (6, 6), r"the operator aten\.\w+eigh.*test_ptq_strange_models.py:\d+\) has no form in ONNX",
     ),
 }  # fmt: skip
 
