@@ -65,7 +65,7 @@ def one(type_name, options):
     [
         (
             'layer { name: "x" type: "NoSuch" top: "y" }',
-            r'Unknown layer type: "NoSuch".*Known types: .*@register\(\'NoSuch\'\)',
+            r'layer "x" \(NoSuch\): Unknown layer type: "NoSuch".*Known types: .*register_caffe_layer\("NoSuch"\)',
         ),
         ('layer { name: "x" type: "Convolutio" top: "y" }', 'Did you mean "Convolution"'),
         (

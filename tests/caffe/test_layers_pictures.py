@@ -33,7 +33,9 @@ def test_every_type_of_the_guides_table_runs_here():
 
 
 def test_an_unknown_type_names_the_nearest_and_how_to_add_one():
-    with pytest.raises(UnsupportedLayerError, match=r'"ShufleChannel".*Did you mean "ShuffleChannel".*@register'):
+    with pytest.raises(
+        UnsupportedLayerError, match=r'"ShufleChannel".*Did you mean "ShuffleChannel".*register_caffe_layer'
+    ):
         net_of("ShufleChannel", "", [(1, 4, 2, 2)])
 
 

@@ -9,6 +9,7 @@ from amct import log
 from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
+from amct.caffe.engine.parse_help import located_in
 from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import CaffeModel, read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
@@ -94,8 +95,9 @@ def quantize(  # noqa: PLR0913  most of them are optional
     """
     input_file(model, "model")
     input_file(weights, "weights")
-    door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
-    return flow.quantize(door, calibration_data, config, inputs, resume)
+    with located_in(model):
+        door = CaffeDoor(read_model(model, weights, custom_proto), equalize=equalize)
+        return flow.quantize(door, calibration_data, config, inputs, resume)
 
 
 class CaffePreparation:
@@ -135,7 +137,7 @@ class CaffePreparation:
     def skips(self) -> tuple[Skip, ...]:
         """Every layer that stays float and every layer that was not folded, with the reason."""
         left = [Skip(name, reason) for name, reason in self.graph.not_quantized.items()]
-        return (*left, *(Skip(skip.layer, f"not folded: {skip.reason}") for skip in self.graph.fusion.skipped))
+        return (*left, *self.graph.fusion.skipped)
 
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration by the IFMR layers of a copy of the net."""

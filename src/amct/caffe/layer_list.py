@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEST_PHASE = 1
+#: Other names for a type that can be quantized: forks of Caffe call the same layer differently.
+SAME_TYPE = {
+    "DepthwiseConvolution": "DepthwiseConv",
+    "ConvolutionDepthwise": "DepthwiseConv",
+    "HardSwish": "Hswish",
+    "HSwish": "Hswish",
+}
 
 
 def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerList:
@@ -41,6 +48,8 @@ def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | No
     """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
     net = upgrade_net(read_message(prototxt, "NetParameter", custom_schema(custom_proto)), str(prototxt))
     net.state.phase = TEST_PHASE
+    for layer in net.layer:
+        layer.type = SAME_TYPE.get(layer.type, layer.type)
     return with_unique_names(filter_net(net))
 
 

@@ -18,6 +18,7 @@ from amct.caffe.engine.device import current_device
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
 from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.parse_help import located_in
 from amct.caffe.engine.plans.bound_plan import bind_plan
 from amct.caffe.engine.plans.plan import BoundStep, Plan, Step, build_plan, parameters_of
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
@@ -89,7 +90,8 @@ class Net:
         Raises:
             FileError, ParseError, ModelError: The file cannot be read, is not a prototxt, or the net cannot be built.
         """
-        return cls(read_message(path, "NetParameter"), **options)  # type: ignore[arg-type]
+        with located_in(path):
+            return cls(read_message(path, "NetParameter"), **options)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ contents
 

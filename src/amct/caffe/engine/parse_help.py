@@ -1,21 +1,26 @@
-"""Adds to mistakes in a prototxt the layer they are in, and what can be done about messages of other Caffe forks."""
+"""Adds to mistakes in a prototxt the line and layer they are in, and what can be done about other Caffe forks."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amct.errors import ParseError
+from amct.errors import ModelError, ParseError, Position
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from amct.errors import Problem
 
 _TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\n\\])*"|'(?:\\.|[^'\n\\])*'|\w+|[{}:]""")
 _UNKNOWN = re.compile(r"(?:V1)?LayerParameter has no field \W?(\w+_param)\b")
+_UNKNOWN_FIELD = re.compile(r"\w+ has no field (?!.*Did you mean)")
+_NAMED_LAYER = re.compile(r"""(?:^|[ (])layer (?:"(.+?)"|'(.+?)')""")
 
 
 @dataclass(frozen=True)
@@ -37,13 +42,47 @@ def with_layers_named(error: ParseError, text: str) -> ParseError:
     return named
 
 
+@contextmanager
+def located_in(prototxt: str | os.PathLike[str]) -> Iterator[None]:
+    """Errors that name a layer of this prototxt also say in which line it is.
+
+    A message that names a file already is left as it is: it is about that file.
+    """
+    try:
+        yield
+    except ModelError as error:
+        message = str(error.args[0])
+        found = _NAMED_LAYER.search(message)
+        if error.position is not None or found is None or re.match(r"\S+: ", message):
+            raise
+        position = _position_of(found[1] or found[2], prototxt)
+        if position is None:
+            raise
+        raise type(error)(message, position=position) from error
+
+
+def _position_of(name: str, prototxt: str | os.PathLike[str]) -> Position | None:
+    try:
+        text = Path(prototxt).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    line = next((layer.first for layer in _layers(text) if layer.name == name), None)
+    return None if line is None else Position(str(prototxt), line, 1)
+
+
 def _explained(problem: Problem, layers: list[_LayerText]) -> Problem:
     line = problem.position.line if problem.position is not None else 0
     layer = next((each for each in layers if each.first <= line <= each.last), None)
     if layer is None:
-        return problem
+        if _UNKNOWN_FIELD.match(problem.message) is None:
+            return problem
+        return replace(
+            problem, message=f"{problem.message} If it is of another Caffe and changes no result, remove it."
+        )
     message = f'{problem.message} It is in layer "{layer.name}" of type "{layer.type}"'
     unknown = _UNKNOWN.match(problem.message)
+    if unknown is None and _UNKNOWN_FIELD.match(problem.message):
+        return replace(problem, message=f"{message}. If it is of another Caffe and changes no result, remove it.")
     if unknown is None:
         return replace(problem, message=f"{message}.")
     return replace(

@@ -75,11 +75,11 @@ def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
     """
     found = find_layer_class(type_name)
     if found is None:
-        where = f'layer "{layer_name}": ' if layer_name else ""
+        where = f'layer "{layer_name}" ({type_name}): ' if layer_name else ""
         raise UnsupportedLayerError(
             f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, layer_types())} Known types: '
-            f"{', '.join(layer_types())}. To add one, write a class with @register({type_name!r}) in "
-            "amct/caffe/engine/layers (docs/caffe-layers.md shows how), or make it a Python layer."
+            f"{', '.join(layer_types())}. Write it with one of them, or register a class that computes it: "
+            f'amct.extend.register_caffe_layer("{type_name}"); docs/contributing.md shows how.'
         )
     return found
 

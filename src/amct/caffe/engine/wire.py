@@ -32,13 +32,16 @@ _LAYER_NAME, _LAYER_TYPE, _LAYER_BLOBS = 1, 2, 7
 _V1_NAME, _V1_BLOBS, _V1_V0_LAYER = 4, 6, 1
 _V0_NAME, _V0_BLOBS = 1, 50
 _BLOB_SHAPE, _BLOB_DATA, _BLOB_DIFF, _BLOB_DOUBLE, _BLOB_INT8, _BLOB_INT32 = 7, 5, 6, 8, 10, 11
+# Weights of NVIDIA's Caffe and of OpenCV: the bytes of an array, and the type of its numbers. The type has the number
+# of int8_data, but is a varint, which bytes never are.
+_BLOB_RAW_TYPE, _BLOB_RAW = 10, 12
 _LEGACY_FIELDS = (1, 2, 3, 4)
 _STATE_ITER, _STATE_NET, _STATE_HISTORY, _STATE_STEP = 1, 2, 3, 4
 
 
 @dataclass
 class StoredBlob:
-    """One blob of a file: shape, flat values (float32, float64, int8 or int32), and whether its shape is legacy."""
+    """One blob of a file: shape, flat values (floats, int8 or int32), and whether its shape is legacy."""
 
     shape: tuple[int, ...]
     values: Array
@@ -205,6 +208,10 @@ def _v1_layer(reader: _Reader) -> StoredLayer:
     return layer
 
 
+_RAW_FLOAT = 1
+_RAW_DTYPES: dict[int, npt.DTypeLike] = {0: "<f8", _RAW_FLOAT: "<f4", 2: "<f2"}
+
+
 class _BlobParts:
     """The fields of a BlobProto read so far; values may be packed or single."""
 
@@ -213,6 +220,8 @@ class _BlobParts:
         self.legacy: dict[int, int] = {}
         self.pieces: dict[int, list[Array]] = {}
         self.loose: dict[int, bytearray] = {}
+        self.raw_type = _RAW_FLOAT
+        self.raw: memoryview | None = None
 
 
 _DTYPES: dict[int, npt.DTypeLike] = {_BLOB_DATA: "<f4", _BLOB_DOUBLE: "<f8", _BLOB_INT8: np.int8}
@@ -224,6 +233,8 @@ def _blob(reader: _Reader) -> StoredBlob:
         if isinstance(value, int):
             if number in _LEGACY_FIELDS:
                 parts.legacy[number] = _signed(value)
+            elif number == _BLOB_RAW_TYPE:
+                parts.raw_type = value
             elif number == _BLOB_INT32:
                 parts.pieces.setdefault(number, []).append(np.array([_signed(value)], np.int32))
         elif number == _BLOB_SHAPE:
@@ -232,6 +243,8 @@ def _blob(reader: _Reader) -> StoredBlob:
             parts.pieces.setdefault(number, []).append(np.array(_varints(value), np.int64).astype(np.int32))
         elif number in _DTYPES:
             _take_numbers(parts, number, kind, value)
+        elif number == _BLOB_RAW and kind == LENGTH:
+            parts.raw = value.bytes()
     return _finish_blob(parts, reader)
 
 
@@ -252,11 +265,22 @@ def _finish_blob(parts: _BlobParts, reader: _Reader) -> StoredBlob:
     order = (_BLOB_INT8, _BLOB_INT32, _BLOB_DOUBLE, _BLOB_DATA)
     found = next((parts.pieces[number] for number in order if number in parts.pieces), [np.zeros(0, np.float32)])
     values = found[0] if len(found) == 1 else np.concatenate(found)
+    if parts.raw is not None and not parts.pieces:
+        values = _raw_values(parts.raw, parts.raw_type, reader)
     legacy = parts.dims is None and bool(parts.legacy)
     shape = tuple(parts.legacy.get(number, 0) for number in _LEGACY_FIELDS) if legacy else tuple(parts.dims or ())
     if any(size < 0 for size in shape):
         raise reader.fail(f"a blob of negative size {shape}")
     return StoredBlob(shape, values, legacy)
+
+
+def _raw_values(content: memoryview, kind: int, reader: _Reader) -> Array:
+    if kind not in _RAW_DTYPES:
+        raise reader.fail(f"raw_data of type {kind}, expected 0 (double), 1 (float) or 2 (float16),")
+    dtype = np.dtype(_RAW_DTYPES[kind])
+    if len(content) % dtype.itemsize:
+        raise reader.fail(f"{len(content)} bytes are not a whole number of {dtype.itemsize}-byte values")
+    return np.frombuffer(content, dtype)
 
 
 def _dims(reader: _Reader) -> list[int]:

@@ -27,6 +27,7 @@ from amct.caffe.engine.layers.loss_base import LossLayer
 from amct.caffe.engine.layers.selection import Silence
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net
+from amct.caffe.engine.parse_help import located_in
 from amct.caffe.onnx.forms.place import FollowsBatchError, Place
 from amct.caffe.onnx.forms.registry import form_of
 from amct.caffe.onnx.forms.writer import OnnxWriter
@@ -146,7 +147,8 @@ def export_onnx(
     check_file_name(path, "path")
     check_opset(opset)
     parameter = read_message(prototxt, "NetParameter", custom_schema(custom_proto))
-    net = Net(parameter, phase=TEST, with_gradients=False)
+    with located_in(prototxt):
+        net = Net(parameter, phase=TEST, with_gradients=False)
     net.load_weights(caffemodel)
     exported = float_onnx(net, opset=opset, outputs=outputs)
     save_model(Path(path), exported.model)

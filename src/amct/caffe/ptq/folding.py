@@ -234,7 +234,9 @@ def accelerate(model: CaffeModel, enabled: Collection[str], report: FusionReport
         if layer is None or layer.type not in AFFINE_TYPES or layer.bottom[0] not in shapes:
             continue
         if len(shapes[layer.bottom[0]]) != IMAGE_RANK:
-            report.skipped.append(Skip(name, "no DepthwiseConv in its place: its bottom is no image (4 axes)"))
+            report.skipped.append(
+                Skip(name, "not folded: no DepthwiseConv in its place: its bottom is no image (4 axes)")
+            )
             continue
         _accelerate_one(model, name, report, skip)
 
@@ -244,7 +246,9 @@ def _shapes_or_reason(model: CaffeModel, report: FusionReport, wanted: list[str]
         return blob_shapes(model.net)
     except AmctError as error:
         for name in wanted:
-            report.skipped.append(Skip(name, f"no DepthwiseConv in its place: shapes are unknown ({error})"))
+            report.skipped.append(
+                Skip(name, f"not folded: no DepthwiseConv in its place: shapes are unknown ({error})")
+            )
         return {}
 
 

@@ -296,7 +296,7 @@ def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: Sav
             },
         )
     skipped = [Skip(name, reason) for name, reason in notes.not_quantized.items()]
-    skipped += [Skip(skip.layer, f"not folded: {skip.reason}") for skip in fusion.skipped]
+    skipped += fusion.skipped
     return QuantJson(
         version=VERSION,
         model=original.net.name,

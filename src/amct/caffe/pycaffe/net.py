@@ -15,6 +15,7 @@ from amct.caffe.engine import weights as weight_files
 from amct.caffe.engine.data_layers.memory_data import MemoryData
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.net import Net as EngineNet
+from amct.caffe.engine.parse_help import located_in
 from amct.caffe.engine.plans.bound_plan import bind_plan
 from amct.caffe.engine.python_layers import BlobList
 from amct.caffe.proto_merge import custom_schema
@@ -74,14 +75,15 @@ class Net(EngineNet):
             if file is not None and not is_file(file):
                 raise NetFileError(f"Could not open file {file}")
         schema = custom_schema(options.get("custom_proto") or None)
-        super().__init__(
-            read_message(path, "NetParameter", schema),
-            phase=options["phase"],
-            level=options["level"],
-            stages=list(options["stages"] or ()),
-            keep_blobs=options.get("keep_blobs", True),
-            allow_python=options.get("allow_python", False),
-        )
+        with located_in(path):
+            super().__init__(
+                read_message(path, "NetParameter", schema),
+                phase=options["phase"],
+                level=options["level"],
+                stages=list(options["stages"] or ()),
+                keep_blobs=options.get("keep_blobs", True),
+                allow_python=options.get("allow_python", False),
+            )
         self._runtime = RuntimeChoice(self, options.get("runtime"), frees_blobs=self._kept is not None)
         if weights is not None:
             self.copy_from(weights)

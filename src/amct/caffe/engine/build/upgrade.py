@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,14 @@ _V1_SPECIAL = {
 _V1_OWN_FIELDS = {"type", "param", "blob_share_mode", "blobs_lr", "weight_decay", "layer"}
 _OLD_TRANSFORM = ("scale", "mean_file", "crop_size", "mirror")
 _BATCH_NORM_BLOBS = 3
+#: Fields of other Caffes that say how fast or in which numbers something is computed, not what.
+_NET_HINTS = (
+    "default_forward_type", "default_backward_type", "default_forward_math", "default_backward_math",
+    "global_grad_scale", "global_grad_scale_adaptive", "reduce_buckets", "default_conv_algos_override",
+    "default_cudnn_math_override", "bn_stats_batch_size", "engine",
+)  # fmt: skip
+_LAYER_HINTS = ("forward_type", "backward_type", "forward_math", "backward_math", "cudnn_math_override", "engine")
+_CONVOLUTION_HINTS = ("cudnn_convolution_algo_seeker", "conv_algos_override")
 _INPUT_AXES = 4
 
 
@@ -52,7 +62,11 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
         for old in net.layers:
             upgrade_v1_layer(old, net.layer.add(), source)
         del net.layers[:]
+    _clear(net, _NET_HINTS)
     for layer in net.layer:
+        _clear(layer, _LAYER_HINTS)
+        if layer.HasField("convolution_param"):
+            _clear(layer.convolution_param, _CONVOLUTION_HINTS)
         _move_transform(layer)
         if layer.type == "BatchNorm" and len(layer.param) == _BATCH_NORM_BLOBS:
             for spec in layer.param:
@@ -60,6 +74,11 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
     if net.input:
         _input_layer(net, source)
     return net
+
+
+def _clear(message: ProtoMessage, fields: Iterable[str]) -> None:
+    for field in fields:
+        message.ClearField(field)
 
 
 def v1_type_name(layer: ProtoMessage) -> str:

@@ -37,15 +37,20 @@ class _Maximum(torch.autograd.Function):
 
 @register("Eltwise")
 class Eltwise(Layer):
-    """sum(coeff_i * x_i), prod(x_i) or max(x_i) of bottoms with the same shape."""
+    """sum(coeff_i * x_i), prod(x_i) or max(x_i) of bottoms with the same shape.
 
-    bottom_count = (2, None)
+    FlowNet's Caffe also multiplies a single bottom by its coefficient.
+    """
+
+    bottom_count = (1, None)
 
     def setup(self, bottoms: list[Shape]) -> None:
         """Read operation and coefficients."""
         options = self.parameter.eltwise_param
         self.operation: int = options.operation
         coefficients = list(options.coeff)
+        if len(bottoms) == 1 and not coefficients:
+            raise self.error("Eltwise Layer takes at least 2 bottom blob(s) as input, or one with a coeff; got 1")
         if coefficients and len(coefficients) != len(bottoms):
             raise self.error(
                 f"Eltwise Layer takes one coefficient per bottom blob: {len(coefficients)} for {len(bottoms)} bottoms"
@@ -75,7 +80,10 @@ class Eltwise(Layer):
         return [result]
 
     def _sum(self, bottoms: list[torch.Tensor]) -> torch.Tensor:
-        first, second = self.coefficients[:2]
+        first = self.coefficients[0]
+        if len(bottoms) == 1:
+            return bottoms[0] * first
+        second = self.coefficients[1]
         start = bottoms[0] if first == 1.0 else bottoms[0] * first
         if self.may_overwrite and start is bottoms[0] and not start.requires_grad:
             result = start.add_(bottoms[1], alpha=second)

@@ -37,13 +37,31 @@ class ReLU6(Elementwise):
         return None if self.slope else ("hardtanh", (0.0, SIX))
 
 
-@register("Hswish")
+@register("Hswish", "HardSwish", "HSwish")
 class Hswish(Elementwise):
     """y = x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
 
     def function(self, bottom: torch.Tensor) -> torch.Tensor:
         """Return x * min(max(x + 3, 0), 6) / 6."""
         return functional.hardswish(bottom)
+
+
+@register("HSigmoid")
+class HSigmoid(Elementwise):
+    """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return min(max(x + 3, 0), 6) / 6."""
+        return functional.hardsigmoid(bottom)
+
+
+@register("Mish")
+class Mish(Elementwise):
+    """y = x * tanh(log(1 + exp(x))), as in YOLO v4."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return x * tanh(log(1 + exp(x)))."""
+        return functional.mish(bottom)
 
 
 @register("RReLU")

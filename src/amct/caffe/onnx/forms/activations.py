@@ -136,6 +136,18 @@ def logarithm(place: Place[arithmetic.Log]) -> None:
         place.top("Mul", place.step("log", "Log", tensor), place.value("base_factor", float(layer.factor)))
 
 
+@onnx_form(more.HSigmoid)
+def hard_sigmoid(place: Place[more.HSigmoid]) -> None:
+    """HardSigmoid with MobileNet's slope."""
+    place.top("HardSigmoid", place.bottom, alpha=1 / more.SIX, beta=0.5)
+
+
+@onnx_form(more.Mish)
+def mish(place: Place[more.Mish]) -> None:
+    """Mul(x, Tanh(Softplus(x))): ONNX has Mish from opset 18 on only."""
+    place.top("Mul", place.bottom, place.step("gate", "Tanh", place.step("soft", "Softplus", place.bottom)))
+
+
 @onnx_form(more.ReLU6)
 def relu6(place: Place[more.ReLU6]) -> None:
     """Clip, plus negative_slope * min(x, 0)."""

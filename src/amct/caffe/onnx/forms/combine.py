@@ -45,8 +45,11 @@ def tile(place: Place[Tile]) -> None:
 
 @onnx_form(Eltwise)
 def eltwise(place: Place[Eltwise]) -> None:
-    """A chain of Add or Mul, or Max."""
+    """A chain of Add or Mul, or Max; a single bottom is multiplied by its coefficient."""
     layer = place.layer
+    if len(place.bottoms) == 1:
+        place.top("Mul", place.bottom, place.value("coefficient", float(layer.coefficients[0])))
+        return
     if layer.operation == MAX:
         place.top("Max", *place.bottoms)
         return
