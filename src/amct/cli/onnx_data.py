@@ -100,5 +100,8 @@ def _arrays(proto: ModelProto, options: DataOptions) -> dict[str, NDArray[Any]]:
     lengths = {name: len(found[name]) if found[name].ndim else 0 for name in names}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ArgumentError(f"{options.data}: expected as many samples in every array, got {counts}")
+        raise ArgumentError(
+            f"{options.data}: expected as many samples in every array, got {counts}. Arrays are cut along their first "
+            "axis; for a model whose inputs are not, give the batches in Python: amct.onnx_model.quantize(model, [...])"
+        )
     return {name: found[name] for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from onnx import ModelProto, helper, version_converter
 
 from amct.errors import ModelError
@@ -11,6 +13,8 @@ from amct.export.writer import OPSETS, check_opset
 
 NEWEST_FILE_VERSION = 10
 """The IR version of the newest supported opset; runtimes reject files with a newer one."""
+STORED_ALONE = 4
+"""The first IR version in which stored tensors need not be listed as inputs; files of opset 7 and 8 are older."""
 
 
 def usual_opset(model: ModelProto) -> int:
@@ -32,7 +36,7 @@ def with_opset(model: ModelProto, opset: int) -> ModelProto:
         converted = version_converter.convert_version(light_copy(model), opset)
     except Exception as error:
         raise ModelError(
-            f"the model has opset {model_opset(model)} and cannot be converted to {opset}: {first_line(error)}; "
+            f"the model has opset {model_opset(model)} and cannot be converted to {opset}: {_reason(error)}; "
             f"export it again with an opset of {OPSETS[0]}..{OPSETS[-1]}"
         ) from error
     result = with_weights(converted, model)
@@ -40,10 +44,15 @@ def with_opset(model: ModelProto, opset: int) -> ModelProto:
     return result
 
 
+def _reason(error: Exception) -> str:
+    """What the converter says, without the place in its own source and the condition that failed there."""
+    return re.sub(r"^\S+:\d+: \w+: Assertion `.*?` failed: ", "", first_line(error))
+
+
 def set_file_version(model: ModelProto) -> None:
-    """Set an IR version that fits the model's opset and that runtimes support."""
+    """Set an IR version that fits the model's opset, that runtimes support, and without stored tensors as inputs."""
     needed = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
-    model.ir_version = max(needed, min(model.ir_version, NEWEST_FILE_VERSION))
+    model.ir_version = max(needed, STORED_ALONE, min(model.ir_version, NEWEST_FILE_VERSION))
 
 
 def with_weights(light: ModelProto, model: ModelProto) -> ModelProto:

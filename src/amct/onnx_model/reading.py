@@ -215,6 +215,9 @@ def _declare_shapes(proto: ModelProto) -> ModelProto:
     for value in inferred.graph.value_info:
         if value.name not in known:
             proto.graph.value_info.append(value)
+    for output, found in zip(proto.graph.output, inferred.graph.output, strict=True):
+        if output.type.HasField("tensor_type") and not output.type.tensor_type.HasField("shape"):
+            output.type.CopyFrom(found.type)
     return inferred
 
 

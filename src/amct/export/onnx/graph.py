@@ -6,6 +6,7 @@ limit can be edited: only parts of it are serialized.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +53,10 @@ _DETERMINISTIC_FOLDS = frozenset(
     }
 )
 """Operators allowed between a weight and its layer; exporters keep them in the graph if the weight is large."""
+_ARITHMETIC_FOLDS = frozenset({"Abs", "Add", "Div", "Exp", "Mul", "Neg", "Pow", "Reciprocal", "Sqrt", "Sub"})
+"""The same for a weight that is normalized in each run; these broadcast: a result may be larger than its operands."""
+_REDUCING_FOLDS = frozenset({"ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
+_FOLDS = _DETERMINISTIC_FOLDS | _ARITHMETIC_FOLDS | _REDUCING_FOLDS
 
 _LONGEST_FOLD = 64
 """The longest chain of operators between a stored value and a tensor that still counts as constant."""
@@ -193,7 +198,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
         node = self.producer(tensor)
         if node is not None and node.op_type == "Constant":
             return 0
-        foldable = node is not None and node.op_type in _DETERMINISTIC_FOLDS and any(node.input)
+        foldable = node is not None and node.op_type in _FOLDS and any(node.input)
         return None if foldable else _NEVER
 
     def is_initializer(self, tensor: str) -> bool:
@@ -234,6 +239,9 @@ class OnnxGraph(TensorIndex[NodeProto]):
             assert indices is not None
             axis = attribute_value(node, "axis", 0)
             result = data.nbytes // max(data.shape[axis] if data.ndim else 1, 1) * indices.size
+        elif node.op_type in _ARITHMETIC_FOLDS:
+            operands = [value for value in inputs.values() if value is not None]
+            result = math.prod(np.broadcast_shapes(*(each.shape for each in operands))) * operands[0].itemsize
         stored = sum(stored_bytes(tensor) for tensor in self._initializers.values())
         return result > max(2 * stored, _LARGEST_FOLD)
 

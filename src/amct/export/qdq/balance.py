@@ -31,7 +31,7 @@ def insert_balance(graph: OnnxGraph, layer: Layer, tensor: str, dtype: type[np.f
     """Insert ``<layer>.mul`` behind ``tensor`` if the layer has DMQ factors; returns the tensor to quantize."""
     if layer.factors.balance is None:
         return tensor
-    inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer))
+    inverse = (1.0 / layer.factors.balance).astype(dtype).reshape(_shape(layer, graph.rank(tensor)))
     constant = graph.add_constant(f"{layer.name}.tensor_balance_factor", inverse)
     return graph.add_node("Mul", f"{layer.name}.mul", [tensor, constant])
 
@@ -110,11 +110,14 @@ def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:
     return replace(layer, weight=weight, bias=bias, factors=replace(layer.factors, scale_w=scales), rescaled=True)
 
 
-def _shape(layer: Layer) -> list[int]:
-    """The shape of factors along the input channels: axis 1, or the last axis of linear and recurrent layers."""
+def _shape(layer: Layer, axes: int | None) -> list[int]:
+    """The shape of factors along the input channels: axis 1, or the last axis of linear and recurrent layers.
+
+    An input of a linear layer may have this axis only (``axes``); factors of two would give it another.
+    """
     assert layer.weight is not None
     if layer.kind is LayerKind.LINEAR:
-        return [1, -1]
+        return [-1] if axes == 1 else [1, -1]
     if layer.kind.is_recurrent:
         return [1, 1, -1]
     return [1, -1, *[1] * (layer.weight.ndim - 2)]
