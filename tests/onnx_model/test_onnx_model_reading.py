@@ -346,7 +346,7 @@ def test_types_are_those_of_the_configs():
 
 def test_chains_of_any_length_from_a_weight_are_no_trouble():
     doubled = [node("Concat", f"c{index} c{index}", f"c{index + 1}", axis=0) for index in range(29)]
-    moved = [node("Identity", f"i{index}", f"i{index + 1}") for index in range(1200)]
+    moved = [node("Transpose", f"i{index}", f"i{index + 1}", perm=[0, 1]) for index in range(1200)]
     short = [node("Identity", f"s{index}", f"s{index + 1}") for index in range(20)]
     products = [node("MatMul", f"x {weight}", out, name) for weight, out, name in
                 (("c29", "a", "doubled"), ("i1200", "b", "long"), ("s20", "c", "short"))]  # fmt: skip

@@ -90,3 +90,43 @@ def test_an_operator_that_only_newer_opsets_have_is_named_without_the_converter_
         ModelError, match=r"cannot be converted to 21: No Previous Version of Attention exists; export it"
     ):
         read_model(model)
+
+
+def test_identities_between_a_layer_and_what_is_folded_into_it_are_removed():
+    nodes = [
+        node("Conv", "x w", "a", "conv"),
+        node("Identity", "a", "a2"),
+        node("Mul", "a2 two", "b"),
+        node("Identity", "b", "b2"),
+        node("Identity", "b2", "b3"),
+        node("BatchNormalization", "b3 s t m v", "c", "norm"),
+        node("Identity", "c", "y"),
+    ]
+    weights = {"w": normal(8, 3, 3, 3), "two": np.array([2], np.float32), "v": np.ones(8, np.float32)}
+    weights |= {name: normal(8, seed=seed) for seed, name in enumerate("stm")}
+    model = graph_model(nodes, weights, ("n", 3, 6, 6), outputs=("y", "b2"))
+    read = read_model(model).model
+    assert [each.op_type for each in read.graph.node] == ["Conv", "Mul", "Identity", "BatchNormalization", "Identity"]
+    alone = graph_model(nodes, weights, ("n", 3, 6, 6))
+    quantized = amct.quantize(alone, batches(1, 3, 6, 6))
+    assert [each.op_type for each in quantized.prepared.folded.graph.node] == ["Conv", "Identity"]
+    assert not [skip for skip in quantized.skipped if skip.layer == "norm"]
+    data = {"x": normal(2, 3, 6, 6, seed=9)}
+    for first, second in zip(run(model, data), run(read, data), strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_an_identity_that_a_body_reads_stays():
+    body = helper.make_graph([node("Relu", "a", "r")], "then", [], [helper.make_tensor_value_info("r", 1, None)])
+    other = helper.make_graph([node("Neg", "a", "s")], "else", [], [helper.make_tensor_value_info("s", 1, None)])
+    nodes = [
+        node("MatMul", "x w", "m", "product"),
+        node("Identity", "m", "a"),
+        node("ReduceMean", "a", "mean", keepdims=0),
+        node("Greater", "mean zero", "is_positive"),
+        node("If", "is_positive", "y", then_branch=body, else_branch=other),
+    ]
+    model = graph_model(nodes, {"w": normal(6, 4), "zero": np.array(0, np.float32)}, (2, 6))
+    read = read_model(model).model
+    data = {"x": normal(2, 6, seed=9)}
+    np.testing.assert_array_equal(run(model, data)[0], run(read, data)[0])

@@ -30,6 +30,7 @@ from amct.export.onnx.messages import first_line
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.onnx.sizes import check_sizes
 from amct.memory import give_back_freed
+from amct.onnx_model.identities import remove_identities
 from amct.onnx_model.opset import (
     drop_stored_inputs,
     set_file_version,
@@ -109,6 +110,7 @@ def read_model(
     _name_nodes(proto)
     if not allow_quantized:
         proto = with_explicit_pool_padding(with_opset(proto, usual_opset(proto)))
+        remove_identities(proto)
         _name_nodes(proto)
     check_sizes(source, _declare_shapes(proto))
     name = Path(model).stem if isinstance(model, (str, os.PathLike)) else proto.graph.name or "model"
