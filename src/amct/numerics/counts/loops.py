@@ -451,7 +451,7 @@ def _copy_runs(bits: Bits, every: int, begin: int, samples: Bits, sampled: int) 
         for step in range(RUN):
             samples[number + np.uint64(step)] = bits[first + np.uint64(step)]
         number += np.uint64(RUN)
-    return np.int64(number)
+    return sampled + bits.size // group * RUN
 
 
 @compiled
