@@ -88,7 +88,11 @@ def test_a_symbolic_link_is_replaced_and_its_target_stays(tmp_path, caplog, kind
     target.parent.mkdir()
     if kind == "file":
         target.write_text("mine")
-    for write in (atomic.write_text, lambda path, text: atomic.modify(path, lambda _: text.encode())):
+    for write in (
+        atomic.write_text,
+        lambda path, text: atomic.modify(path, lambda _: text.encode()),
+        lambda path, text: atomic.replace_fleeting(path, text.encode()),
+    ):
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(target)
         caplog.clear()
@@ -803,6 +807,17 @@ def test_sigkill_between_the_renames(tmp_path, renames):
 
 
 # ------------------------------------------------------------------------------------------------------------ modify
+
+
+def test_a_fleeting_file_is_replaced_as_a_whole_though_others_hold_the_lock(tmp_path):
+    path = tmp_path / "new" / "f"
+    atomic.replace_fleeting(path, b"old")
+    atomic.modify(path.parent / "g", lambda _: atomic.replace_fleeting(path, b"new") or b"")
+    assert path.read_bytes() == b"new"
+    assert mode(path) == 0o640
+    with pytest.raises(FileError, match="it is a folder"):
+        atomic.replace_fleeting(path.parent, b"")
+    assert hidden(path.parent) == []
 
 
 def test_modify_creates_changes_and_leaves_alone(tmp_path):

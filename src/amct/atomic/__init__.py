@@ -23,7 +23,16 @@ Files are created with mode 640 and folders with mode 750, as AMCT does.
 from __future__ import annotations
 
 from amct.atomic._disk import is_file, is_folder
-from amct.atomic._files import FileGroup, check_writable, modify, open_write, read_bytes, write_bytes, write_text
+from amct.atomic._files import (
+    FileGroup,
+    check_writable,
+    modify,
+    open_write,
+    read_bytes,
+    replace_fleeting,
+    write_bytes,
+    write_text,
+)
 from amct.atomic._notices import Snapshot, check_whole
 
 __all__ = [
@@ -36,6 +45,7 @@ __all__ = [
     "modify",
     "open_write",
     "read_bytes",
+    "replace_fleeting",
     "write_bytes",
     "write_text",
 ]

@@ -112,7 +112,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
+def create(temporary: Path, target: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Open a new file for writing, and sync it at the end; errors name ``target``."""
     try:
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, FILE_MODE)
@@ -120,7 +120,8 @@ def create(temporary: Path, target: Path) -> Iterator[BinaryIO]:
             os.fchmod(descriptor, FILE_MODE)
             yield stream
             stream.flush()
-            os.fsync(descriptor)
+            if sync:
+                os.fsync(descriptor)
     except OSError as error:
         # An error with another file name comes from the code in the with block.
         if isinstance(error, FileError) or error.filename not in (None, str(temporary), temporary):

@@ -194,16 +194,31 @@ def modify(path: AnyPath, change: Callable[[bytes | None], bytes]) -> None:
         after = change(before)
         if after == before:
             return
-        warn_of_link(target)
-        temporary = temporary_path(target)
-        try:
-            with create(temporary, target) as stream:
-                stream.write(after)
-            os.replace(temporary, target)  # noqa: PTH105 - twice as fast as Path.replace
-        except OSError as error:
-            raise error if isinstance(error, FileError) else file_error("write", target, error) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        _replace(target, after)
+
+
+def replace_fleeting(path: AnyPath, data: bytes) -> None:
+    """Replace a file that only this process writes and that a power failure may destroy: nothing is locked or synced.
+
+    Raises:
+        FileError: The file cannot be written; it is unchanged.
+    """
+    target = replaceable(path)
+    make_folders(target.parent)
+    _replace(target, data, sync=False)
+
+
+def _replace(target: Path, data: bytes, *, sync: bool = True) -> None:
+    warn_of_link(target)
+    temporary = temporary_path(target)
+    try:
+        with create(temporary, target, sync=sync) as stream:
+            stream.write(data)
+        os.replace(temporary, target)  # noqa: PTH105 - twice as fast as Path.replace
+    except OSError as error:
+        raise error if isinstance(error, FileError) else file_error("write", target, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _content(file: Path) -> bytes | None:

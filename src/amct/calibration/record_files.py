@@ -85,8 +85,7 @@ class RecordFiles:
         """Write the progress; cheap enough to be called after every batch."""
         if not self._writes:
             return
-        text = _text(progress)
-        atomic.modify(progress_path(self.record), lambda _: text.encode())
+        atomic.replace_fleeting(progress_path(self.record), _text(progress).encode())
 
     def complete(self, record: AnyRecord, beside: Mapping[Path, str | Callable[[bytes], bytes]] | None = None) -> None:
         """Write the complete record and the files ``beside`` it as one group, and delete the progress file.
