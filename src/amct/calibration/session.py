@@ -334,7 +334,7 @@ class CalibrationSession:
 
     def _together(self) -> AbstractContextManager[None]:
         """The context of work whose failure ends the other processes too."""
-        return nullcontext() if self._meeting is None else self._meeting.together()
+        return _NO_CONTEXT if self._meeting is None else self._meeting.together()
 
     def _beat(self) -> None:
         if self._meeting is not None:
@@ -475,3 +475,4 @@ def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | 
 
 
 _SHOWN_LAYERS = 5
+_NO_CONTEXT = nullcontext()

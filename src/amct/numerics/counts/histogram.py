@@ -61,6 +61,7 @@ from amct.numerics.counts.tables import (
     Values,
     count_by_lookup,
     counted_limits,
+    cut_to_tails,
     mark_blocks,
     move_blocks,
     occupied,
@@ -287,23 +288,7 @@ class FloatHistogram:
     def _trim_to_tails(self, values: Floats | None = None) -> None:
         """Move each edge outwards until at most ``tail`` values lie beyond it; store only these, sorted."""
         outer = np.sort(self._outer if values is None else values)
-        lower, upper = self._limits
-        negative = int(np.searchsorted(outer, np.float32(0)))
-        if negative > self.tail:
-            lower = max(lower, SIGN + self._next_border(-outer[self.tail]))
-        if outer.size - negative > self.tail:
-            upper = max(upper, self._next_border(outer[-self.tail - 1]))
-        self._limits = lower, upper
-        edges = np.array(self._limits, np.uint32).view(np.float32)
-        below, above = np.searchsorted(outer, edges[0], side="right"), np.searchsorted(outer, edges[1])
-        self._stored = int(below + outer.size - above)
-        self._room[:below] = outer[:below]
-        self._room[below : self._stored] = outer[above:]
-
-    def _next_border(self, magnitude: np.float32) -> int:
-        """Return the bit pattern of the lower end of the bin after the one that holds a value."""
-        shift = FLOAT_MANTISSA - self.mantissa_bits
-        return ((int(magnitude.view(np.uint32)) >> shift) + 1) << shift
+        self._stored, self._limits = cut_to_tails(outer, self._limits, self.tail, self.mantissa_bits, self._room)
 
     # ------------------------------------------------------------------ counting
 

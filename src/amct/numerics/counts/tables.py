@@ -162,3 +162,27 @@ def counted_limits(bins: Table, tail: int) -> Limits:
     below = max(_tail_begin(first_bin[half:], counts, mantissa_bits, tail), 1) << shift
     above = max(_tail_begin(first_bin[:half], counts, mantissa_bits, tail), 1) << shift
     return SIGN + below, above
+
+
+@compiled
+def cut_to_tails(outer: Floats, limits: Limits, tail: int, mantissa_bits: int, room: Floats) -> tuple[int, Limits]:
+    """Move each limit outwards to the next border of a bin beyond which there are at most ``tail`` ascending values.
+
+    Returns:
+        How many values beyond the limits are stored in ``room``, ascending, and the limits.
+    """
+    (lower, upper), shift = limits, FLOAT_MANTISSA - mantissa_bits
+    bits = outer.view(np.uint32)
+    negative = np.searchsorted(outer, np.float32(0))
+    if negative > tail:
+        lower = max(lower, SIGN + ((((np.int64(bits[tail]) - SIGN) >> shift) + 1) << shift))
+    if outer.size - negative > tail:
+        upper = max(upper, ((np.int64(bits[outer.size - tail - 1]) >> shift) + 1) << shift)
+    ends = np.empty(2, np.uint32)
+    ends[0], ends[1] = lower, upper
+    edges = ends.view(np.float32)
+    below, above = np.searchsorted(outer, edges[0], side="right"), np.searchsorted(outer, edges[1])
+    stored = below + outer.size - above
+    room[:below] = outer[:below]
+    room[below:stored] = outer[above:]
+    return stored, (lower, upper)

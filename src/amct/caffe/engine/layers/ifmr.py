@@ -60,6 +60,9 @@ class IFMR(Layer):
             raise self.error("ifmr_param needs object_layer, the name of a layer")
         self.session: CalibrationSession | None = None
         self.file: _RecordFile | None = None
+        self._stream = caffe_stream(self.options.index)
+        self._object_layers = tuple(reversed(self.options.object_layer))
+        self._ends_batch = bool(self.options.reports_progress)
 
     def connect(self, layers: Mapping[str, Layer]) -> None:
         """Check ``factors_from``; the last IFMR layer of a record file starts the session of all of them."""
@@ -76,14 +79,15 @@ class IFMR(Layer):
 
     def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Let the session observe the bottom, and return it."""
-        options = self.options
-        if self.session is None:
+        session, bottom = self.session, bottoms[0]
+        if session is None:
             raise self.error("ifmr_param needs record_file_path")
         if self.file is not None:
-            self.file.see(self.parameter.bottom[0], bottoms[0])
-        for layer in reversed(options.object_layer):  # only the stream of the first layer has an observer
-            self.session.observe(layer, bottoms[0], caffe_stream(options.index), ends_batch=options.reports_progress)
-        return [bottoms[0]]
+            self.file.see(self.parameter.bottom[0], bottom)
+            self.file = None  # only the first batch is kept
+        for layer in self._object_layers:  # only the stream of the first layer, the last one here, has an observer
+            session.observe(layer, bottom, self._stream, ends_batch=self._ends_batch)
+        return [bottom]
 
     def streams(self, layers: Mapping[str, IFMR]) -> Iterator[Stream]:
         """One stream per layer that reads the bottom; all but one reuse the factors of another stream."""
