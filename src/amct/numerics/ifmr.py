@@ -156,58 +156,58 @@ class BinnedValues:
 
     def losses(self, candidates: Candidates) -> Values:
         """Return the expected mean squared error of every candidate, integrated exactly over each bin."""
-        bins = self._bins
-        losses = _binned_losses(bins.low, bins.high, bins.count, candidates.lower, candidates.upper, candidates.scale)
+        bins, least = self._bins, candidates.scale.min()
+        below = int(np.searchsorted(bins.low, -0.5 * least))
+        above = max(below, int(np.searchsorted(bins.high, 0.5 * least, side="right")))
+        limits = (candidates.lower, candidates.upper, candidates.scale)
+        losses = _binned_losses((bins.low, bins.high, bins.count), (below, above), limits, least / 8)
         losses /= self.count
         return losses
 
 
 @compiled
-def _binned_losses(low: Values, high: Values, count: Values, lower: Values, upper: Values, scale: Values) -> Values:
+def _binned_losses(
+    bins: tuple[Values, Values, Values], near_zero: tuple[int, int], limits: tuple[Values, Values, Values], width: float
+) -> Values:
     """Return the summed squared error of every candidate for the values of ascending bins.
 
-    Values that every candidate rounds to zero have the same loss for all candidates, so they do not affect the choice:
-    they are left out. They are more than half of all bins.
+    Bins near zero are far finer than the search needs: neighbours are merged up to a total of ``width``, an eighth of a
+    step. Few bins are not merged: that would save no time, and they may be exact values, which are bins of no width.
+
+    Args:
+        bins: lower end, upper end and count of each bin.
+        near_zero: the first, and the one after the last, of the bins whose values every candidate rounds to zero. They
+            have the same loss for all candidates, so they do not affect the choice. They are more than half of all.
+        limits: lower end, upper end and scale of each candidate.
+        width: of merged bins.
     """
-    least = scale.min()
-    below = np.searchsorted(low, -0.5 * least)
-    above = max(below, np.searchsorted(high, 0.5 * least, side="right"))
-    kept_low, kept_high = np.concatenate((low[:below], low[above:])), np.concatenate((high[:below], high[above:]))
-    kept_count = np.concatenate((count[:below], count[above:]))
-    if kept_low.size > MAX_DISTINCT_VALUES:
-        number = _merge_bins(kept_low, kept_high, kept_count, least / 8)
-        kept_low, kept_high, kept_count = kept_low[:number], kept_high[:number], kept_count[:number]
-    value, points = np.empty(kept_low.size), np.empty(kept_low.size)
+    low, high, count = bins
+    below, above = near_zero
+    lower, upper, scale = limits
+    size = below + low.size - above
+    begins, ends, inside = np.empty(size), np.empty(size), np.empty(size)
+    number, cell = 0, np.nan
+    for index in range(size):
+        place = index if index < below else index + above - below
+        own = np.floor(low[place] / width) if size > MAX_DISTINCT_VALUES else np.nan
+        if own == cell:
+            ends[number - 1] = high[place]
+            inside[number - 1] += count[place]
+        else:
+            begins[number], ends[number], inside[number], cell = low[place], high[place], count[place], own
+            number += 1
+    value, points = np.empty(number), np.empty(number)
     spread = exact = 0
-    for place in range(kept_low.size):  # bins of no width are exact values
-        begin, end, inside = kept_low[place], kept_high[place], kept_count[place]
+    for place in range(number):
+        begin, end, within = begins[place], ends[place], inside[place]
         if begin < end:
-            kept_low[spread], kept_high[spread], kept_count[spread] = begin, end, inside / (end - begin)
+            begins[spread], ends[spread], inside[spread] = begin, end, within / (end - begin)
             spread += 1
         else:
-            value[exact], points[exact] = begin, inside
+            value[exact], points[exact] = begin, within
             exact += 1
-    losses = _spread_losses(kept_low[:spread], kept_high[:spread], kept_count[:spread], lower, upper, scale)
+    losses = _spread_losses(begins[:spread], ends[:spread], inside[:spread], lower, upper, scale)
     return losses + _point_losses(value[:exact], points[:exact], lower, upper, scale)
-
-
-@compiled
-def _merge_bins(low: Values, high: Values, count: Values, width: float) -> int:
-    """Merge neighbouring bins up to a total of ``width``, in place, and return their number; wider bins stay.
-
-    Bins near zero are far finer than the search needs: an eighth of a step is enough. Few bins are not merged: that
-    would save no time, and they may be exact values.
-    """
-    number, cell = 0, np.nan
-    for place in range(low.size):
-        own = np.floor(low[place] / width)
-        if own == cell:
-            high[number - 1] = high[place]
-            count[number - 1] += count[place]
-        else:
-            low[number], high[number], count[number], cell = low[place], high[place], count[place], own
-            number += 1
-    return number
 
 
 @compiled

@@ -65,7 +65,6 @@ from amct.numerics.counts.tables import (
     mark_blocks,
     move_blocks,
     occupied,
-    with_tails,
 )
 from amct.numerics.observer import State, checked_array
 
@@ -225,9 +224,18 @@ class FloatHistogram:
         if not self.tail:
             return bins
         self._trim_to_tails()
-        edges = np.array(self._limits, np.uint32).view(np.float32)
-        expected = self._total - self._stored if self._largest_weight > 1 else -1
-        return Bins(*with_tails((bins.low, bins.high, bins.count), self._outer, edges, expected))
+        lower, upper = self._edges
+        tail = self._outer.astype(np.float64)
+        below, above = np.split(tail, [np.searchsorted(tail, 0.0)])
+        inner = slice(np.searchsorted(bins.high, lower, side="right"), np.searchsorted(bins.low, upper))
+        count = bins.count[inner]
+        if self._largest_weight > 1 and count.size:
+            count = count * ((self._total - tail.size) / count.sum())  # the exact total corrects sampled counts
+        return Bins(
+            np.concatenate([below, bins.low[inner], above]),
+            np.concatenate([below, bins.high[inner], above]),
+            np.concatenate([np.ones(below.size), count, np.ones(above.size)]),
+        )
 
     # ------------------------------------------------------------------ the tails
 

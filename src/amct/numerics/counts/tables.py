@@ -103,34 +103,6 @@ def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Va
 
 
 @compiled
-def with_tails(
-    bins: tuple[Values, Values, Values], outer: Floats, edges: Floats, expected: int
-) -> tuple[Values, Values, Values]:
-    """Return lower end, upper end and count of ascending bins, with exact values instead of those beyond the edges.
-
-    Args:
-        bins: lower end, upper end and count of each bin.
-        outer: the values beyond the edges, ascending; each becomes a bin of no width.
-        edges: the values at which the tails begin.
-        expected: how many values lie between the edges, by which counts of a sample are corrected; -1: all are counted.
-    """
-    low, high, count = bins
-    negative = np.searchsorted(outer, np.float32(0))
-    first = np.searchsorted(high, np.float64(edges[0]), side="right")
-    last = max(first, np.searchsorted(low, np.float64(edges[1])))
-    inner = count[first:last]
-    total = inner.sum()
-    factor = expected / total if expected >= 0 and total > 0 else 1.0
-    end = negative + last - first
-    begins, ends = np.empty(outer.size + last - first), np.empty(outer.size + last - first)
-    counts = np.ones(begins.size)
-    begins[:negative], begins[negative:end], begins[end:] = outer[:negative], low[first:last], outer[negative:]
-    ends[:negative], ends[negative:end], ends[end:] = outer[:negative], high[first:last], outer[negative:]
-    counts[negative:end] = inner * factor
-    return begins, ends, counts
-
-
-@compiled
 def _tail_begin(first_bin: Counts, counts: Tallies, mantissa_bits: int, tail: int) -> int:
     """Return the index of the first bin from which on the blocks of one sign hold at most ``tail`` values."""
     seen = 0
@@ -173,7 +145,7 @@ def cut_to_tails(outer: Floats, limits: Limits, tail: int, mantissa_bits: int, r
     """
     (lower, upper), shift = limits, FLOAT_MANTISSA - mantissa_bits
     bits = outer.view(np.uint32)
-    negative = np.searchsorted(outer, np.float32(0))
+    negative = _first_from(outer, np.float32(0))
     if negative > tail:
         lower = max(lower, SIGN + ((((np.int64(bits[tail]) - SIGN) >> shift) + 1) << shift))
     if outer.size - negative > tail:
@@ -181,8 +153,25 @@ def cut_to_tails(outer: Floats, limits: Limits, tail: int, mantissa_bits: int, r
     ends = np.empty(2, np.uint32)
     ends[0], ends[1] = lower, upper
     edges = ends.view(np.float32)
-    below, above = np.searchsorted(outer, edges[0], side="right"), np.searchsorted(outer, edges[1])
-    stored = below + outer.size - above
-    room[:below] = outer[:below]
-    room[below:stored] = outer[above:]
+    above = _first_from(outer, edges[1])
+    stored = 0
+    while stored < negative and outer[stored] <= edges[0]:
+        room[stored] = outer[stored]
+        stored += 1
+    for place in range(above, outer.size):
+        room[stored] = outer[place]
+        stored += 1
     return stored, (lower, upper)
+
+
+@compiled
+def _first_from(values: Floats, bound: float) -> int:
+    """Return the index of the first of ascending values that is not below a bound."""
+    begin, end = 0, values.size
+    while begin < end:
+        middle = (begin + end) // 2
+        if values[middle] < bound:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
