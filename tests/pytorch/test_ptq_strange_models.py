@@ -103,6 +103,23 @@ def test_the_median_and_the_kth_value(tmp_path):
     np.testing.assert_array_equal(np.take_along_axis(y, place, 1), value)
 
 
+@pytest.mark.parametrize("opset", [17, 18])
+def test_zeros_before_a_maximum(opset, tmp_path):
+    """The stem of BiT; onnxruntime would merge the zeros into the pooling, which pads with minus infinity."""
+    layers = [nn.Conv2d(3, 4, 3), nn.ConstantPad2d(1, 0.0), nn.MaxPool2d(3, 2), nn.Conv2d(4, 2, 1)]
+    model = nn.Sequential(*layers).eval()
+    model[0].bias.data -= 9
+    data = batches(2, 3, 9, 9)
+    quantized = amct.pytorch.quantize(model, data)
+    quantized.save(tmp_path / "net", ["qdq"], opset=opset)
+    wanted = model(data[0]).detach().numpy()
+    float_model = quantized.prepared.float_model(opset).SerializeToString()
+    for file in (float_model, tmp_path / "net_qdq_model.onnx"):
+        session = onnxruntime.InferenceSession(file)
+        given = session.run(None, {session.get_inputs()[0].name: data[0].numpy()})[0]
+        assert is_near(given, wanted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     scores: torch.Tensor

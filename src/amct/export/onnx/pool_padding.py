@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer_lookup import is_zero_pad
 from amct.export.onnx.messages import attribute_value
 
 if TYPE_CHECKING:
@@ -29,6 +30,26 @@ def with_explicit_pool_padding(model: ModelProto) -> ModelProto:
             _add_pad(graph, node, pads)
         for name in ("pads", "count_include_pad"):
             graph.drop_attribute(node, name)
+    return graph.build()
+
+
+def with_separate_zeros(model: ModelProto) -> ModelProto:
+    """The model with zeros that a Pad adds before a MaxPool kept apart from it; the model itself if there are none.
+
+    onnxruntime merges such a Pad into the pooling, although that pads with minus infinity: a window of negative values
+    at the border then loses its zero. It does not merge a Pad whose value is another than zero, however small.
+    """
+    if not {"Pad", "MaxPool"} <= {node.op_type for node in model.graph.node}:
+        return model
+    graph = OnnxGraph(model)
+    readers = [(node, graph.only_consumer(node.output[0])) for node in graph.nodes if node.op_type == "Pad"]
+    pads = [pad for pad, reader in readers if reader is not None and reader.op_type == "MaxPool"]
+    for pad in [pad for pad in pads if is_zero_pad(graph, pad)]:
+        least = np.array(np.finfo(np.float32).tiny, dtype=np.float32)
+        value = graph.add_initializer(f"{pad.name}.zero", least)
+        while len(pad.input) < 3:
+            pad.input.append("")
+        graph.set_input(pad, 2, value)
     return graph.build()
 
 

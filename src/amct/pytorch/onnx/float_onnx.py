@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
 from amct.export.onnx.messages import model_opset
-from amct.export.onnx.pool_padding import with_explicit_pool_padding
+from amct.export.onnx.pool_padding import with_explicit_pool_padding, with_separate_zeros
 from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.program import failure_of, quiet_exporters
@@ -100,7 +100,7 @@ def float_onnx(
     kinds = {name: KIND_OF_TORCH_TYPE[facts.type] for name, facts in traced.layers.items()}
     calls = {name: facts.calls for name, facts in traced.layers.items()}
     placed = place_layers(lowered.model, fused, kinds, calls)
-    model = with_explicit_pool_padding(lower_opset(placed.model, opset))
+    model = with_separate_zeros(with_explicit_pool_padding(lower_opset(placed.model, opset)))
     _finish(model, opset)
     _fill(model, {**stored, **placed.parameters}, kept)
     bindings = tuple(
