@@ -70,6 +70,10 @@ def _series(count: int, seed: int) -> Inputs:
     return {"past_values": np.cumsum(np.random.default_rng(seed).normal(size=(count, 128, 4)), 1).astype(np.float32)}
 
 
+def _clip_of_four(count: int, seed: int) -> Inputs:
+    return {"pixel_values": images(4 * count, 96, seed).reshape(count, 4, 3, 96, 96)}
+
+
 PIXELS = partial(_pixels, 96)
 SWIN = {"image_size": 96, "patch_size": 4, "embed_dim": 48, "depths": (2, 2), "num_heads": (3, 6), "window_size": 6}
 T5 = {
@@ -137,6 +141,22 @@ MODELS: dict[str, tuple[str, Options, Make]] = {
     "patchtst": ("PatchTSTForPrediction", {"num_input_channels": 4, "context_length": 128, "patch_length": 8,
                                            "patch_stride": 8, "d_model": 64, "ffn_dim": 128, "num_hidden_layers": 2,
                                            "num_attention_heads": 4, "prediction_length": 16}, _series),
+    "falcon": ("FalconForCausalLM", {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2,
+                                     "num_attention_heads": 4, "use_cache": False}, _ids),
+    "xlnet": ("XLNetModel", {"vocab_size": WORDS, "d_model": WIDTH, "n_layer": 2, "n_head": 4, "d_inner": 512,
+                             "use_mems_eval": False}, _words),
+    "nystromformer": ("NystromformerModel", {**ENCODER, "segment_means_seq_len": LENGTH, "num_landmarks": 8}, _words),
+    "canine": ("CanineModel", {**{k: v for k, v in ENCODER.items() if k != "vocab_size"}, "num_hash_buckets": 64,
+                               "local_transformer_stride": 8}, _words),
+    "mamba": ("MambaForCausalLM", {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 8,
+                                   "use_cache": False}, _ids),
+    "wavlm": ("WavLMModel", SPEECH, _voice),
+    "detr": ("DetrForObjectDetection", {"d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 10,
+                                        "encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "encoder_attention_heads": 4,
+                                        "decoder_attention_heads": 4, "use_timm_backbone": True, "backbone": "resnet18",
+                                        "use_pretrained_backbone": False}, PIXELS),
+    "mobilenet_v2_segmentation": ("MobileNetV2ForSemanticSegmentation", {"depth_multiplier": 0.35}, PIXELS),
+    "videomae": ("VideoMAEModel", {**PICTURE, "num_frames": 4}, _clip_of_four),
 }  # fmt: skip
 
 

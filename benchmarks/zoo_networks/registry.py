@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zoo_networks import language, onnx_files, own, prototxts, vision
+from zoo_networks import language, onnx_files, own, own_more, prototxts, vision
 
 if TYPE_CHECKING:
     from zoo_networks.network import Network
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 def all_networks() -> list[Network]:
     """In the order of the table."""
-    groups = (own, vision, language, onnx_files, prototxts)
+    groups = (own, own_more, vision, language, onnx_files, prototxts)
     return [network for group in groups for network in group.networks()]

@@ -37,6 +37,9 @@ TIMM = {
     "ese_vovnet19b_dw": 160, "nf_resnet26": 128, "rexnet_100": 160, "semnasnet_075": 160,
     "starnet_s1": 160, "efficientvit_b0": 160, "repghostnet_050": 160, "hgnetv2_b0": 160,
     "eva02_tiny_patch14_224": 224, "visformer_tiny": 224, "mambaout_femto": 160,
+    "nf_regnet_b0": 128, "test_nfnet": 160, "resnetv2_50x1_bit": 96, "fasternet_t0": 128, "gernet_s": 96,
+    "repvit_m0_9": 128, "shvit_s1": 128, "efficientvit_m0": 224, "convit_tiny": 224, "botnet26t_256": 256,
+    "swiftformer_xs": 224, "caformer_s18": 96, "test_efficientnet_gn": 160,
 }  # fmt: skip
 
 

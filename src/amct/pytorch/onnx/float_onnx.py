@@ -177,13 +177,14 @@ def _missing_operator(program: ExportedProgram, message: str) -> str:
     if named is None:
         return ""
     operator = f"{named['name']}.{named['overload']}"
+    of = " for complex numbers" if "complex-valued" in message else ""
     place = _place_of(operator, program)
     if not place:  # what the user calls consists of it
         with suppress(Exception), quiet_exporters(), torch.no_grad():
             place = _place_of(operator, program.run_decompositions())
     return (
-        f"the operator {operator}{f' ({place})' if place else ''} has no form in ONNX; write it by other operations on "
-        "tensors, or leave it out of the exported model"
+        f"the operator {operator}{f' ({place})' if place else ''} has no form in ONNX{of}; write it by other operations "
+        "on tensors, or leave it out of the exported model"
     )
 
 
