@@ -32,7 +32,6 @@ def remove_identities(model: ModelProto) -> None:
             if name in source:
                 node.input[index] = source[name]
     known = [value for value in graph.value_info if value.name not in source]
-    for field, left in ((graph.node, kept), (graph.value_info, known)):
-        copies = list(left)
-        del field[:]
-        field.extend(copies)
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(kept)
+    graph.value_info.extend(known)

@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.numerics.min_max import MinMaxObserver
+from amct.export.qdq.tensor_observers import tensor_observers
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import tensor_fingerprint
 from amct.pytorch.capture.program import quiet_exporters, uncompiled
@@ -59,6 +59,7 @@ class TensorWatch:
         callees: Modules that the modules of these operations call directly.
         missing: Tensors whose call site was not found; they get no factors.
         given: The layer inputs that are observed per channel.
+        addends: Those tensors that are outputs of convolutions and only added to something.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -67,12 +68,13 @@ class TensorWatch:
     callees: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
     given: Sequence[LayerInput] = ()
+    addends: frozenset[str] = frozenset()
 
     def observers(self) -> dict[str, TensorObserver]:
-        """A new min/max observer for each tensor, which is cheap because there are many tensors."""
+        """A new observer for each tensor."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
         channels = {given.tensor: given.observer() for given in self.given}
-        return {**channels, **{name: MinMaxObserver() for name in names}}
+        return {**channels, **tensor_observers(names, self.addends)}
 
     def attach(self, model: nn.Module, session: CalibrationSession) -> AttachedTensorWatch:
         """Add hooks to the model so that a session observes these tensors in every forward."""

@@ -82,7 +82,7 @@ class Eltwise(Layer):
     def _sum(self, bottoms: list[torch.Tensor]) -> torch.Tensor:
         first = self.coefficients[0]
         if len(bottoms) == 1:
-            return bottoms[0] * first
+            return torch.mul(bottoms[0], first)
         second = self.coefficients[1]
         start = bottoms[0] if first == 1.0 else bottoms[0] * first
         if self.may_overwrite and start is bottoms[0] and not start.requires_grad:
