@@ -102,6 +102,16 @@ def test_blocks_of_large_models_get_pages_of_their_own_for_a_while(monkeypatch, 
     assert dict(after) == {-3: 2**25, -1: 2**26}  # where glibc itself ends
 
 
+def test_large_tensors_get_pages_of_their_own_beside_a_large_model(monkeypatch):
+    calls = []
+    for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(memory, "_of_glibc", lambda _: lambda *arguments: calls.append(arguments))
+    with memory.own_pages_of_large_tensors(), memory.own_pages(memory.LARGE_MODEL):
+        pass
+    assert [size for setting, size in calls if setting == -3] == [2**23, 2**20, 2**23, 2**25]
+
+
 def test_small_models_and_users_choices_leave_the_heap_alone(monkeypatch):
     assert _settings_of(monkeypatch, (), memory.LARGE_MODEL - 1) == ([], [])
     assert _settings_of(monkeypatch, ("MALLOC_MMAP_THRESHOLD_",), memory.LARGE_MODEL) == ([], [])

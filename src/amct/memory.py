@@ -16,6 +16,7 @@ from amct.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
 LARGE_MODEL = 2**24
 """Bytes of parameters from which memory counts more than the time to ask the system for it."""
@@ -70,25 +71,22 @@ class _OwnPages:
     """What glibc does with large blocks is one setting for the whole process: the last of several users resets it."""
 
     _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-    _SMALLEST = 2**20
     _LARGEST_OF_HEAP = 2**25  # to this glibc itself moves the limit when a program frees such blocks
     _CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._wanted: list[int] = []  # by each user: the smallest block with pages of its own
 
-    def enter(self) -> None:
+    def enter(self, smallest: int) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._set(self._SMALLEST)
+            self._wanted.append(smallest)
+            self._set(min(self._wanted))
 
-    def leave(self) -> None:
+    def leave(self, smallest: int) -> None:
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._set(self._LARGEST_OF_HEAP)
+            self._wanted.remove(smallest)
+            self._set(min(self._wanted, default=self._LARGEST_OF_HEAP))
 
     def _set(self, smallest: int) -> None:
         change = _of_glibc("mallopt")
@@ -111,11 +109,26 @@ def own_pages(parameter_bytes: int) -> Iterator[None]:
     if parameter_bytes < LARGE_MODEL:
         yield
         return
-    _OWN_PAGES.enter()
+    with _own_pages_from(2**20):
+        yield
+
+
+@contextmanager
+def _own_pages_from(smallest: int) -> Iterator[None]:
+    _OWN_PAGES.enter(smallest)
     try:
         yield
     finally:
-        _OWN_PAGES.leave()
+        _OWN_PAGES.leave(smallest)
+
+
+def own_pages_of_large_tensors() -> AbstractContextManager[None]:
+    """A context in which blocks from 8 MB on get pages of their own, whatever the size of the model.
+
+    For steps that run a model a few times on a batch of any size: whether such a block fits into a hole of the heap is
+    chance. Few tensors are that large, so the time does not count.
+    """
+    return _own_pages_from(2**23)
 
 
 def number_from_environment(variable: str, default: int, what: str = "bytes") -> int:

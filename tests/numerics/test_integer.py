@@ -288,3 +288,15 @@ def test_sums_that_float64_cannot_hold_are_refused():
     huge = torch.full((1, 2), 2**31 - 1, dtype=torch.int32)
     with pytest.raises(ArgumentError, match=r"exceed 2\^53"):
         integer_linear(huge, huge)
+
+
+def test_large_samples_are_convolved_one_at_a_time_with_the_same_sums(monkeypatch):
+    random = np.random.default_rng(7)
+    x = torch.from_numpy(random.integers(-128, 128, (3, 4, 9, 9)).astype(np.int8))
+    weight = torch.from_numpy(random.integers(-127, 128, (5, 4, 3, 3)).astype(np.int8))
+    bias = torch.arange(5, dtype=torch.int32)
+    whole = integer_convolution(x, weight, bias, offset=3)
+    monkeypatch.setattr("amct.numerics.integer._LARGE_SAMPLE", 1)
+    apart = integer_convolution(x, weight, bias, offset=3)
+    assert apart.dtype == whole.dtype
+    assert torch.equal(apart, whole)

@@ -227,8 +227,9 @@ def dequantize(q: Tensor, scale: Tensor, offset: Tensor, *, axis: int | None = N
     if q.dtype.is_floating_point:
         raise ArgumentTypeError(f"q: expected integers, got {q.dtype}")
     _, step, shift = _broadcast(q, scale, offset, axis)
-    wide = torch.int32 if q.dtype.itemsize < 4 else torch.int64  # int32 sums minus an offset may overflow int32
-    return (q.to(wide) - shift.to(wide)).to(step.dtype) * step
+    if q.dtype.itemsize < 4:  # a difference of small integers is exact in float32: no further tensor is needed
+        return q.to(step.dtype).sub_(shift.to(step.dtype)).mul_(step)
+    return (q.to(torch.int64) - shift.to(torch.int64)).to(step.dtype).mul_(step)  # it may overflow int32
 
 
 def fake_quantize(x: Tensor, scale: Tensor, offset: Tensor, bits: int, *, axis: int | None = None) -> Tensor:

@@ -45,6 +45,9 @@ class ConvolutionGeometry:
 
 _PLAIN = ConvolutionGeometry()
 
+_LARGE_SAMPLE = 2**17
+"""So many values are worth a convolution of their own."""
+
 
 def integer_convolution(
     x: Tensor,
@@ -79,8 +82,18 @@ def integer_convolution(
     kind = WeightKind.CONV_TRANSPOSE if geometry.transposed else WeightKind.CONV
     bound = _largest_magnitude(x, offset) * _largest_row_sum(channels_first(weight, kind, geometry.groups))
     dtype = _exact_dtype(bound, x.device)
-    sums = _convolve(_moved(x, dtype, offset), weight.to(dtype), geometry)
-    return _with_bias(sums, bias, bound, channel_axis=1)
+    weight = weight.to(dtype)
+
+    def convolved(some: Tensor) -> Tensor:
+        return _with_bias(_convolve(_moved(some, dtype, offset), weight, geometry), bias, bound, channel_axis=1)
+
+    if x.numel() < _LARGE_SAMPLE * len(x) or len(x) == 1:
+        return convolved(x)
+    first = convolved(x[:1])  # one sample at a time: there are three more tensors of its size for a moment
+    sums = first.new_empty(len(x), *first.shape[1:])
+    for index, place in enumerate(sums):
+        place.copy_(convolved(x[index : index + 1])[0] if index else first[0])
+    return sums
 
 
 def integer_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, offset: int = 0) -> Tensor:

@@ -21,6 +21,7 @@ from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared
 from amct.export.check.reference import SHARE, WORSE, Reference, fewest_batches
 from amct.export.formats import file_name
 from amct.export.saving import check_file
+from amct.memory import give_back_freed
 from amct.ptq.checking import first_outputs
 from amct.ptq.compare import measure
 
@@ -75,12 +76,11 @@ def reference_on(
     """
     net = net or build_net(results.folded_model, keep_blobs=())
     try:
-        return Reference(
-            inputs=inputs,
-            origin=origin,
-            expected=list(run_net(net, inputs).items()),
-            simulated=list(run_net(build_net(results.fake_quant().model, keep_blobs=()), inputs).items()),
-        )
+        expected = list(run_net(net, inputs).items())
+        del net
+        give_back_freed()
+        simulated = list(run_net(build_net(results.fake_quant().model, keep_blobs=()), inputs).items())
+        return Reference(inputs=inputs, origin=origin, expected=expected, simulated=simulated)
     except AmctError as error:
         logger.warning("the saved files are not checked: the net does not run on %s: %s", origin, error)
         return None
@@ -199,6 +199,7 @@ class PairCheck:
         Raises:
             ExportError: The pair cannot be read or run.
         """
+        give_back_freed()  # blobs of the net before: they are as large as the weights, or larger
         try:
             files = QuantizedFiles(group.temporary(prototxt), group.temporary(caffemodel), self._schema)
             outputs = self._run(files, simulation)

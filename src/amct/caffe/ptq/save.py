@@ -22,7 +22,7 @@ from amct.errors import ArgumentError, RecordError
 from amct.export.formats import file_name
 from amct.export.save_path import SavePath, warn_of_replaced
 from amct.export.saving import SavedContent, SaveRequest, file_entry
-from amct.memory import give_back_freed
+from amct.memory import give_back_freed, own_pages_of_large_tensors
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
@@ -77,10 +77,12 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
         with_record=True,
         record_file=graph.calibration_record,
     )
+    give_back_freed()  # what calibration needed, more with many batches than with one
     results = results_of(graph)
     assert graph.calibration_record is not None
-    content = SavedContent(record=results.record, reference=reference_beside(graph.calibration_record, results))
-    save_results(results, request, notes=SaveNotes.of(graph), content=content)
+    with own_pages_of_large_tensors():
+        content = SavedContent(record=results.record, reference=reference_beside(graph.calibration_record, results))
+        save_results(results, request, notes=SaveNotes.of(graph), content=content)
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
 

@@ -190,10 +190,9 @@ class IntegerData(Layer):
         """Run the inner layer on dequantized values, or on integers minus their offset."""
         inputs = []
         for blob, factors in zip(bottoms, self.factors, strict=True):
-            scale = torch.ones(()) if self.stays_integer else factors.scale
-            integers = factors.integers(blob.tensor)
+            moved = factors.integers(blob.tensor).float().sub_(int(factors.offset))  # exact: they have 16 bits at most
             value = Blob()
-            value.set_tensor((integers.to(torch.int32) - factors.offset).float() * scale)
+            value.set_tensor(moved if self.stays_integer else moved.mul_(factors.scale))
             inputs.append(value)
         self.inner.run(inputs, tops)
         if self.stays_integer:

@@ -49,12 +49,26 @@ class InputFactors:
         return dequantize(self.integers(x), self.scale, self.offset)
 
 
+_LARGE_SAMPLE = 2**16
+"""So many values are worth a call of their own."""
+
+
 def real_sums(sums: torch.Tensor, step: torch.Tensor, axis: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Dequantize accumulator sums by one step, or by one per channel along ``axis``: float64, rounded once."""
     after = [1] * (sums.dim() - axis % sums.dim() - 1)
     scale = step.double() if step.numel() == 1 else step.double().reshape(-1, *after)
+    shift = None if bias is None else bias.double().reshape(-1, *after)
+    if axis % sums.dim() == 0 or sums.numel() < _LARGE_SAMPLE * len(sums):
+        return _rounded_once(sums, scale, shift)
+    real = torch.empty_like(sums, dtype=torch.float32)
+    for some, place in zip(sums, real, strict=True):  # one sample at a time: float64 takes twice the memory
+        place.copy_(_rounded_once(some, scale, shift))
+    return real
+
+
+def _rounded_once(sums: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
     real = sums.to(torch.float64, copy=True).mul_(scale)
-    return (real if bias is None else real.add_(bias.double().reshape(-1, *after))).float()
+    return (real if shift is None else real.add_(shift)).float()
 
 
 @register("Quant")
