@@ -183,8 +183,8 @@ def _missing_operator(program: ExportedProgram, message: str) -> str:
         with suppress(Exception), quiet_exporters(), torch.no_grad():
             place = _place_of(operator, program.run_decompositions())
     return (
-        f"the operator {operator}{f' ({place})' if place else ''} has no form in ONNX{of}; write it by other operations "
-        "on tensors, or leave it out of the exported model"
+        f"the operator {operator}{f' ({place})' if place else ''} has no form in ONNX{of}; write it by other "
+        "operations on tensors, or leave it out of the exported model"
     )
 
 
