@@ -17,8 +17,8 @@ from amct.export.onnx.kept_weights import KeptWeights, with_values
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import model_opset, parameter_bytes, tensor_array
 from amct.export.onnx.runtime import Runner, as_tensor
-from amct.export.qdq.tensor_observers import tensor_observers
 from amct.export.saving import layer_factors
+from amct.numerics.min_max import MinMaxObserver
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.binding import LayerBinding
     from amct.export.onnx.layer import Layer
-    from amct.export.qdq.exporter import FastTensors
     from amct.numerics.observer import TensorObserver
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.layers import Layers
@@ -80,10 +79,10 @@ class OnnxPreparation(Preparation):
         return [self.found.found[name].binding for name in self.weights]
 
     @cached_property
-    def intermediate_tensors(self) -> FastTensors | None:
+    def intermediate_tensors(self) -> tuple[str, ...] | None:
         """The tensors between layers to observe for the fast QDQ placement; None if that placement is impossible."""
         is_float32 = all(layer.is_wide_float for layer in self.onnx_layers.values())
-        return self.fast_placement(self.folded, self.bindings, is_float32=is_float32)
+        return self.fast_tensors(self.folded, self.bindings, is_float32=is_float32)
 
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer, folded; None: it has none, or one for each gate."""
@@ -96,8 +95,7 @@ class OnnxPreparation(Preparation):
             return {}
         inputs = self.layer_inputs({name: layer.reader.input[0] for name, layer in self.onnx_layers.items()})
         observers: dict[str, TensorObserver] = {each.tensor: each.observer() for each in inputs}
-        placed = self.intermediate_tensors
-        return observers | tensor_observers(placed.observed, placed.addends)
+        return observers | {name: MinMaxObserver() for name in self.intermediate_tensors}
 
     def rounded_model(self, kept: KeptWeights | None = None) -> ModelProto:
         """The folded model with fake-quantized weights; ``kept`` takes large ones."""

@@ -153,6 +153,13 @@ class Preparation(ABC):
 
     # -- what the fast placement of the QDQ file needs -----------------------------------------------------------------
 
+    def fast_tensors(
+        self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
+    ) -> tuple[str, ...] | None:
+        """The tensors between layers that are observed for the fast placement, by ONNX name; None: it is impossible."""
+        placed = self.fast_placement(model, bindings, is_float32=is_float32)
+        return None if placed is None else placed.observed
+
     def fast_placement(
         self, model: ModelProto, bindings: Sequence[LayerBinding], *, is_float32: bool
     ) -> FastTensors | None:

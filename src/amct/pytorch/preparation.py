@@ -127,7 +127,7 @@ class TorchPreparation(Preparation):
             return None
         watch = find_tensors(self.traced, self.fused.fusions, placed.observed, onnx.tensors)
         inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
-        return replace(watch, given=self.layer_inputs(inputs), addends=placed.addends)
+        return replace(watch, given=self.layer_inputs(inputs))
 
     def placed_tensors(self, onnx: FloatOnnx) -> FastTensors | None:
         """What the fast placement of the QDQ file quantizes beside what layers read; None if it is impossible."""

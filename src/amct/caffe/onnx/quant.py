@@ -19,7 +19,7 @@ from amct.export.formats import export_formats
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.kept_weights import KeptWeights, owner_of
 from amct.export.options import ExportOptions, Placement, Target
-from amct.export.qdq.exporter import fast_tensors, qdq_model
+from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
     from amct.export.exported import ExportedModel
     from amct.export.formats import Exported
-    from amct.export.qdq.exporter import FastTensors
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
 NARROW, WIDE = 8, 16
@@ -125,11 +124,6 @@ def tensors_to_observe(
     Raises:
         ExportError: A layer has no ONNX form.
     """
-    return placed_blobs(net, layers, other_bits=other_bits).observed
-
-
-def placed_blobs(net: Net, layers: Collection[str] | None = None, *, other_bits: Collection[str] = ()) -> FastTensors:
-    """The same, with what else is known of them; arguments and errors as for ``tensors_to_observe``."""
     kept = KeptWeights()
     exported = float_onnx(net, kept=kept)
     bindings = []
@@ -137,10 +131,8 @@ def placed_blobs(net: Net, layers: Collection[str] | None = None, *, other_bits:
         if layers is None or layer.name in layers:
             bindings += _bindings(exported, layer)
     wide = [binding.layer for binding in bindings if binding.layer in other_bits]
-    placed = fast_tensors(exported.model, bindings, other_bits=wide)
-    sources = exported.sources
-    observed = tuple(name for name in placed.observed if name in sources and sources[name].blob == name)
-    return replace(placed, observed=observed)
+    wanted = observed_tensors(exported.model, bindings, other_bits=wide)
+    return tuple(name for name in wanted if name in exported.sources and exported.sources[name].blob == name)
 
 
 def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:

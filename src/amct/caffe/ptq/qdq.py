@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
-from amct.caffe.onnx.quant import NARROW, other_format, placed_blobs, quantized_onnx
+from amct.caffe.onnx.quant import NARROW, other_format, quantized_onnx, tensors_to_observe
 from amct.caffe.running import build_net
 from amct.errors import ExportError
 from amct.export.check.checking import Subject
@@ -16,10 +16,10 @@ from amct.export.exported import ExportedModel, ExportReport
 from amct.export.formats import file_name
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.options import Placement, Target
-from amct.export.qdq.tensor_observers import tensor_observers
 from amct.export.saving import report_of
 from amct.export.writer import add_file
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
+from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -60,7 +60,7 @@ def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorO
     """
     wide = [name for name, plan in plans.items() if any(each.num_bits != NARROW for each in plan.activations)]
     try:
-        placed = placed_blobs(net, plans, other_bits=wide)
+        wanted = tensors_to_observe(net, plans, other_bits=wide)
     except ExportError as error:
         logger.debug("nothing is observed for the QDQ file: %s", error)
         return {}
@@ -70,7 +70,7 @@ def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorO
         if layer.name in plans and layer.name not in wide
         for blob in layer.parameter.bottom
     }
-    return tensor_observers([name for name in placed.observed if name not in known], placed.addends)
+    return {name: MinMaxObserver() for name in wanted if name not in known}
 
 
 def add_onnx_formats(

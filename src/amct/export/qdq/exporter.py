@@ -28,7 +28,6 @@ from amct.export.qdq.means import means_to_pooling
 from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_factors
 from amct.export.qdq.pads import merge_pads
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
-from amct.export.qdq.residual_streams import is_added_convolution
 from amct.export.qdq.unfused_sums import keep_sums_apart
 from amct.model import Skip
 
@@ -164,12 +163,10 @@ class FastTensors:
     Attributes:
         observed: Tensors whose factors are observed.
         shared: Tensors with the factors of a layer's input that others read too, with that layer.
-        addends: Those of the observed that are outputs of convolutions and only added to something.
     """
 
     observed: tuple[str, ...]
     shared: Mapping[str, str]
-    addends: frozenset[str]
 
 
 def observed_tensors(
@@ -228,8 +225,7 @@ def fast_tensors(
         if factors.layer is not None and graph.only_consumer(tensor) is None
     }
     requested = dict.fromkeys(factors.tensor for factors in used if isinstance(factors, _RequestedFactors))
-    addends = frozenset(tensor for tensor in requested if is_added_convolution(graph, tensor))
-    return FastTensors(tuple(requested), shared, addends)
+    return FastTensors(tuple(requested), shared)
 
 
 def _leave_float(graph: OnnxGraph, layers: Sequence[Layer]) -> list[Skip]:

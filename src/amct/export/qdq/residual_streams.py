@@ -101,10 +101,10 @@ def residual_streams(graph: OnnxGraph) -> frozenset[str]:
             found |= _reachable(members, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
     starts = [source for result, source in normalized.items() if result in found and not _is_only_added(graph, result)]
     found |= _reachable(starts, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
-    return frozenset(tensor for tensor in found if not is_added_convolution(graph, tensor))
+    return frozenset(tensor for tensor in found if not _is_added_convolution(graph, tensor))
 
 
-def is_added_convolution(graph: OnnxGraph, tensor: str) -> bool:
+def _is_added_convolution(graph: OnnxGraph, tensor: str) -> bool:
     """Whether a tensor is the output of a convolution that is only added to a stream, at most moved and scaled.
 
     onnxruntime computes a convolution in integers only if its output is quantized. That rounds the addend in steps of

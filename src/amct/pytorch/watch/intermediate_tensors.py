@@ -20,7 +20,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
-from amct.export.qdq.tensor_observers import tensor_observers
+from amct.numerics.min_max import MinMaxObserver
 from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.fingerprint import tensor_fingerprint
 from amct.pytorch.capture.program import quiet_exporters, uncompiled
@@ -59,7 +59,6 @@ class TensorWatch:
         callees: Modules that the modules of these operations call directly.
         missing: Tensors whose call site was not found; they get no factors.
         given: The layer inputs that are observed per channel.
-        addends: Those tensors that are outputs of convolutions and only added to something.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -68,13 +67,12 @@ class TensorWatch:
     callees: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
     given: Sequence[LayerInput] = ()
-    addends: frozenset[str] = frozenset()
 
     def observers(self) -> dict[str, TensorObserver]:
-        """A new observer for each tensor."""
+        """A new min/max observer for each tensor, which is cheap because there are many tensors."""
         names = (*self.inputs.values(), *self.layers.values(), *self.operations.values())
         channels = {given.tensor: given.observer() for given in self.given}
-        return {**channels, **tensor_observers(names, self.addends)}
+        return {**channels, **{name: MinMaxObserver() for name in names}}
 
     def attach(self, model: nn.Module, session: CalibrationSession) -> AttachedTensorWatch:
         """Add hooks to the model so that a session observes these tensors in every forward."""
