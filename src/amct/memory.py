@@ -67,6 +67,16 @@ def give_back_freed() -> None:
         trim(0)
 
 
+def free_unused_models(parameter_bytes: int) -> None:
+    """Free large models that nobody uses any more, although their parts refer to each other.
+
+    Python would find them late, because they consist of few objects. The search takes some tenths of a second.
+    """
+    if parameter_bytes >= LARGE_MODEL:
+        gc.collect()
+        give_back_freed()
+
+
 class _OwnPages:
     """What glibc does with large blocks is one setting for the whole process: the last of several users resets it."""
 

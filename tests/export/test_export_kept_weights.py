@@ -211,6 +211,25 @@ def test_arrays_are_shared_and_cannot_be_changed() -> None:
 
 
 @pytest.mark.usefixtures("keep_all")
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_transposed_matrix_is_not_copied_and_its_values_are_in_order_where_they_are_used(lean: bool) -> None:
+    weight = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
+    kept = KeptWeights()
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", "y")]
+    ends[0].type.tensor_type.shape.dim.add(dim_value=7)
+    graph = helper.make_graph(nodes, "net", ends[:1], ends[1:], [kept.tensor("w", weight.T)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    assert np.shares_memory(tensor_array(model.graph.initializer[0]), weight)
+    whole = with_values(model)
+    np.testing.assert_array_equal(numpy_helper.to_array(whole.graph.initializer[0]), weight.T)
+    assert b"".join(model_parts(model)) == whole.SerializeToString()
+    x = np.arange(7, dtype=np.float32)
+    found = runtime.open_session(model, lean=lean, is_large=lean).run(["y"], {"x": x})[0]
+    np.testing.assert_allclose(found, weight @ x, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("keep_all")
 def test_freed_weights_are_a_clear_error() -> None:
     kept = KeptWeights()
     tensor = kept.tensor("w", np.ones((4, 4), np.float32))

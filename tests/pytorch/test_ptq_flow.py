@@ -422,3 +422,12 @@ def test_without_the_kept_batch_saved_files_are_checked_on_random_inputs(tmp_pat
     flow.save()
     assert {check["batch"] for check in checks_of(tmp_path).values()} == {"random inputs"}
     assert "checked on random inputs, not on calibration data: r.txt.check.npz does not exist" in caplog.text
+
+
+def test_a_copy_that_no_user_gets_shares_what_is_not_quantized_and_any_other_shares_nothing():
+    net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 4), nn.LayerNorm(4)).eval()
+    prepared = own.quantize(net, [torch.arange(16).reshape(2, 8)]).prepared
+    folded = dict(prepared.fused.model.named_parameters())
+    for is_private, shared in ((True, {"0.weight", "1.bias", "2.weight", "2.bias"}), (False, set())):
+        copied = dict(prepared.quantized_copy(is_private=is_private).named_parameters())
+        assert {name for name in folded if copied[name].data_ptr() == folded[name].data_ptr()} == shared

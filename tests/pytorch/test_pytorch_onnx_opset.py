@@ -90,9 +90,9 @@ def with_computed(position: int, model: onnx.ModelProto) -> onnx.ModelProto:
     changed.CopyFrom(model)
     old = changed.graph.node[0].input[position]
     changed.graph.node[0].input[position] = "computed"
-    seconds = helper.make_node("Mul", [old, "one"], ["computed"], name="times_one")
-    changed.graph.initializer.append(numpy_helper.from_array(np.array(1, INT64), "one"))
+    seconds = helper.make_node("Mul", [old, "size"], ["computed"], name="times_size")
     changed.graph.node.insert(0, seconds)
+    changed.graph.node.insert(0, helper.make_node("Size", [changed.graph.input[0].name], ["size"], name="count"))
     return changed
 
 

@@ -13,7 +13,7 @@ from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
-from amct.memory import own_pages
+from amct.memory import free_unused_models, own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.ptq.checking import reference
 from amct.ptq.compare import measure
@@ -170,6 +170,7 @@ class QuantizedModel:
             compared = None
             if check and request.formats:
                 compared = reference(self.prepared, self.record, self._examples, self._seconds)
+                free_unused_models(self._weight_bytes)
             content = SavedContent(record=self.record, tensors=self._tensors, reference=compared)
             return self.prepared.save(content, request)
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def fake_quant_copy(preparation: TorchPreparation, record: Record) -> nn.Module:
-    """A fake-quantized copy of the folded model; the record must be complete."""
-    model = preparation.quantized_copy()
+def fake_quant_copy(preparation: TorchPreparation, record: Record, *, is_private: bool = False) -> nn.Module:
+    """A fake-quantized copy of the folded model; the record must be complete. ``is_private``: no user gets it."""
+    model = preparation.quantized_copy(is_private=is_private)
     for name, weights in preparation.weights.items():
         module, entry = layer_module(model, name), record[name]
         setattr(module, MARK, True)

@@ -86,15 +86,21 @@ class TorchPreparation(Preparation):
             return ()
         return {name for name, facts in self.traced.layers.items() if facts.calls == 1}
 
-    def quantized_copy(self) -> nn.Module:
-        """A copy of the folded model with fake-quantized weights."""
+    def quantized_copy(self, *, is_private: bool = False) -> nn.Module:
+        """A copy of the folded model with fake-quantized weights.
+
+        Args:
+            is_private: Whether no user gets it, who might change it: it shares all other parameters (embeddings, those
+                that functional layers take their weights from) with the folded model.
+        """
         replaced = [part.tensor for weights in self.weights.values() for part in weights.parts]
-        model = copy_model(self.fused.model, without=replaced)
+        model = copy_model(self.fused.model, without=self.fused.model.parameters() if is_private else replaced)
         for name, weights in self.weights.items():
             stored = isinstance(weights.rounded, dict)  # others are computed, for this copy alone
             rounded = {key: weight.clone() if stored else weight for key, weight in weights.rounded.items()}
             put_weights(layer_module(model, name), rounded)
-        own_parameters(model, self.fused.model)
+        if not is_private:
+            own_parameters(model, self.fused.model)
         return model
 
     def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
@@ -156,8 +162,7 @@ class TorchPreparation(Preparation):
 
     def simulation(self, record: Record, *, deploy: bool = False) -> nn.Module:
         """A fake-quantized module in eval mode that matches the fake-quant file."""
-        if deploy:
-            raise ArgumentError("deploy: the deploy model of a PyTorch model runs on the chip only; leave it out")
+        _refuse_deploy(deploy=deploy)
         return fake_quant_copy(self, record)
 
     def runner(self, simulation: nn.Module) -> Callable[[Arguments], Any]:
@@ -171,8 +176,9 @@ class TorchPreparation(Preparation):
 
     def compared_models(self, record: Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the simulated one."""
+        _refuse_deploy(deploy=deploy)
         places = {name: name for name in self.weights}
-        simulated = self.simulation(record, deploy=deploy)
+        simulated = fake_quant_copy(self, record, is_private=True)
         return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places, shapes_vary=True)
 
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
@@ -219,6 +225,11 @@ class TorchPreparation(Preparation):
         if isinstance(onnx, ExportError):
             raise onnx
         return onnx.model
+
+
+def _refuse_deploy(*, deploy: bool) -> None:
+    if deploy:
+        raise ArgumentError("deploy: the deploy model of a PyTorch model runs on the chip only; leave it out")
 
 
 def _is_like(given: object, example: object) -> bool:

@@ -43,10 +43,14 @@ _KEPT: WeakValueDictionary[str, Kept] = WeakValueDictionary()
 
 
 class Kept:
-    """An array beside a message, and the type that its values have in the model."""
+    """An array beside a message, and the type that its values have in the model.
+
+    A transposed matrix stays as it is, because a copy of all of them would be a copy of a transformer's weights: its
+    values are put in order when they are written or run.
+    """
 
     def __init__(self, array: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        self._array, self._dtype = np.asarray(array, order="C").view(), dtype
+        self._array, self._dtype = np.asarray(array, order=None if array.T.flags.c_contiguous else "C").view(), dtype
         self._array.flags.writeable = False
 
     @property
@@ -106,7 +110,7 @@ class KeptWeights:
 
         Args:
             name: Of the message.
-            array: It must not be changed any more, and is copied only if it is not in C order.
+            array: It must not be changed any more, and is copied only if neither it nor its transpose is in C order.
             dtype: The type in the model, if it is another one: small integers that are floats in a file are converted
                 whenever they are read.
         """

@@ -133,8 +133,8 @@ class _Session(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxrunti
     """
 
     def __init__(self, model: bytes, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]) -> None:
-        self._arrays = dict(weights)
-        self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in weights.items()}
+        self._arrays = _in_order(weights)
+        self._weights = {name: onnxruntime.OrtValue.ortvalue_from_numpy(each) for name, each in self._arrays.items()}
         options.add_external_initializers(list(self._weights), list(self._weights.values()))
         for name, value in self._weights.items():
             options.add_initializer(name, value)  # external ones alone would be copied
@@ -153,7 +153,7 @@ class _LeanSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxr
     def __init__(
         self, model: ModelProto, options: onnxruntime.SessionOptions, weights: Mapping[str, NDArray[Any]]
     ) -> None:
-        self._arrays = dict(weights)
+        self._arrays = _in_order(weights)
         options.enable_cpu_mem_arena = False  # it would keep the memory of results that were freed
         super().__init__(weights_as_inputs(model).SerializeToString(), options, providers=_PROVIDERS)
         self._takes_values = all(value.type in _PLAIN for value in (*super().get_inputs(), *self.get_outputs()))
@@ -170,11 +170,16 @@ class _LeanSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # onnxr
         given = {**feeds, **self._arrays}
         if not self._takes_values:
             return super().run(names, given, options)
-        arrays = {name: np.asarray(array, order="C") for name, array in given.items()}
+        arrays = _in_order(given)
         values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
         results = self.run_with_ort_values(names, values, options)
         results.reverse()
         return [results.pop().numpy() for _ in names]
+
+
+def _in_order(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Arrays in C order, the only one that onnxruntime reads where it is; a transposed matrix is copied."""
+    return {name: np.asarray(array, order="C") for name, array in arrays.items()}
 
 
 def open_session(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -41,6 +42,7 @@ from amct.pytorch.onnx.recurrent import translations
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from numpy.typing import NDArray
     from onnx import ModelProto
     from torch import nn
     from torch.export import ExportedProgram
@@ -278,10 +280,17 @@ def _without_values(model: ModelProto) -> ModelProto:
     return light
 
 
+def _array_view(tensor: torch.Tensor) -> NDArray[Any]:
+    """The values of a tensor as an array; a transposed matrix on the CPU shares its memory, too."""
+    if tensor.dim() == 2 and not tensor.is_contiguous():
+        return np.transpose(as_array(tensor.t()))
+    return as_array(tensor)
+
+
 def _fill(model: ModelProto, stored: Mapping[str, torch.Tensor], kept: KeptWeights | None) -> None:
     """Store the values of the parameters in the finished model, or refer to them."""
     for tensor in model.graph.initializer:
         if tensor.name in stored:
-            array, name = as_array(stored[tensor.name]), tensor.name
+            array, name = _array_view(stored[tensor.name]), tensor.name
             filled = numpy_helper.from_array(array, name) if kept is None else kept.tensor(name, array)
             tensor.CopyFrom(filled)

@@ -60,7 +60,7 @@ def start_calibration(
     Raises:
         FileError: the record cannot be written.
     """
-    model = preparation.quantized_copy()
+    model = preparation.quantized_copy(is_private=record_file is None)
     files = None
     if record_file is not None:
         stale = [tensor_factors_path(record_file), batch_path(record_file)]
