@@ -185,7 +185,9 @@ class OnnxCheck:
         expected = by_name(self._subject.reference.expected, self._float_outputs)
         if expected is None:
             return None
-        found = output_similarity(expected, self._original_outputs)[0]
+        large = self._is_large  # it was freed after it was timed, and is not loaded as a whole again
+        outputs = outputs_in_parts(self._subject.original, self._inputs) if large else self._original_outputs
+        found = output_similarity(expected, outputs)[0]
         return None if found is None else found.sqnr
 
     def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
