@@ -120,6 +120,17 @@ def test_zeros_before_a_maximum(opset, tmp_path):
         assert is_near(given, wanted)
 
 
+def test_zeros_before_a_maximum_of_half_precision(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ZeroPad2d(1), nn.MaxPool2d(3, 2), nn.Conv2d(4, 2, 1)).eval().half()
+    data = [batch.half() for batch in batches(2, 3, 9, 9)]
+    quantized = amct.pytorch.quantize(model, data)
+    quantized.save(tmp_path / "net", ["qdq"])  # a file that cannot be loaded would be an error
+    session = onnxruntime.InferenceSession(tmp_path / "net_qdq_model.onnx")
+    given = session.run(None, {session.get_inputs()[0].name: data[0].numpy()})[0]
+    assert given.dtype == np.float16
+    assert is_near(given, model(data[0]).detach().numpy())
+
+
 @dataclasses.dataclass(frozen=True)
 class Found:
     scores: torch.Tensor

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from onnx import helper
 
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.layer_lookup import is_zero_pad
@@ -45,8 +46,10 @@ def with_separate_zeros(model: ModelProto) -> ModelProto:
     readers = [(node, graph.only_consumer(node.output[0])) for node in graph.nodes if node.op_type == "Pad"]
     pads = [pad for pad, reader in readers if reader is not None and reader.op_type == "MaxPool"]
     for pad in [pad for pad in pads if is_zero_pad(graph, pad)]:
-        least = np.array(np.finfo(np.float32).tiny, dtype=np.float32)
-        value = graph.add_initializer(f"{pad.name}.zero", least)
+        dtype = helper.tensor_dtype_to_np_dtype(graph.element_type(pad.input[0]))
+        if dtype.kind != "f":  # integers have no value that is nearly zero
+            continue
+        value = graph.add_initializer(f"{pad.name}.zero", np.array(np.finfo(dtype).tiny, dtype))
         while len(pad.input) < 3:
             pad.input.append("")
         graph.set_input(pad, 2, value)
