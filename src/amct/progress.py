@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from amct.interrupts import raise_if_interrupted
 from amct.printable import escaped, shortened
 from amct.verbosity import screen_level
 
@@ -45,6 +46,7 @@ def track(iterable: Iterable[_T], description: str, total: float | None = None) 
     with bar(description, total) as advance:
         for item in iterable:
             yield item
+            raise_if_interrupted()
             advance()
 
 

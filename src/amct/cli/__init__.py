@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from amct import interrupts
 from amct.errors import AmctError
 from amct.printable import printable
 
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from amct.cli.processes import rank_prefix
 
     try:
-        result = app(args=None if arguments is None else list(arguments), prog_name="amct", standalone_mode=False)
+        with interrupts.remembered():
+            result = app(args=None if arguments is None else list(arguments), prog_name="amct", standalone_mode=False)
     except AmctError as error:
         sys.stderr.write(f"{rank_prefix()}error: {printable(str(error))}\n")
         return USAGE_OR_INPUT_ERROR

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from amct.errors import ArgumentError
+from amct.interrupts import POLL_SECONDS, raise_if_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,9 +58,14 @@ class _Shared(Generic[Item]):
                 self.ready.append(item)
                 self.changed.notify_all()
 
+    def _is_takable(self) -> bool:
+        return self.stopped or bool(self.ready) or self.error is not None
+
     def take(self) -> Item:
         with self.changed:
-            self.changed.wait_for(lambda: self.stopped or self.ready or self.error is not None)
+            # a wait without an end would sleep through a Ctrl-C that comes just before it
+            while not self.changed.wait_for(self._is_takable, POLL_SECONDS):
+                raise_if_interrupted()
             if self.ready:
                 item = self.ready.popleft()
                 self.changed.notify_all()

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration.ranks import ALONE
+from amct.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:
     from amct.calibration import Ranks
@@ -88,6 +89,7 @@ class _Noted(Iterator[Any]):
         self._done = done
 
     def __next__(self) -> Any:  # noqa: ANN401  the door's arguments
+        raise_if_interrupted()
         self._interim.note(self._what, self._session, self._done)
         try:
             batch = next(self._batches)
