@@ -37,6 +37,21 @@ def test_a_swallowed_interrupt_is_raised_again():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def failing_import(is_interrupted):
+    """As numba raises it when it is interrupted in its import."""
+    with remembered():
+        assert not is_interrupted or swallow()
+        raise ImportError("numba._devicearray failed to import")
+
+
+def test_an_error_in_place_of_the_interrupt():
+    with pytest.raises(KeyboardInterrupt) as raised:
+        failing_import(is_interrupted=True)
+    assert isinstance(raised.value.__cause__, ImportError)
+    with pytest.raises(ImportError):
+        failing_import(is_interrupted=False)
+
+
 def test_work_with_a_bar_ends_after_the_step():
     steps = track(range(5), "Working")
     with remembered():

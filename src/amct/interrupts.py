@@ -1,7 +1,8 @@
 """Makes sure that Ctrl-C ends the command, even if its KeyboardInterrupt is lost.
 
-An imported package may swallow the exception, and a signal that arrives just before a wait does not end the wait. The
-command therefore remembers that it was interrupted, and long work asks for it between two steps.
+A package that is being imported may swallow the exception or raise an ImportError in its place, and a signal that
+arrives just before a wait does not end the wait. The command therefore remembers that it was interrupted, and long work
+asks for it between two steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ _interrupted: ContextVar[threading.Event | None] = ContextVar("amct_interrupted"
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Remember an interrupt inside of the context, for ``raise_if_interrupted``; a handler of the user's is kept."""
+    """Remember an interrupt inside of the context, for ``raise_if_interrupted``; a handler of the user's is kept.
+
+    Raises:
+        KeyboardInterrupt: An exception left the context after an interrupt: it is taken for the result of that.
+    """
     is_main = threading.current_thread() is threading.main_thread()  # no other thread may set a handler
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -39,6 +44,10 @@ def remembered() -> Iterator[None]:
     signal.signal(signal.SIGINT, remember)
     try:
         yield
+    except Exception as error:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from error
+        raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _interrupted.reset(token)
