@@ -49,6 +49,14 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises for such paths
 
 
+def is_plain_file(path: Path) -> bool:
+    """Whether a path is an existing file that may be written, and no link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode) and os.access(path, os.W_OK)
+    except (OSError, ValueError):
+        return False
+
+
 def real_path(path: Path) -> Path:
     """Return a path with all symbolic links resolved."""
     try:

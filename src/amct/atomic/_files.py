@@ -12,6 +12,7 @@ from amct.atomic._disk import (
     FOLDER_MODE,
     create,
     file_error,
+    is_plain_file,
     make_folders,
     real_path,
     replaceable,
@@ -194,6 +195,7 @@ def modify(path: AnyPath, change: Callable[[bytes | None], bytes]) -> None:
         after = change(before)
         if after == before:
             return
+        warn_of_link(target)
         _replace(target, after)
 
 
@@ -203,13 +205,15 @@ def replace_fleeting(path: AnyPath, data: bytes) -> None:
     Raises:
         FileError: The file cannot be written; it is unchanged.
     """
-    target = replaceable(path)
-    make_folders(target.parent)
+    target = Path(path)
+    if not is_plain_file(target):  # what it is, and its folder, need a closer look
+        target = replaceable(path)
+        make_folders(target.parent)
+        warn_of_link(target)
     _replace(target, data, sync=False)
 
 
 def _replace(target: Path, data: bytes, *, sync: bool = True) -> None:
-    warn_of_link(target)
     temporary = temporary_path(target)
     try:
         with create(temporary, target, sync=sync) as stream:

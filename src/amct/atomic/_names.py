@@ -41,8 +41,7 @@ class Writer(Enum):
 
 def new_path(folder: Path, kind: str) -> Path:
     """Return a unique path in a folder; its name identifies this process."""
-    pid = os.getpid()
-    return folder / f".amct-{_machine()}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(6)}.{kind}"
+    return folder / f".amct-{_machine()}-{_this_process(os.getpid())}-{secrets.token_hex(6)}.{kind}"
 
 
 def temporary_path(target: Path) -> Path:
@@ -110,6 +109,11 @@ def _machine() -> str:
     except OSError:
         namespace = ""
     return hashlib.blake2s(f"{platform.node()} {namespace}".encode(), digest_size=4).hexdigest()
+
+
+@functools.cache  # a fork has another pid
+def _this_process(pid: int) -> str:
+    return f"{pid}-{_start_time(pid) or 0}"
 
 
 def _start_time(pid: int) -> int | None:

@@ -88,8 +88,7 @@ class HfmgObserver(SamplingObserver):
 
     def search(self, channel: int) -> tuple[float, float]:
         """Return the range of a channel with the least loss."""
-        minimum = float(self._samples.range.minimum[channel])
-        maximum = float(self._samples.range.maximum[channel])
+        minimum, maximum = self._samples.range.ends(channel)
         lowest, highest = integer_range(self.bits)
         scale = (maximum - minimum) / (highest - lowest)
         # Constant or near-zero data is not clipped; a range that stays too large when clipped raises an error later.

@@ -49,6 +49,12 @@ class RunningRange:
         self._join_known()
         return self._maximum
 
+    def ends(self, channel: int) -> tuple[float, float]:
+        """The smallest and the largest value of a channel."""
+        if self._minimum.numel() == 0:  # only known ranges, of a tensor: no tensors are needed
+            return self._known[0] + 0.0, self._known[1] + 0.0
+        return float(self.minimum[channel]), float(self.maximum[channel])
+
     @property
     def channels(self) -> int:
         """Number of channels; 0 before the first value."""

@@ -65,6 +65,7 @@ from amct.numerics.counts.tables import (
     mark_blocks,
     move_blocks,
     occupied,
+    occupied_with_tails,
 )
 from amct.numerics.observer import State, checked_array
 
@@ -85,7 +86,7 @@ SHORT_TAIL = 512
 
 _SPARE_BLOCKS = 8
 _TAIL_SLACK = 4  # the stored outer values are reduced to the tails when they exceed this many times the tail
-_TAIL_ROOM = 8  # so many times the tail can be stored; if a batch has more, it is looked through once more
+_TAIL_ROOM = 16  # so many times the tail can be stored; if a batch has more, it is looked through once more
 _LARGEST_PIECE = 1 << 31  # a table's counts have 32 bits
 _LARGEST_NARROW_TOTAL = 1 << 31  # half of the uint32 range: sampled counts may exceed the number of values slightly
 _THREADED_SIZE = 1 << 20  # values per thread for which starting it pays off
@@ -147,7 +148,8 @@ class FloatHistogram:
         """
         if values.size == 0:
             return None
-        self._widen_for(values.size)
+        if self._total + values.size > _LARGEST_NARROW_TOTAL:
+            self._widen_for(values.size)
         return self._count(values)
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
@@ -220,22 +222,11 @@ class FloatHistogram:
 
     def bins(self, channel: int = 0) -> Bins:
         """Return the non-empty bins of a channel; each value of the tails is a bin of zero width."""
-        bins = self._counted_bins(channel)
         if not self.tail:
-            return bins
+            return self._counted_bins(channel)
         self._trim_to_tails()
-        lower, upper = self._edges
-        tail = self._outer.astype(np.float64)
-        below, above = np.split(tail, [np.searchsorted(tail, 0.0)])
-        inner = slice(np.searchsorted(bins.high, lower, side="right"), np.searchsorted(bins.low, upper))
-        count = bins.count[inner]
-        if self._largest_weight > 1 and count.size:
-            count = count * ((self._total - tail.size) / count.sum())  # the exact total corrects sampled counts
-        return Bins(
-            np.concatenate([below, bins.low[inner], above]),
-            np.concatenate([below, bins.high[inner], above]),
-            np.concatenate([np.ones(below.size), count, np.ones(above.size)]),
-        )
+        total = self._total if self._largest_weight > 1 else -1  # the exact total corrects sampled counts
+        return Bins(*occupied_with_tails(self._table, self._outer, self._edges, total))
 
     # ------------------------------------------------------------------ the tails
 
@@ -305,7 +296,7 @@ class FloatHistogram:
         pieces = _pieces(values)
         if len(pieces) > 1:
             return self._count_pieces(values, pieces)
-        bins = self._table
+        bins = (self._counts, self._first_bin[0], self.mantissa_bits)
         enough = -1 if self.enough is None else self.enough
         is_first = self.tail > 0 and self._limits == _NO_LIMITS
         if is_first:
@@ -323,7 +314,8 @@ class FloatHistogram:
             self._look_again(pieces)
         else:
             self._stored = number
-            self._keep_outer()
+            if number > _TAIL_SLACK * self.tail:
+                self._trim_to_tails()
         return low, high
 
     def _count_pieces(self, values: Floats, pieces: list[Floats]) -> tuple[float, float] | None:

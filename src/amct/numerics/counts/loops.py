@@ -42,8 +42,6 @@ _STRETCH = 32
 _SAMPLES = 1 << 14  # sampled values that are counted together
 _CHUNK = 1 << 10  # fits the cache
 _PORTION = 1 << 13  # scanned, then counted; fits the cache, and is a multiple of the longest group of runs
-_NOT_FINITE = BLOCKS // 2 - 1  # a block where no finite value is counted
-_ZERO_PLACES = 8
 _INFINITY = 255 << FLOAT_MANTISSA
 UNREACHABLE = (SIGN + _INFINITY, _INFINITY)
 """Limits that no finite value reaches."""
@@ -67,7 +65,7 @@ class Scan(NamedTuple):
     innermost: int
     """Smallest bit pattern as an unsigned integer; only right where no value is negative, or none is positive."""
     blocks: Blocks
-    """The blocks of the counted values."""
+    """The blocks of the counted values, and those between them."""
 
     @property
     def is_finite(self) -> bool:
@@ -139,7 +137,6 @@ def _scan_and_count(
         high, outer = max(high, largest), max(outer, outermost)
         sampled = _count_portion(part, bins, (every, offset + begin, weight), samples, sampled)
     _count_all(samples[:sampled], bins, weight)
-    _move_zeros(bins)
     return number, np.int64(high), np.int64(outer)
 
 
@@ -174,7 +171,7 @@ def count_alone(
         limits: values at or beyond these are collected.
         outer: room for the collected values, of which ``stored`` are there; those of the batch are appended.
         stored: number of values in ``outer``.
-        enough: number of values that are counted at least; negative: all are counted.
+        enough: about how many values not near zero are counted; negative: all are counted.
 
     Returns:
         The number of values in ``outer`` (more than ``room_of(outer)``: there was no room for all), the sampling
@@ -233,7 +230,6 @@ def _count_and_measure(values: Floats, bins: CountedBins, every: int, weight: in
             highs[patch], outers[patch] = _extremes(bits[first : first + _PATCH], signed[first : first + _PATCH])
         sampled = _count_portion(part, bins, (every, begin, weight), samples, sampled)
     _count_all(samples[:sampled], bins, weight)
-    _move_zeros(bins)
     return highs, outers
 
 
@@ -372,12 +368,14 @@ def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
 
 @compiled
 def sampling_interval(values: Floats, enough: int) -> int:
-    """Return n such that counting one run in n counts ``enough`` values that are not near zero, or up to twice as many.
+    """Return n such that counting one run in n counts about ``enough`` values that are not near zero.
 
+    Of the powers of two it is the one that comes closest: between ``enough`` / √2 and ``enough`` * √2 are counted.
     Values near zero are excluded, as they are rounded to zero; their number is estimated from some runs of the tensor.
     Data with few distinct values, such as pixels, is counted completely.
     """
-    if values.size < 2 * enough:
+    most = np.sqrt(2.0) * enough
+    if values.size < most:
         return 1
     step = values.size // _PROBED_RUNS - _ODD  # odd, so that the probed runs start in all channels
     largest, number = np.float32(0), 0
@@ -389,7 +387,7 @@ def sampling_interval(values: Floats, enough: int) -> int:
             number += np.int64(abs(values[place]) > largest / 256)
     matter = values.size * number // (_PROBED_RUNS * RUN)
     every = 1
-    while every < LARGEST_INTERVAL and matter >= 2 * every * enough:
+    while every < LARGEST_INTERVAL and matter >= every * most:
         every *= 2
     return 1 if every > 1 and _few_distinct(values, step, largest / 256) else every
 
@@ -418,19 +416,52 @@ def _few_distinct(values: Floats, step: int, bound: float) -> bool:
 def _count_all(bits: Bits, bins: CountedBins, weight: int) -> None:
     """Count every value.
 
-    Zeros, about half of the values after a ReLU, are counted in several places in turn: repeated increments of one
-    place wait for each other, which doubles the time.
+    Zeros, about half of the values after a ReLU, are removed first: repeated increments of one place wait for each
+    other, and to tell them apart while counting takes longer.
     """
     table, blocks, mantissa_bits = bins
     shift = np.uint32(FLOAT_MANTISSA - mantissa_bits)
-    zeros, places = np.uint64(_NOT_FINITE << mantissa_bits), min(_ZERO_PLACES, 1 << mantissa_bits) - 1
+    zeros = _mark_exponents(bits, blocks)
+    counted = bits
+    if zeros > 0:
+        table[0] += zeros * weight
+        counted = _without_zeros(bits)
+    for position in range(counted.size):
+        table[np.uint64(counted[position] >> shift)] += weight  # a signed index would be checked for negative ones
+
+
+@compiled
+def _mark_exponents(bits: Bits, blocks: Blocks) -> int:
+    """Mark the blocks from the smallest to the largest exponent of each sign, and return the number of zeros.
+
+    Marking the block of each value would take a quarter of the time of counting; blocks between are rarely empty.
+    """
+    zeros, largest, outermost = np.uint32(0), np.int32(-SIGN), np.uint32(0)
+    smallest, innermost = np.uint32(2 * SIGN - 1), np.uint32(2 * SIGN - 1)
     for position in range(bits.size):
         value = bits[position]
-        blocks[value >> np.uint32(FLOAT_MANTISSA)] = 1
-        # Unsigned indices avoid the check for negative ones.
-        place = np.uint64(value >> shift)
-        place = zeros + np.uint64(position & places) if value == 0 else place
-        table[place] += weight
+        zeros += np.uint32(value == 0)
+        largest = max(largest, np.int32(value))
+        outermost = max(outermost, value)
+        smallest = min(smallest, np.uint32(value - np.uint32(1)))  # zero becomes the largest of all
+        innermost = min(innermost, np.uint32(value - np.uint32(SIGN)))  # positive values become larger than these
+    if zeros > 0:
+        blocks[0] = 1
+    if largest > 0:
+        blocks[(np.int64(smallest) + 1) >> FLOAT_MANTISSA : (np.int64(largest) >> FLOAT_MANTISSA) + 1] = 1
+    if outermost >= SIGN:
+        blocks[(np.int64(innermost) + SIGN) >> FLOAT_MANTISSA : (np.int64(outermost) >> FLOAT_MANTISSA) + 1] = 1
+    return int(zeros)
+
+
+@compiled
+def _without_zeros(bits: Bits) -> Bits:
+    kept = np.empty(bits.size, np.uint32)
+    number = np.uint64(0)
+    for position in range(bits.size):
+        kept[number] = bits[position]
+        number += np.uint64(bits[position] != 0)
+    return kept[:number]
 
 
 @compiled
@@ -453,12 +484,3 @@ def _copy_runs(bits: Bits, every: int, begin: int, samples: Bits, sampled: int) 
         number += np.uint64(RUN)
     return sampled + bits.size // group * RUN
 
-
-@compiled
-def _move_zeros(bins: CountedBins) -> None:
-    """Move the zeros that were counted in several places to their own bin."""
-    table, _, mantissa_bits = bins
-    zeros = _NOT_FINITE << mantissa_bits
-    for place in range(zeros, zeros + min(_ZERO_PLACES, 1 << mantissa_bits)):
-        table[0] += table[place]
-        table[place] = 0

@@ -33,21 +33,21 @@ from amct.numerics.counts.histogram import (
 from amct.numerics.counts.loops import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
-from amct.numerics.observer import State, check_mergeable, checked_array, flat_values
+from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, flat_values
 
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
 """The limit with ``keeps_few``: this many values take as much memory as their counts would."""
 
 SAMPLING_TARGET = 1 << 18
-"""How many values not near zero of all batches together are enough for a search.
+"""About how many values not near zero of all batches together are counted for a search.
 
 A loss estimated from m values has a relative standard error of 0.9 / sqrt(m): that is the standard deviation of squared
 rounding errors, in units of their mean. What lies in the tails, where few values make up much of the loss, is exact. So
 the difference of two losses is known to 1.3 / sqrt(m) = 0.25 %, and a choice that is 1 % worse than the best one would
 take an error of four standard deviations."""
 LEAST_SAMPLES = 1 << 13
-"""How many are counted of each batch at least."""
+"""About how many are counted of each batch at least."""
 
 Floats = NDArray[np.float32]
 
@@ -65,7 +65,7 @@ class Samples:
     ) -> None:
         self.range = RunningRange(channel_axis)
         self.enough = enough
-        """How many values not near zero are counted of a batch at least; None: all."""
+        """About how many values not near zero are counted of a batch; None: all."""
         self._bits, self._keeps_few = bits, keeps_few
         self._pieces: list[Floats] = []
         self._numbers: list[int] = []  # of the batch that each piece is from
@@ -205,7 +205,7 @@ class Samples:
         """Return the bins of a channel, limited to the exact minimum and maximum; requires not ``exact``."""
         assert self._counts is not None
         bins = self._counts.bins() if isinstance(self._counts, ValueCounts) else self._counts.bins(channel)
-        minimum, maximum = float(self.range.minimum[channel]), float(self.range.maximum[channel])
+        minimum, maximum = self.range.ends(channel)
         if bins.low[0] >= minimum and bins.high[-1] <= maximum:
             return bins
         return Bins(bins.low.clip(minimum, maximum), bins.high.clip(minimum, maximum), bins.count)
@@ -329,6 +329,16 @@ class SamplingObserver(RangeObserver):
     def restore(self, state: State) -> None:
         """Replace everything observed so far by a state."""
         self._samples.restore(state)
+
+    def result(self) -> ActivationFactors:
+        """Return scale and offset for all data observed so far."""
+        if self.channel_axis is not None:
+            return super().result()
+        self._range.require_values()
+        minimum, maximum = self.search(0)
+        return ActivationFactors.from_ends(
+            minimum, maximum, self.bits, asymmetric=self.asymmetric, symmetric_scale=self.symmetric_scale
+        )
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """Return the range of every channel that the search finds."""

@@ -23,16 +23,16 @@ Table = tuple[Tallies, Counts, int]
 Floats = NDArray[np.float32]
 Values = NDArray[np.float64]
 Blocks = NDArray[np.uint8]
-"""1 for each block in which something was counted."""
+"""1 for each block in which something may have been counted: from the smallest to the largest exponent of a sign."""
 CountedBins = tuple[Tallies, Blocks, int]
-"""Counts by top bits, the blocks of a batch in which something was counted, and the mantissa bits."""
+"""Counts by top bits, the blocks of a batch, and the mantissa bits."""
 Limits = tuple[int, int]
 """Bit patterns of a negative and a positive limit."""
 
 
 @compiled
 def mark_blocks(first_bin: Counts, blocks: Blocks, mantissa_bits: int) -> None:
-    """Note the blocks of a table in which something was counted."""
+    """Note the blocks of a batch in those of a table."""
     for block in range(BLOCKS):
         if blocks[block]:
             first_bin[block] = block << mantissa_bits
@@ -100,6 +100,38 @@ def occupied(first_bin: Counts, counts: Tallies, mantissa_bits: int) -> tuple[Va
         )  # the bin after the largest is infinity
         low[place], high[place] = (-end, -begin) if place < negative else (begin, end)
     return low, high, found[:number].copy()
+
+
+@compiled
+def occupied_with_tails(
+    bins: Table, tails: Floats, edges: tuple[float, float], total: int
+) -> tuple[Values, Values, Values]:
+    """Return ``occupied`` bins between the edges, and each value of the tails beyond them as a bin of zero width.
+
+    Args:
+        bins: the counts of a tensor.
+        tails: the values beyond the edges, ascending.
+        edges: where the tails begin.
+        total: the number of all values, to which sampled counts are scaled; negative: the counts are exact.
+    """
+    counts, first_bin, mantissa_bits = bins
+    low, high, count = occupied(first_bin, counts, mantissa_bits)
+    first, last = np.searchsorted(high, edges[0], side="right"), np.searchsorted(low, edges[1])
+    inner = max(last - first, 0)
+    factor = 1.0
+    if total >= 0 and inner > 0:
+        factor = (total - tails.size) / count[first:last].sum()
+    below = _first_from(tails, np.float32(0))
+    size = tails.size + inner
+    lows, highs, numbers = np.empty(size), np.empty(size), np.ones(size)
+    for place in range(below):
+        lows[place] = highs[place] = tails[place]
+    for place in range(inner):
+        lows[below + place], highs[below + place] = low[first + place], high[first + place]
+        numbers[below + place] = count[first + place] * factor
+    for place in range(below, tails.size):
+        lows[inner + place] = highs[inner + place] = tails[place]
+    return lows, highs, numbers
 
 
 @compiled

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.atomic import read_bytes, write_bytes
+from amct.atomic import read_bytes, replace_fleeting
 from amct.caffe.engine.layer import Layer
 from amct.caffe.engine.named_record import check_named_record
 from amct.caffe.engine.registry import register
@@ -277,5 +277,5 @@ class _RecordFile:
         self.write(result)
         batch = self.kept.batch()
         if batch is not None:
-            write_bytes(batch_path(self.path), encode_batch(batch, read_bytes(self.path)))
+            replace_fleeting(batch_path(self.path), encode_batch(batch, read_bytes(self.path)))  # for one check
         progress_path(self.path).unlink(missing_ok=True)
