@@ -483,4 +483,3 @@ def _copy_runs(bits: Bits, every: int, begin: int, samples: Bits, sampled: int) 
             samples[number + np.uint64(step)] = bits[first + np.uint64(step)]
         number += np.uint64(RUN)
     return sampled + bits.size // group * RUN
-
