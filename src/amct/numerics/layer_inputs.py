@@ -20,7 +20,7 @@ from torch import Tensor
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.counts.compiled import compiled
-from amct.numerics.counts.exact_sum import ExactSum
+from amct.numerics.counts.exact_sum import ExactSum, add_exactly
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import ActivationFactors, State, checked_array, finite_range
 from amct.numerics.rounding_noise import RoundingNoise
@@ -81,14 +81,19 @@ class LayerInputObserver:
         if channels != self._minimum.numel():
             raise ArgumentError(f"expected {self._minimum.numel()} channels, got an activation {list(x.shape)}")
         if values.size:
-            total = _channel_sums(values, self.channel_axis % values.ndim).astype(np.float32)
-            if not math.isfinite(total.sum()):
-                finite_range(torch.from_numpy(values.reshape(1, -1)))  # raises with the counts of NaN and infinity
-            self._sum.add(total)
+            axis = self.channel_axis % values.ndim
+            if not (values.ndim == 4 and axis == 1 and _add_image_sums(values, self._sum.digits)):
+                self._add_sums(values, axis)
             self.count += values.size // channels
             if self.weight is not None:
                 self._observe_spread(torch.from_numpy(values).reshape(-1, channels))
         self.batches += 1
+
+    def _add_sums(self, values: NDArray[np.float32], axis: int) -> None:
+        total = _channel_sums(values, axis).astype(np.float32)
+        if not math.isfinite(total.sum()):
+            finite_range(torch.from_numpy(values.reshape(1, -1)))  # raises with the counts of NaN and infinity
+        self._sum.add(total)
 
     def _observe_spread(self, rows: Tensor) -> None:
         low, high = torch.aminmax(rows, dim=0)
@@ -201,6 +206,16 @@ def _image_sums(values: NDArray[np.float32]) -> NDArray[np.float64]:
                     total += np.float64(values[sample, channel, row, column])
             sums[channel] += total
     return sums
+
+
+@compiled
+def _add_image_sums(values: NDArray[np.float32], digits: NDArray[np.int64]) -> bool:
+    """Add the sum of each channel of images to exact sums; False, with nothing added, if one is not finite."""
+    sums = _image_sums(values).astype(np.float32)
+    if not np.isfinite(sums).all():
+        return False
+    add_exactly(sums, digits)
+    return True
 
 
 def _numbers(x: Tensor, *, sampled: bool) -> NDArray[np.float32]:

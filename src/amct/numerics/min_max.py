@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from amct.numerics.observer import (
     finite_range,
     flat_values,
 )
+
+if TYPE_CHECKING:
+    from amct.numerics.counts.tables import Floats
 
 
 class RunningRange:
@@ -68,12 +72,9 @@ class RunningRange:
             ArgumentError: the number of channels changed.
             CalibrationError: the batch holds NaN or infinity.
         """
-        if self.channel_axis is None and x.numel() and x.device.type == "cpu":
-            values = flat_values(x)
-            found = range_of(values)  # several times faster than torch for small tensors
-            if found is not None:
-                self.add_known(values.size, *found)
-                return torch.from_numpy(values)[None]
+        values = self.add_quickly(x)
+        if values is not None:
+            return torch.from_numpy(values)[None]
         rows = as_rows(x, self.channel_axis)
         if rows.numel():
             minimum, maximum = finite_range(rows)
@@ -81,6 +82,17 @@ class RunningRange:
             self.count += rows.numel()
         self.batches += 1
         return rows
+
+    def add_quickly(self, x: Tensor) -> Floats | None:
+        """Add one batch per tensor and return its values; None, with nothing changed, where ``add`` is needed."""
+        if self.channel_axis is not None or not x.is_cpu or x.numel() == 0:
+            return None
+        values = flat_values(x)
+        found = range_of(values)  # several times faster than torch for small tensors
+        if found is None:
+            return None
+        self.add_known(values.size, *found)
+        return values
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
         """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
@@ -204,7 +216,8 @@ class MinMaxObserver(RangeObserver):
 
     def observe(self, x: Tensor) -> None:
         """Add one tensor."""
-        self._range.add(x)
+        if self._range.add_quickly(x) is None:
+            self._range.add(x)
 
     def merge(self, other: MinMaxObserver) -> None:
         """Add all data observed by ``other``."""

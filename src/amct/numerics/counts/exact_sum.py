@@ -30,7 +30,7 @@ class ExactSum:
 
     def add(self, values: NDArray[Any]) -> None:
         """Add a vector of finite float32 numbers."""
-        _add(np.ascontiguousarray(values, np.float32), self.digits)
+        add_exactly(np.ascontiguousarray(values, np.float32), self.digits)
 
     def merge(self, other: ExactSum) -> None:
         """Add the sums of ``other``."""
@@ -42,7 +42,8 @@ class ExactSum:
 
 
 @compiled
-def _add(values: NDArray[Any], digits: NDArray[np.int64]) -> None:
+def add_exactly(values: NDArray[Any], digits: NDArray[np.int64]) -> None:
+    """Add a vector of finite float32 numbers to the digits of an ``ExactSum``."""
     bits = values.view(np.uint32)
     for row in range(bits.size):
         exponent = np.int64(bits[row] >> np.uint32(_FRACTION)) & 255
