@@ -347,7 +347,7 @@ def rows(found: Values) -> Iterator[tuple[str, str, str, bool | None]]:
     if "calibration" in found:
         part = found["calibration"]
         text = f"{part['calibration']:.2f} / {part['forwards']:.2f} CPU s = {part['ratio']:.2f}"
-        yield "(a) calibration / forwards, 8 x 64", text, "<= 1.20", part["ratio"] <= 1.2
+        yield "(a) calibration ÷ the same forwards, 8 × 64", text, "<= 1.20", part["ratio"] <= 1.2
     if "jobs" in found:
         yield from _job_rows(found["jobs"])
     if "adaround" in found:
@@ -380,22 +380,22 @@ def _job_rows(part: Values) -> Iterator[tuple[str, str, str, bool | None]]:
     peers = [part[name]["cpu"] for name in PEERS if "cpu" in part.get(name, {})]
     kept = bool(peers) and part["ours"]["cpu"] <= MOST_OF_FASTEST * min(peers)
     ratio = f" = {part['ours']['cpu'] / min(peers):.2f} of the fastest" if peers else ""
-    yield "(b, e) job: ours", _cost(part["ours"]) + ratio, f"<= {MOST_OF_FASTEST} of the fastest other", kept
+    yield "(b) whole job: ours", _cost(part["ours"]) + ratio, f"<= {MOST_OF_FASTEST} of the fastest other", kept
     for name in PEERS:
-        yield f"(b, e) job: {name}", _cost(part[name]), "", None
+        yield f"(b) whole job: {name}", _cost(part[name]), "", None
 
 
 def _adaround_rows(part: Values) -> Iterator[tuple[str, str, str, bool | None]]:
-    yield "(c, e) W4A8 nearest", _cost(part["W4A8 nearest"]), "", None
+    yield "(c) W4A8, rounding to nearest", _cost(part["W4A8 nearest"]), "", None
     fast, plain = part["W4A8 AdaRound fast"], part["W4A8 AdaRound plain"]
-    yield "(c, e) W4A8 AdaRound plain", _cost(plain), "", None
+    yield "(c) W4A8, AdaRound plain, whole job", _cost(plain), "", None
     kept = (
         "failed" not in fast
         and "failed" not in plain
         and fast["cpu"] <= 20
         and fast["accuracy"] >= plain["accuracy"] - 0.3
     )
-    yield "(c, e) W4A8 AdaRound fast", _cost(fast), "<= 20 CPU s, within 0.3 of plain", kept
+    yield "(c) W4A8, AdaRound fast, whole job", _cost(fast), "<= 20 CPU s, within 0.3 of plain", kept
 
 
 def show(found: Values) -> bool:
