@@ -204,19 +204,13 @@ class CalibrationSession:
         if watched.has_enough and not again:
             self._tell_ready()
             return
-        if self._ranks.is_alone:  # a context would take as long as the observer of a small tensor
-            self._observe(watched, x, counts=not again)
-        else:
-            with self._together():
-                self._observe(watched, x, counts=not again)
+        with self._together():
+            watched.observe(x, counts=not again)
+            if watched.has_enough and self._depth and layer in self._called_once:
+                watched.factors()
         watched.last_batch = self._batches
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
-
-    def _observe(self, watched: Watched, x: Tensor, *, counts: bool) -> None:
-        watched.observe(x, counts=counts)
-        if self._called_once and watched.has_enough and self._depth and watched.stream.layer in self._called_once:
-            watched.factors()
 
     def observe_tensor(self, name: str, x: Tensor) -> None:
         """Observe one batch of a tensor between layers; a tensor with invalid data is left out of the result."""

@@ -158,7 +158,7 @@ class Watched:
         if self._found is None:
             self._found = self._search() if self.leader is None else self.leader.factors()
             self.observer = self._begin_batch = None
-            if bool(self._found.near_zero.any() if self._found.near_zero.ndim else self._found.near_zero):
+            if bool(self._found.near_zero.any()):
                 logger.warning("%s: all values are (as good as) zero, so the scale is 1", self.stream.described)
         return self._found
 

@@ -148,8 +148,7 @@ class FloatHistogram:
         """
         if values.size == 0:
             return None
-        if self._total + values.size > _LARGEST_NARROW_TOTAL:
-            self._widen_for(values.size)
+        self._widen_for(values.size)
         return self._count(values)
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
@@ -296,7 +295,7 @@ class FloatHistogram:
         pieces = _pieces(values)
         if len(pieces) > 1:
             return self._count_pieces(values, pieces)
-        bins = (self._counts, self._first_bin[0], self.mantissa_bits)
+        bins = self._table
         enough = -1 if self.enough is None else self.enough
         is_first = self.tail > 0 and self._limits == _NO_LIMITS
         if is_first:

@@ -171,7 +171,7 @@ def count_alone(
         limits: values at or beyond these are collected.
         outer: room for the collected values, of which ``stored`` are there; those of the batch are appended.
         stored: number of values in ``outer``.
-        enough: about how many values not near zero are counted; negative: all are counted.
+        enough: number of values that are counted at least; negative: all are counted.
 
     Returns:
         The number of values in ``outer`` (more than ``room_of(outer)``: there was no room for all), the sampling
@@ -368,14 +368,12 @@ def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
 
 @compiled
 def sampling_interval(values: Floats, enough: int) -> int:
-    """Return n such that counting one run in n counts about ``enough`` values that are not near zero.
+    """Return n such that counting one run in n counts ``enough`` values that are not near zero, or up to twice as many.
 
-    Of the powers of two it is the one that comes closest: between ``enough`` / √2 and ``enough`` * √2 are counted.
     Values near zero are excluded, as they are rounded to zero; their number is estimated from some runs of the tensor.
     Data with few distinct values, such as pixels, is counted completely.
     """
-    most = np.sqrt(2.0) * enough
-    if values.size < most:
+    if values.size < 2 * enough:
         return 1
     step = values.size // _PROBED_RUNS - _ODD  # odd, so that the probed runs start in all channels
     largest, number = np.float32(0), 0
@@ -387,7 +385,7 @@ def sampling_interval(values: Floats, enough: int) -> int:
             number += np.int64(abs(values[place]) > largest / 256)
     matter = values.size * number // (_PROBED_RUNS * RUN)
     every = 1
-    while every < LARGEST_INTERVAL and matter >= every * most:
+    while every < LARGEST_INTERVAL and matter >= 2 * every * enough:
         every *= 2
     return 1 if every > 1 and _few_distinct(values, step, largest / 256) else every
 

@@ -40,14 +40,14 @@ SMALL_EXACT_LIMIT = 1 << 16
 """The limit with ``keeps_few``: this many values take as much memory as their counts would."""
 
 SAMPLING_TARGET = 1 << 18
-"""About how many values not near zero of all batches together are counted for a search.
+"""How many values not near zero of all batches together are enough for a search.
 
 A loss estimated from m values has a relative standard error of 0.9 / sqrt(m): that is the standard deviation of squared
 rounding errors, in units of their mean. What lies in the tails, where few values make up much of the loss, is exact. So
 the difference of two losses is known to 1.3 / sqrt(m) = 0.25 %, and a choice that is 1 % worse than the best one would
 take an error of four standard deviations."""
 LEAST_SAMPLES = 1 << 13
-"""About how many are counted of each batch at least."""
+"""How many are counted of each batch at least."""
 
 Floats = NDArray[np.float32]
 
@@ -65,7 +65,7 @@ class Samples:
     ) -> None:
         self.range = RunningRange(channel_axis)
         self.enough = enough
-        """About how many values not near zero are counted of a batch; None: all."""
+        """How many values not near zero are counted of a batch at least; None: all."""
         self._bits, self._keeps_few = bits, keeps_few
         self._pieces: list[Floats] = []
         self._numbers: list[int] = []  # of the batch that each piece is from
