@@ -40,10 +40,12 @@ from amct.numerics.counts.loops import (
     Runs,
     Scan,
     count_alone,
+    count_at,
     count_first,
     limits_of,
     new_room,
     outside,
+    outside_at,
     room_of,
     sampling_interval,
     scan_and_count,
@@ -70,6 +72,8 @@ from amct.numerics.counts.tables import (
 from amct.numerics.observer import State, checked_array
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 MANTISSA_BITS = 11
@@ -150,6 +154,14 @@ class FloatHistogram:
             return None
         self._widen_for(values.size)
         return self._count(values)
+
+    def add_at(self, address: int, size: int) -> tuple[float, float] | None:
+        """``add_in_one_pass`` of the values at an address; None also for a first batch and for one for many threads."""
+        if not 0 < size < 2 * _THREADED_SIZE or self._is_first:
+            return None
+        self._widen_for(size)
+        found = count_at(address, size, self._table, self._collected, self._room, self._stored, self._least)
+        return self._counted(size, found, lambda limits: outside_at(address, size, limits))
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
         """Count ``values`` of a single channel, each ``counts`` times."""
@@ -295,34 +307,56 @@ class FloatHistogram:
         pieces = _pieces(values)
         if len(pieces) > 1:
             return self._count_pieces(values, pieces)
-        bins = self._table
-        enough = -1 if self.enough is None else self.enough
-        is_first = self.tail > 0 and self._limits == _NO_LIMITS
-        if is_first:
-            number, every, low, high, limits = count_first(values, bins, self._room, self.tail, enough)
-        else:
-            limits = self._limits if self.tail else UNREACHABLE
-            number, every, low, high = count_alone(values, bins, limits, self._room, self._stored, enough)
+        if not self._is_first:
+            found = count_alone(values, self._table, self._collected, self._room, self._stored, self._least)
+            return self._counted(values.size, found, lambda limits: outside(values, limits))
+        number, every, low, high, limits = count_first(values, self._table, self._room, self.tail, self._least)
         if every == 0:
             return None
         self._total += values.size
         self._largest_weight = max(self._largest_weight, every)
-        if is_first:
-            self._begin_tails(pieces, limits, self._room[:number])
-        elif number > room_of(self._room):
-            self._look_again(pieces)
+        self._begin_tails(pieces, limits, self._room[:number])
+        return low, high
+
+    def _counted(
+        self, size: int, found: tuple[int, int, float, float], outside_of: Callable[[Limits], Floats]
+    ) -> tuple[float, float] | None:
+        """Take what ``count_alone`` found in a batch; ``outside_of`` returns its values beyond some limits."""
+        number, every, low, high = found
+        if every == 0:
+            return None
+        self._total += size
+        self._largest_weight = max(self._largest_weight, every)
+        if number > room_of(self._room):
+            self._move_edges()
+            self._keep_outer(outside_of(self._limits))
         else:
             self._stored = number
             if number > _TAIL_SLACK * self.tail:
                 self._trim_to_tails()
         return low, high
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the next batch is the first of one whose tails are stored."""
+        return self.tail > 0 and self._limits == _NO_LIMITS
+
+    @property
+    def _collected(self) -> Limits:
+        """The limits at or beyond which values are stored."""
+        return self._limits if self.tail else UNREACHABLE
+
+    @property
+    def _least(self) -> int:
+        """How many values are counted of a batch at least; -1: all."""
+        return -1 if self.enough is None else self.enough
+
     def _count_pieces(self, values: Floats, pieces: list[Floats]) -> tuple[float, float] | None:
         """Count pieces of a batch in threads, as ``_count`` does a whole one."""
         every = 1 if self.enough is None else sampling_interval(values, self.enough)
         tables = [self._counts, *(self._idle_table() for _ in pieces[1:])]
-        is_first = self._limits == _NO_LIMITS
-        limits = UNREACHABLE if is_first or not self.tail else self._limits
+        is_first = self._is_first
+        limits = UNREACHABLE if is_first else self._collected
         scans = self._scan_all(pieces, tables, limits, every, every)
         is_finite = all(scan.is_finite for scan in scans)
         if is_finite:

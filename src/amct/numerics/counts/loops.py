@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from amct.numerics.counts.compiled import compiled
+from amct.numerics.counts.compiled import compiled, values_at
 from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
@@ -191,6 +191,14 @@ def count_alone(
 
 
 @compiled
+def count_at(
+    address: int, size: int, bins: Table, limits: Limits, outer: Floats, stored: int, enough: int
+) -> tuple[int, int, float, float]:
+    """``count_alone`` of the values at an address."""
+    return count_alone(values_at(address, size), bins, limits, outer, stored, enough)
+
+
+@compiled
 def count_first(
     values: Floats, bins: Table, outer: Floats, tail: int, enough: int
 ) -> tuple[int, int, float, float, Limits]:
@@ -262,6 +270,17 @@ def range_of(values: Floats) -> tuple[float, float] | None:
     return (low, high) if is_finite else None
 
 
+def range_at(address: int, size: int) -> tuple[float, float] | None:
+    """``range_of`` the values at an address."""
+    is_finite, low, high = _checked_range_at(address, size)
+    return (low, high) if is_finite else None
+
+
+@compiled
+def _checked_range_at(address: int, size: int) -> tuple[bool, float, float]:
+    return _checked_range(values_at(address, size))
+
+
 @compiled
 def _checked_range(values: Floats) -> tuple[bool, float, float]:
     largest, outermost = _extremes(values.view(np.uint32), values.view(np.int32))
@@ -318,6 +337,12 @@ def outside(values: Floats, limits: Limits) -> Floats:
         number = _scan(bits[begin : begin + _PATCH], signed[begin : begin + _PATCH], limits, found, number)[0]
     kept: Floats = found[:number].copy().view(np.float32)
     return kept
+
+
+@compiled
+def outside_at(address: int, size: int, limits: Limits) -> Floats:
+    """``outside`` of the values at an address."""
+    return outside(values_at(address, size), limits)
 
 
 @compiled

@@ -57,12 +57,8 @@ class ValueCounts:
 
     def plus(self, other: ValueCounts) -> ValueCounts | None:
         """Return the sum of both counts; ``None`` when there are too many distinct values."""
-        bits, place = np.unique(np.concatenate([self.bits, other.bits]), return_inverse=True)
-        if bits.size > MAX_DISTINCT_VALUES:
-            return None
-        counts = np.zeros(bits.size, np.int64)
-        np.add.at(counts, place, np.concatenate([self.counts, other.counts]))
-        return ValueCounts(bits, counts)
+        bits, counts = _joined((self.bits, self.counts), (other.bits, other.counts))
+        return ValueCounts(bits, counts) if bits.size <= MAX_DISTINCT_VALUES else None
 
     def state(self) -> State:
         """Return the counts as arrays."""
@@ -93,21 +89,40 @@ def _count_by_torch(x: Tensor) -> tuple[Bits, Counts]:
 @compiled
 def _count_values(bits: Bits, most: int) -> tuple[Bits, Counts]:
     """Count every bit pattern in a hash table; stop when there are more than ``most``."""
-    mask = np.uint64((1 << _HASH_BITS) - 1)
-    keys = np.empty(1 << _HASH_BITS, np.uint32)
-    counts = np.zeros(1 << _HASH_BITS, np.int64)
+    keys, counts = np.empty(1 << _HASH_BITS, np.uint32), np.zeros(1 << _HASH_BITS, np.int64)
     used = 0
     for position in range(bits.size):
-        key = bits[position]
-        # Fibonacci hashing: multiplication by 2^32 / golden ratio scatters evenly spaced keys.
-        slot = (np.uint64(key) * np.uint64(0x9E3779B1) >> np.uint64(32 - _HASH_BITS)) & mask
-        while counts[slot] != 0 and keys[slot] != key:
-            slot = (slot + np.uint64(1)) & mask
+        slot = _slot_of(bits[position], keys, counts)
         if counts[slot] == 0:
-            keys[slot] = key
+            keys[slot] = bits[position]
             used += 1
         counts[slot] += 1
         if used > most:
             return keys[:used], counts[:used]  # the caller uses only their number
     found = counts > 0
     return keys[found], counts[found]
+
+
+@compiled
+def _joined(one: tuple[Bits, Counts], other: tuple[Bits, Counts]) -> tuple[Bits, Counts]:
+    """Return the sum of two counts, each of at most ``MAX_DISTINCT_VALUES`` bit patterns, in the order of these."""
+    keys, counts = np.empty(1 << _HASH_BITS, np.uint32), np.zeros(1 << _HASH_BITS, np.int64)
+    for bits, amounts in (one, other):
+        for position in range(bits.size):
+            slot = _slot_of(bits[position], keys, counts)
+            keys[slot] = bits[position]
+            counts[slot] += amounts[position]
+    slots = np.flatnonzero(counts)
+    slots = slots[np.argsort(keys[slots])]
+    return keys[slots], counts[slots]
+
+
+@compiled
+def _slot_of(key: int, keys: Bits, counts: Counts) -> np.uint64:
+    """Return the slot of a bit pattern in a hash table, or the free one for it."""
+    mask = np.uint64((1 << _HASH_BITS) - 1)
+    # Fibonacci hashing: multiplication by 2^32 / golden ratio scatters evenly spaced keys.
+    slot: np.uint64 = (np.uint64(key) * np.uint64(0x9E3779B1) >> np.uint64(32 - _HASH_BITS)) & mask
+    while counts[slot] != 0 and keys[slot] != key:
+        slot = (slot + np.uint64(1)) & mask
+    return slot

@@ -127,12 +127,14 @@ def _attach(
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""
     handles: list[RemovableHandle] = []
+    given = intermediate.given if intermediate is not None else ()
     for name, weights in preparation.weights.items():
         module = layer_module(model, name)
         setattr(module, MARK, True)
         if weights.balance is not None:  # kept after calibration: the weights stay balanced
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
-        handles += observe_inputs(session, name, module)
+        tensors = [each.tensor for each in given if each.layer == name]
+        handles += observe_inputs(session, name, module, tensors)
     attached = intermediate.attach(model, session) if intermediate is not None else None
 
     @contextmanager

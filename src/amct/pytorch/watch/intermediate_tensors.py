@@ -29,7 +29,7 @@ from amct.pytorch.capture.vectorized import all_values
 from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.watch.call_sites import CallSite, OperationWatch
-from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
+from amct.pytorch.watch.layer_hooks import hidden_from_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ class TensorWatch:
         operations: Results of other operations, by call site.
         callees: Modules that the modules of these operations call directly.
         missing: Tensors whose call site was not found; they get no factors.
-        given: The layer inputs that are observed per channel.
+        given: The layer inputs that are observed per channel, by the hooks of these layers.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -90,9 +90,6 @@ class AttachedTensorWatch:
         self._calls: Counter[str] = Counter()
         for layer in dict.fromkeys(layer for layer, _ in watch.layers):
             self._handles.append(layer_module(model, layer).register_forward_hook(self._output_hook(layer)))
-        for given in watch.given:
-            hook = self._input_hook(given.tensor)
-            self._handles.append(layer_module(model, given.layer).register_forward_pre_hook(hook, with_kwargs=True))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)
@@ -126,15 +123,6 @@ class AttachedTensorWatch:
             if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
                     self._session.observe_tensor(name, all_values(tensor))
-
-        return show
-
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        def show(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = given_input(args, kwargs)
-            if x is not None:
-                with hidden_from_modes():
-                    self._session.observe_tensor(name, all_values(x))
 
         return show
 

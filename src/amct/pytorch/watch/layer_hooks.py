@@ -19,7 +19,7 @@ from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.capture.vectorized import all_values, on_all_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch.utils.hooks import RemovableHandle
@@ -91,14 +91,26 @@ class FakeQuantize:
         return ((*args[:1], state), kwargs) if len(args) > 1 else (args, {**kwargs, "hx": state})
 
 
-def observe_inputs(session: CalibrationSession, name: str, module: nn.Module) -> list[RemovableHandle]:
-    """Add hooks through which a session observes a layer's input and, for a recurrent layer, its hidden states."""
+def observe_inputs(
+    session: CalibrationSession, name: str, module: nn.Module, tensors: Sequence[str] = ()
+) -> list[RemovableHandle]:
+    """Add hooks through which a session observes a layer's input and, for a recurrent layer, its hidden states.
+
+    Args:
+        session: The session.
+        name: The layer.
+        module: The layer's module.
+        tensors: The session's names of the input as a tensor between layers.
+    """
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = given_input(args, kwargs)
         if x is not None:
             with hidden_from_modes():
-                session.observe(name, all_values(x))
+                x = all_values(x)
+                session.observe(name, x)
+                for tensor in tensors:
+                    session.observe_tensor(tensor, x)
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401  (out, state)
         assert isinstance(module, nn.RNNBase)
