@@ -194,10 +194,10 @@ class CalibrationSession:
             CalibrationError: The data is invalid (NaN, infinity, empty); the message names the layer and the batch.
             ArgumentError: There is no such layer or stream.
         """
-        if self.done:
+        if self._result is not None:
             return
         watched = self._find(layer, name)
-        watched.shape = tuple(x.shape)
+        watched.shape = x.shape
         if watched.leader is not None:
             return
         again = self._depth > 0 and watched.last_batch == self._batches
@@ -206,7 +206,7 @@ class CalibrationSession:
             return
         with self._together():
             watched.observe(x, counts=not again)
-            if watched.has_enough and self._depth and layer in self._called_once:
+            if layer in self._called_once and self._depth and watched.has_enough:
                 watched.factors()
         watched.last_batch = self._batches
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
@@ -334,7 +334,7 @@ class CalibrationSession:
 
     def _together(self) -> AbstractContextManager[None]:
         """The context of work whose failure ends the other processes too."""
-        return _NO_CONTEXT if self._meeting is None else self._meeting.together()
+        return _NO_CONTEXT if self._ranks.is_alone or self._meeting is None else self._meeting.together()
 
     def _beat(self) -> None:
         if self._meeting is not None:

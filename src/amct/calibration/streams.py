@@ -115,7 +115,7 @@ class Watched:
     @property
     def has_enough(self) -> bool:
         """Whether this process needs no further batch."""
-        return self.seen >= self.needed
+        return (self._seen if self.leader is None else self.leader.seen) >= self.needed
 
     @property
     def has_factors(self) -> bool:
@@ -130,7 +130,7 @@ class Watched:
     @property
     def last_shape(self) -> tuple[int, ...]:
         """The shape of the last tensor."""
-        return self.shape or (self.leader.last_shape if self.leader is not None else ())
+        return tuple(self.shape) or (self.leader.last_shape if self.leader is not None else ())
 
     def observe(self, x: Tensor, *, counts: bool) -> None:
         """Pass a tensor to the observer; ``counts`` unless it belongs to the same batch as the one before.
@@ -138,7 +138,7 @@ class Watched:
         Raises:
             CalibrationError: The data is invalid; the message names layer and batch.
         """
-        if self.has_factors:
+        if self._found is not None:
             raise CalibrationError(f"{self.stream.described} is called again in a batch in which it was called once")
         assert self.observer is not None, "the factors of a leader are not searched twice"
         number = self.ranks.number(self._seen if counts else max(self._seen - 1, 0))

@@ -118,11 +118,13 @@ class FloatHistogram:
         self.channels = channels
         self.tail = tail if channels == 1 else 0
         self.enough = enough if self.tail else None  # values not near zero that are counted of a batch; None: all
+        self._least = -1 if self.enough is None else self.enough
         self.mantissa_bits = mantissa_bits
         self._total = 0  # number of values of one channel
         self._largest_weight = 1  # the largest weight of a counted value
         self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # start of a block in _counts; -1: not allocated
         self._counts: Tallies = self._zeros(np.uint32) if channels == 1 else np.empty(0, np.uint32)
+        self._own_blocks = self._first_bin[0]  # of a single channel; a view takes longer than to count a small batch
         self._used = np.zeros(1, np.int64)
         self._room = new_room(_TAIL_ROOM * self.tail)  # all values beyond the edges: the tails, and possibly more
         self._stored = 0  # how many there are in it
@@ -346,11 +348,6 @@ class FloatHistogram:
         """The limits at or beyond which values are stored."""
         return self._limits if self.tail else UNREACHABLE
 
-    @property
-    def _least(self) -> int:
-        """How many values are counted of a batch at least; -1: all."""
-        return -1 if self.enough is None else self.enough
-
     def _count_pieces(self, values: Floats, pieces: list[Floats]) -> tuple[float, float] | None:
         """Count pieces of a batch in threads, as ``_count`` does a whole one."""
         every = 1 if self.enough is None else sampling_interval(values, self.enough)
@@ -396,7 +393,7 @@ class FloatHistogram:
     @property
     def _table(self) -> Table:
         """The counts of a single channel."""
-        return self._counts, self._first_bin[0], self.mantissa_bits
+        return self._counts, self._own_blocks, self.mantissa_bits
 
     def _scan_all(
         self, pieces: list[Floats], tables: list[Tallies], limits: Limits, every: int, weight: int
