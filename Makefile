@@ -72,8 +72,15 @@ release-check: check
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/torture.py --kills 1000 --seed 1
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/fuzz.py --inputs 100000 --seed 1 --keep fuzz_failures
 
+# Most measurements need the machine for themselves. Training takes long and counts its own CPU time: two at a time.
+BENCH_TRAINING := prune_pytorch qat_pytorch qat_caffe
+BENCH_ELSEWHERE := zoo prune_zoo qat_zoo
+BENCH_ALONE := $(filter-out $(BENCH_TRAINING) $(BENCH_ELSEWHERE),$(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[a-z]*.py)))
 bench: $(BENCH_STAMP)
-	@for file in $(filter-out benchmarks/zoo.py benchmarks/prune_zoo.py benchmarks/qat_zoo.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python $$file || true; done
+	@for name in $(BENCH_ALONE); do echo "== benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || true; done
+	@mkdir -p benchmarks/results
+	@printf '%s\n' $(BENCH_TRAINING) | xargs -P 2 -I{} sh -c \
+		'$(BIN)/python benchmarks/{}.py > benchmarks/results/{}.txt 2>&1; echo "== benchmarks/{}.py"; cat benchmarks/results/{}.txt' || true
 	@$(BIN)/python scripts/bench_tables.py docs/benchmarks.md
 
 # Goes on where it was stopped; remove benchmarks/results/zoo.jsonl to begin again.

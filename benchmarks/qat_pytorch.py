@@ -2,7 +2,7 @@
 
     python benchmarks/qat_pytorch.py                      everything, three seeds
     python benchmarks/qat_pytorch.py step memory          only these parts: step, memory, w4a4, int8, file
-    python benchmarks/qat_pytorch.py w4a4 --seeds 1       one seed
+    python benchmarks/qat_pytorch.py w4a4 --seeds 1       one seed (or AMCT_BENCH_SEEDS=1)
 
 Needs the real models (AMCT_ASSETS, or shared/assets beside the project). Recipe: 10 000 training images, flip and crop,
 SGD with momentum 0.9, cosine from 0.01 over the epochs of the row, batch 64; learned scales per channel, the image and
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 ASSETS = Path(os.environ.get("AMCT_ASSETS", HERE.parent.parent / "shared" / "assets"))
 RESULTS = HERE / "results" / "qat_pytorch.json"
 BATCH, CALIBRATION = 64, 512
+ALL_SEEDS = 3
 PARTS = ("step", "memory", "w4a4", "int8", "file")
 GENTLE = 1 / 16
 W4A4 = amct.QatConfig(weight_bits=4, activation_bits=4, layers={"conv1": (8, 8)})
@@ -286,7 +287,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Quantization-aware training of ResNet-20")
     parser.add_argument("parts", nargs="*", default=PARTS, metavar="part", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=int(os.environ.get("AMCT_BENCH_SEEDS", ALL_SEEDS)))
     parser.add_argument("--memory-job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -314,7 +315,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "seeds": arguments.seeds,
                 "rows": rows,
-                "partial": set(arguments.parts) != set(PARTS),
+                "partial": set(arguments.parts) != set(PARTS) or arguments.seeds < ALL_SEEDS,
             },
             indent=2,
         )

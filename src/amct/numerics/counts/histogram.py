@@ -47,9 +47,9 @@ from amct.numerics.counts.loops import (
     outside,
     outside_at,
     room_of,
-    sampling_interval,
     scan_and_count,
 )
+from amct.numerics.counts.sampling import sampling_interval
 from amct.numerics.counts.sparse_memory import sparse_zeros
 from amct.numerics.counts.tables import (
     BLOCKS,
@@ -162,7 +162,8 @@ class FloatHistogram:
         if not 0 < size < 2 * _THREADED_SIZE or self._is_first:
             return None
         self._widen_for(size)
-        found = count_at(address, size, self._table, self._collected, self._room, self._stored, self._least)
+        limits = self._limits if self.tail else UNREACHABLE
+        found = count_at(address, size, self._table, limits, self._room, self._stored, self._least)
         return self._counted(size, found, lambda limits: outside_at(address, size, limits))
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
@@ -310,7 +311,8 @@ class FloatHistogram:
         if len(pieces) > 1:
             return self._count_pieces(values, pieces)
         if not self._is_first:
-            found = count_alone(values, self._table, self._collected, self._room, self._stored, self._least)
+            limits = self._limits if self.tail else UNREACHABLE
+            found = count_alone(values, self._table, limits, self._room, self._stored, self._least)
             return self._counted(values.size, found, lambda limits: outside(values, limits))
         number, every, low, high, limits = count_first(values, self._table, self._room, self.tail, self._least)
         if every == 0:
@@ -343,17 +345,12 @@ class FloatHistogram:
         """Whether the next batch is the first of one whose tails are stored."""
         return self.tail > 0 and self._limits == _NO_LIMITS
 
-    @property
-    def _collected(self) -> Limits:
-        """The limits at or beyond which values are stored."""
-        return self._limits if self.tail else UNREACHABLE
-
     def _count_pieces(self, values: Floats, pieces: list[Floats]) -> tuple[float, float] | None:
         """Count pieces of a batch in threads, as ``_count`` does a whole one."""
         every = 1 if self.enough is None else sampling_interval(values, self.enough)
         tables = [self._counts, *(self._idle_table() for _ in pieces[1:])]
         is_first = self._is_first
-        limits = UNREACHABLE if is_first else self._collected
+        limits = UNREACHABLE if is_first or not self.tail else self._limits
         scans = self._scan_all(pieces, tables, limits, every, every)
         is_finite = all(scan.is_finite for scan in scans)
         if is_finite:
@@ -399,8 +396,6 @@ class FloatHistogram:
         self, pieces: list[Floats], tables: list[Tallies], limits: Limits, every: int, weight: int
     ) -> list[Scan]:
         bits, room = self.mantissa_bits, _TAIL_ROOM * self.tail
-        if len(pieces) == 1:
-            return [scan_and_count(pieces[0], tables[0], bits, limits, room, Runs(every, 0, weight))]
         size = pieces[0].size
         with ThreadPoolExecutor(min(len(pieces), torch.get_num_threads())) as pool:
             scans = [

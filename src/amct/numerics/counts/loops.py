@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from amct.numerics.counts.compiled import compiled, values_at
+from amct.numerics.counts.sampling import RUN, sampling_interval
 from amct.numerics.counts.tables import (
     BLOCKS,
     FLOAT_MANTISSA,
@@ -30,10 +31,6 @@ from amct.numerics.counts.tables import (
     mark_blocks,
 )
 
-RUN = 16
-"""Length of a run: consecutive values that are counted or skipped together when sampling."""
-LARGEST_INTERVAL = 64
-"""The largest sampling interval."""
 PIECE = 1 << 14
 """Tensors are split at multiples of this only, so that splitting does not change which values are sampled."""
 
@@ -47,8 +44,6 @@ UNREACHABLE = (SIGN + _INFINITY, _INFINITY)
 """Limits that no finite value reaches."""
 SUGGESTED = 2
 """So many times the tail should lie beyond limits that sampled counts suggest."""
-_PROBED_RUNS, _ODD = 64, 37
-_PROBE_BITS = 11  # twice as many slots as probed values
 
 
 class Scan(NamedTuple):
@@ -389,50 +384,6 @@ def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
             inside += np.int32((step >= low) & (step <= high))
         number += part.size - inside
     return number
-
-
-@compiled
-def sampling_interval(values: Floats, enough: int) -> int:
-    """Return n such that counting one run in n counts ``enough`` values that are not near zero, or up to twice as many.
-
-    Values near zero are excluded, as they are rounded to zero; their number is estimated from some runs of the tensor.
-    Data with few distinct values, such as pixels, is counted completely.
-    """
-    if values.size < 2 * enough:
-        return 1
-    step = values.size // _PROBED_RUNS - _ODD  # odd, so that the probed runs start in all channels
-    largest, number = np.float32(0), 0
-    for begin in range(0, _PROBED_RUNS * step, step):
-        for place in range(begin, begin + RUN):
-            largest = max(largest, abs(values[place]))
-    for begin in range(0, _PROBED_RUNS * step, step):
-        for place in range(begin, begin + RUN):
-            number += np.int64(abs(values[place]) > largest / 256)
-    matter = values.size * number // (_PROBED_RUNS * RUN)
-    every = 1
-    while every < LARGEST_INTERVAL and matter >= 2 * every * enough:
-        every *= 2
-    return 1 if every > 1 and _few_distinct(values, step, largest / 256) else every
-
-
-@compiled
-def _few_distinct(values: Floats, step: int, bound: float) -> bool:
-    """Return whether values of the probed runs repeat often; neighbours may be equal, as pooling makes them."""
-    mask = np.uint64((1 << _PROBE_BITS) - 1)
-    keys = np.zeros(1 << _PROBE_BITS, np.uint32)  # zero is near zero, so it is none of the keys
-    bits = values.view(np.uint32)
-    number = distinct = 0
-    for begin in range(0, _PROBED_RUNS * step, step):
-        for place in range(begin, begin + RUN):
-            if abs(values[place]) <= bound or (place > begin and bits[place] == bits[place - 1]):
-                continue
-            number += 1
-            slot = (np.uint64(bits[place]) * np.uint64(0x9E3779B1) >> np.uint64(32 - _PROBE_BITS)) & mask
-            while keys[slot] != 0 and keys[slot] != bits[place]:
-                slot = (slot + np.uint64(1)) & mask
-            distinct += np.int64(keys[slot] == 0)
-            keys[slot] = bits[place]
-    return 4 * distinct < 3 * number
 
 
 @compiled

@@ -30,7 +30,7 @@ from amct.numerics.counts.histogram import (
     Bins,
     FloatHistogram,
 )
-from amct.numerics.counts.loops import sampling_interval
+from amct.numerics.counts.sampling import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
 from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, dense_memory, flat_values
