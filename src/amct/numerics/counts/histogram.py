@@ -124,7 +124,7 @@ class FloatHistogram:
         self._largest_weight = 1  # the largest weight of a counted value
         self._first_bin = np.full((channels, BLOCKS), -1, np.int64)  # start of a block in _counts; -1: not allocated
         self._counts: Tallies = self._zeros(np.uint32) if channels == 1 else np.empty(0, np.uint32)
-        self._own_blocks = self._first_bin[0]  # of a single channel; a view takes longer than to count a small batch
+        self._own_blocks = self._first_bin[0]  # of a single channel: kept, as views take time to make
         self._used = np.zeros(1, np.int64)
         self._room = new_room(_TAIL_ROOM * self.tail)  # all values beyond the edges: the tails, and possibly more
         self._stored = 0  # how many there are in it

@@ -135,7 +135,7 @@ def _attach(
             module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
         tensors = [each.tensor for each in given if each.layer == name]
         handles += observe_inputs(session, name, module, tensors)
-    attached = intermediate.attach(model, session) if intermediate is not None else None
+    attached = intermediate.attach(model, session, layer_inputs=False) if intermediate is not None else None
 
     @contextmanager
     def forward_context(arguments: Arguments) -> Iterator[None]:

@@ -29,7 +29,7 @@ from amct.pytorch.capture.vectorized import all_values
 from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.watch.call_sites import CallSite, OperationWatch
-from amct.pytorch.watch.layer_hooks import hidden_from_modes
+from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ class TensorWatch:
         operations: Results of other operations, by call site.
         callees: Modules that the modules of these operations call directly.
         missing: Tensors whose call site was not found; they get no factors.
-        given: The layer inputs that are observed per channel, by the hooks of these layers.
+        given: The layer inputs that are observed per channel.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -74,15 +74,25 @@ class TensorWatch:
         channels = {given.tensor: given.observer() for given in self.given}
         return {**channels, **{name: MinMaxObserver() for name in names}}
 
-    def attach(self, model: nn.Module, session: CalibrationSession) -> AttachedTensorWatch:
-        """Add hooks to the model so that a session observes these tensors in every forward."""
-        return AttachedTensorWatch(self, model, session)
+    def attach(
+        self, model: nn.Module, session: CalibrationSession, *, layer_inputs: bool = True
+    ) -> AttachedTensorWatch:
+        """Add hooks to the model so that a session observes these tensors in every forward.
+
+        Args:
+            model: The model.
+            session: The session.
+            layer_inputs: Whether to add hooks for ``given``; not if other hooks of the layers observe these.
+        """
+        return AttachedTensorWatch(self, model, session, self.given if layer_inputs else ())
 
 
 class AttachedTensorWatch:
     """A ``TensorWatch`` hooked into one model."""
 
-    def __init__(self, watch: TensorWatch, model: nn.Module, session: CalibrationSession) -> None:
+    def __init__(
+        self, watch: TensorWatch, model: nn.Module, session: CalibrationSession, given: Sequence[LayerInput]
+    ) -> None:
         self._watch = watch
         self._model = model
         self._session = session
@@ -90,6 +100,9 @@ class AttachedTensorWatch:
         self._calls: Counter[str] = Counter()
         for layer in dict.fromkeys(layer for layer, _ in watch.layers):
             self._handles.append(layer_module(model, layer).register_forward_hook(self._output_hook(layer)))
+        for each in given:
+            hook = self._input_hook(each.tensor)
+            self._handles.append(layer_module(model, each.layer).register_forward_pre_hook(hook, with_kwargs=True))
         self._operations: OperationWatch | None = None
         if watch.operations:
             wanted = frozenset((site.path, site.operation) for site in watch.operations)
@@ -123,6 +136,15 @@ class AttachedTensorWatch:
             if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
                     self._session.observe_tensor(name, all_values(tensor))
+
+        return show
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        def show(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = given_input(args, kwargs)
+            if x is not None:
+                with hidden_from_modes():
+                    self._session.observe_tensor(name, all_values(x))
 
         return show
 
