@@ -41,11 +41,6 @@ def _say_compiling() -> None:
     logger.info("loops are compiled for this machine, which takes some seconds; later runs find them in a cache")
 
 
-def _values_at(address: int, size: int) -> NDArray[np.float32]:
-    """Return the float32 values at an address as an array; to be called by compiled functions only."""
-    raise NotImplementedError
-
-
 class _Compiled:
     """A function that numba compiles when it is first called."""
 
@@ -92,8 +87,11 @@ class _Compiled:
         return cast("FunctionType", update_wrapper(copy, function))
 
 
-class _CompiledPointer(_Compiled):
-    """``values_at``: an integer becomes a pointer, for which numba has no function."""
+class _ValuesAt(_Compiled):
+    """The float32 values at an address as an array. An integer becomes a pointer, for which numba has no function."""
+
+    def __init__(self) -> None:
+        self._called = False
 
     @cached_property
     def _numba_function(self) -> Any:  # noqa: ANN401  numba has no types
@@ -115,7 +113,7 @@ class _CompiledPointer(_Compiled):
         return values_at
 
 
-values_at = cast("Callable[[int, int], NDArray[np.float32]]", _CompiledPointer(_values_at, reorder_sums=False))
-"""In compiled functions, the float32 values at an address: making an array of a tensor takes longer than to scan it.
+values_at = cast("Callable[[int, int], NDArray[np.float32]]", _ValuesAt())
+"""For compiled functions: the float32 values at an address. Making an array of a tensor takes longer than scanning it.
 
 After a convolution neither torch's nor NumPy's code is in the processor's caches: ``Tensor.numpy`` then takes 30 µs."""
