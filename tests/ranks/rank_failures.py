@@ -87,13 +87,13 @@ def other_config(folder, rank):
 
 def too_few_batches(folder, rank):
     del rank
-    for each in range(SIZE):  # none may end while another still joins
-        wait_for(folder / f"began{each}")
+    wait_for_all(folder)
     calibrate(folder, batches=2)
 
 
 def local(folder, rank):
     """The switch: rank 0 calibrates all batches by itself, the others none."""
+    wait_for_all(folder)
     if rank == 0:
         os.environ[LOCAL] = "1"
         calibrate(folder, pause=0)
@@ -106,6 +106,12 @@ def killed(folder, rank):
 
 SCENARIOS = {each.__name__: each for each in (only_first, leaves_early, bad_data, other_config, too_few_batches, local)}
 SIZE = 3
+
+
+def wait_for_all(folder):
+    """Wait until all have joined: one that ends before fails the others."""
+    for rank in range(SIZE):
+        wait_for(folder / f"began{rank}")
 
 
 def wait_for(path):
