@@ -41,7 +41,7 @@ ASSETS = Path(os.environ.get("AMCT_ASSETS", Path(__file__).parents[2] / "shared"
 ENGINES = ("OpenCV dnn", "all blobs", "lean", "torch", "onnxruntime")
 OURS = ENGINES[2:]  # those that are compared; "lean" nets choose between the other two by themselves
 RUNTIMES = ENGINES[3:]
-COMPARED = ("OpenCV dnn", "lean")  # those that the goal is for
+WITH_GOAL = ("OpenCV dnn", "lean")
 BATCHES = (1, 8)
 WARM_UP, SECONDS, ROUNDS = 4, 1.0, 5
 THREADS = (1, 2)
@@ -242,7 +242,7 @@ def run_all(rounds: int, threads: int, only: str) -> list[Line]:
         for model, batch in product((each for each in models(Path(folder)) if only in each.name), BATCHES):
             measured: dict[str, list[Line]] = {}
             for number, engine in product(range(rounds), ENGINES):
-                if number == 0 or engine in COMPARED:
+                if number == 0 or engine in WITH_GOAL:
                     measured.setdefault(engine, []).append(_in_a_process(model, engine, batch, threads))
             lines += [sorted(found, key=_speed)[len(found) // 2] for found in measured.values()]
     return lines

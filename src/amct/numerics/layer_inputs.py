@@ -96,9 +96,8 @@ class LayerInputObserver:
 
     def _observe_image(self, x: Tensor) -> bool:
         """Add one batch of images in the least time; False, with nothing changed, where more has to be done."""
-        place = (
-            dense_memory(x) if x.ndim == 4 and self.channel_axis == 1 and self.batches and self.weight is None else None
-        )
+        is_image = x.ndim == 4 and self.channel_axis == 1 and self.weight is None
+        place = dense_memory(x) if is_image and self.batches else None  # the first batch gives the number of channels
         if place is None or not place[1] or x.shape[1] != self._minimum.numel():
             return False
         samples, _, height, width = shape = tuple(x.shape)
