@@ -51,7 +51,7 @@ from amct.export.writer import save_model  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
     Job = tuple[Callable[[], QuantizedModel], list[Any]]
     Build = Callable[[Path], Job]

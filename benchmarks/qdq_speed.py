@@ -45,7 +45,7 @@ from amct.export.writer import save_model  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
     Feeds = dict[str, np.ndarray]
     Network = tuple[QuantizedModel, Sequence[Feeds], Sequence[Feeds]]

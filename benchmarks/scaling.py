@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amct.calibration import Ranks
-    from amct.ptq.door import PreparedModel
+    from amct.pipeline.door import PreparedModel
 
 RESULTS = Path(__file__).resolve().parent / "results" / "scaling.json"
 WANTED_RATIO, MOST_SHARE, MOST_SECONDS, MOST_GROWTH = 1.8, 0.01, 2.0, 16.0
@@ -170,7 +170,7 @@ def measure_ranks(runs: int) -> list[dict[str, Any]]:
 def measure_resume(runs: int) -> list[dict[str, Any]]:
     """The row of writing a state."""
     from amct.calibration import ALONE
-    from amct.ptq import interim
+    from amct.pipeline import interim
 
     torch.set_num_threads(1)
     prepared, data = prepared_network()
@@ -243,7 +243,7 @@ def read_pictures(place: str) -> None:
     """Read a folder as the command does; print what it took."""
     from amct.data import StoredBatches
     from amct.memory import process_bytes
-    from amct.ptq.batches import Batches
+    from amct.pipeline.batches import Batches
 
     begin = time.perf_counter()
     data = StoredBatches(place, 8)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import onnx
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
     Outputs = list[np.ndarray]
     Feeds = Mapping[str, np.ndarray]

@@ -18,7 +18,7 @@ from zoo_networks.network import CALIBRATION, TEST, Network
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
     Feeds = dict[str, np.ndarray]
     Make = Callable[[int], Feeds]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import onnx
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
 FOLDER = Path(__file__).parent.parent / "zoo_prototxts"
 PIXEL_SPREAD = 60  # of pixels from 0 to 255: what follows the first layer is of size 1

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import onnx
     from torch import nn
 
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
 
 Inputs = dict[str, np.ndarray] | tuple[np.ndarray, ...]
 

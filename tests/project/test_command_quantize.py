@@ -79,7 +79,7 @@ PAGES = [["pooled.prototxt", "pooled.caffemodel"], ["my_nets_of_quantize_test:bu
 @pytest.mark.parametrize("model", PAGES, ids=["caffe", "torch"])
 def test_the_page_has_the_numbers_that_are_printed(folder, capsys, monkeypatch, model):
     """They are measured once, of the QDQ file; Caffe's layers without weights are among them."""
-    monkeypatch.setattr("amct.ptq.quantized_model.QuantizedModel.report", None)
+    monkeypatch.setattr("amct.pipeline.quantized_model.QuantizedModel.report", None)
     make_pooled(folder)
     arguments = ["quantize", *model, "--data", "data.npy", "--batch-size", "2", "-o", "out/net", "--json"]
     assert main(arguments) == 0

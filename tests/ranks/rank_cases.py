@@ -315,7 +315,7 @@ def torch_one_batch(folder):
 def resumed(folder):
     """Every process is interrupted in its share, one sooner than the other, and goes on from its own file."""
     import amct.pytorch
-    from amct.ptq import interim
+    from amct.pipeline import interim
 
     data, state = batches(), folder / "net.calibration.npz"
     if os.environ.get(LOCAL) != "1":

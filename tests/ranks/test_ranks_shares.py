@@ -19,7 +19,7 @@ from amct.errors import ArgumentError, CalibrationError, ParseError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, RowShare, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings
 from amct.numerics.integer import ConvolutionGeometry
-from amct.ptq.batches import Batches
+from amct.pipeline.batches import Batches
 
 
 @given(st.integers(1, 9), st.integers(0, 60))

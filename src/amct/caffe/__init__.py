@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amct.caffe.reporting import report
     from amct.config.ptq.quant_config import QuantConfig
     from amct.config.settings import LayerConfig
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
 __all__ = [
@@ -43,7 +43,7 @@ __getattr__, __dir__ = lazy_names(
         "CaffeRetraining": "amct.caffe.qat.door",
         "LayerConfig": "amct.config.settings",
         "QuantConfig": "amct.config.ptq.quant_config",
-        "QuantizedModel": "amct.ptq.quantized_model",
+        "QuantizedModel": "amct.pipeline.quantized_model",
         "compare": "amct.caffe.comparing",
         "equalize_model": "amct.caffe.ptq.equalization",
         "export_onnx": "amct.caffe.onnx.graph",

@@ -24,9 +24,9 @@ from amct.caffe.model import read_model, read_test_net
 from amct.caffe.running import build_net, caffe_batches, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
-from amct.ptq.compare import measure
-from amct.ptq.door import ModelOutput
-from amct.ptq.quantized_model import QuantizedModel
+from amct.pipeline.compare import measure
+from amct.pipeline.door import ModelOutput
+from amct.pipeline.quantized_model import QuantizedModel
 from amct.record import DataFactors
 from amct.report.filling import QuantizedInput, input_key
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from amct.caffe.proto_merge import CustomSchema
     from amct.caffe.running import Batch
     from amct.numerics.similarity import LayerComparison
-    from amct.ptq.batches import BatchInputs
-    from amct.ptq.door import OnTensor
+    from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.door import OnTensor
     from amct.report.activations import InputStatistics
     from amct.report.measuring import Measured, Metric
 
@@ -302,7 +302,7 @@ def measure_nets(
     metric: Metric | None = None,
     inputs: BatchInputs | None = None,
 ) -> Measured:
-    """Run both nets on data; arguments are those of ``amct.ptq.compare.measure``.
+    """Run both nets on data; arguments are those of ``amct.pipeline.compare.measure``.
 
     Raises:
         ModelError: They are not the same net.

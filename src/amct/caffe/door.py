@@ -27,9 +27,9 @@ from amct.config.ptq.quant_config import plan_of
 from amct.errors import ConfigError
 from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
-from amct.ptq import flow
-from amct.ptq.door import Calibration, ModelOutput
-from amct.ptq.fingerprints import fingerprint
+from amct.pipeline import flow
+from amct.pipeline.door import Calibration, ModelOutput
+from amct.pipeline.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel
-    from amct.ptq.flow import AnyResume
-    from amct.ptq.passes import Passes
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.door import ComparedModel
+    from amct.pipeline.flow import AnyResume
+    from amct.pipeline.passes import Passes
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer

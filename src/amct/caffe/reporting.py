@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.comparing import FilePair
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
     from amct.report.measuring import Metric
     from amct.report.network import Network
 

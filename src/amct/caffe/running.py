@@ -10,13 +10,13 @@ import torch
 
 from amct.caffe.engine.net import Net
 from amct.errors import ArgumentError
-from amct.ptq.batches import Batches
+from amct.pipeline.batches import Batches
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.model import CaffeModel
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
 
 Batch = Any
 """An array for a net with one input, a dict of arrays by input name, or a tuple of arrays in the order of the inputs;

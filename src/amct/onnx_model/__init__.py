@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
     from amct.onnx_model.comparing import compare, measure
     from amct.onnx_model.door import quantize
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import Record
 
 __all__ = [
@@ -41,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
         "IfmrSettings": "amct.config.settings",
         "LayerConfig": "amct.config.settings",
         "QuantConfig": "amct.config.ptq.quant_config",
-        "QuantizedModel": "amct.ptq.quantized_model",
+        "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
         "compare": "amct.onnx_model.comparing",
         "measure": "amct.onnx_model.comparing",

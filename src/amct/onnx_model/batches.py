@@ -10,13 +10,13 @@ import torch
 
 from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from amct.onnx_model.reading import element_dtype, input_shape
-from amct.ptq.batches import Batches
+from amct.pipeline.batches import Batches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
 
 Feeds = dict[str, "NDArray[Any]"]
 """One batch: an array per model input, by input name."""

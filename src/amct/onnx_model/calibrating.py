@@ -22,9 +22,9 @@ from amct.export.onnx.part_runner import PartRunner
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.memory import LARGE_MODEL
 from amct.onnx_model.layers import find_all_layers, weight_parts
-from amct.ptq.door import Calibration
-from amct.ptq.passes import BALANCE
-from amct.ptq.weights import balance_factors as layer_balance_factors
+from amct.pipeline.door import Calibration
+from amct.pipeline.passes import BALANCE
+from amct.pipeline.weights import balance_factors as layer_balance_factors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.door import OnnxPreparation
-    from amct.ptq.passes import Passes
+    from amct.pipeline.passes import Passes
 
 _PARTS = 12
 """Of a large model: so many parts run one after the other."""

@@ -18,10 +18,10 @@ from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.batches import onnx_batches
 from amct.onnx_model.layers import BATCH_NORM, find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
-from amct.ptq import compare as flow_compare
-from amct.ptq.door import ModelOutput
-from amct.ptq.quantized_model import QuantizedModel
-from amct.ptq.weights import LayerWeights
+from amct.pipeline import compare as flow_compare
+from amct.pipeline.door import ModelOutput
+from amct.pipeline.quantized_model import QuantizedModel
+from amct.pipeline.weights import LayerWeights
 from amct.report.filling import input_key
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.numerics.similarity import LayerComparison
     from amct.onnx_model.batches import Feeds
-    from amct.ptq.batches import BatchInputs
-    from amct.ptq.door import OnTensor
+    from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.door import OnTensor
     from amct.report.measuring import Measured
 
 

@@ -26,10 +26,10 @@ from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.opset import with_opset
 from amct.onnx_model.reading import input_shape, read_model
-from amct.ptq import flow
-from amct.ptq.fingerprints import fingerprint
-from amct.ptq.preparation import Preparation, enabled_layers
-from amct.ptq.weights import quantize_weights
+from amct.pipeline import flow
+from amct.pipeline.fingerprints import fingerprint
+from amct.pipeline.preparation import Preparation, enabled_layers
+from amct.pipeline.weights import quantize_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from amct.onnx_model.batches import Feeds
     from amct.onnx_model.layers import Layers
     from amct.onnx_model.reading import AnyModel, SourceModel
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Calibration, ComparedModel, ModelOutput
-    from amct.ptq.flow import AnyResume
-    from amct.ptq.passes import Passes
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.door import Calibration, ComparedModel, ModelOutput
+    from amct.pipeline.flow import AnyResume
+    from amct.pipeline.passes import Passes
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import Record
 
 

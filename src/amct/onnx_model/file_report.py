@@ -23,8 +23,8 @@ from amct.onnx_model.comparing import Pair
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, reads_rescaled, weight_parts
 from amct.onnx_model.reading import read_model
-from amct.ptq.compare import measure
-from amct.ptq.weights import LayerWeights
+from amct.pipeline.compare import measure
+from amct.pipeline.weights import LayerWeights
 from amct.record import Record, read_record
 from amct.report.filling import QuantizedInput, ReportLayer, ReportSubject, folded_notes, report_content
 from amct.report.measuring import MeasuredReport
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.onnx_model.layers import FoundLayer
     from amct.onnx_model.reading import AnyModel
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
     from amct.report.measuring import Metric
 
 _FLOAT_BYTES = 4

@@ -16,7 +16,7 @@ from amct.export.onnx.messages import attribute_value, subgraphs
 from amct.export.onnx.weights import replace_weight
 from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
-from amct.ptq.weights import WeightPart
+from amct.pipeline.weights import WeightPart
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.onnx.layer import Layer
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.weights import LayerWeights
 
 BATCH_NORM = "BatchNormalization"
 _OTHER_WEIGHTED = frozenset(

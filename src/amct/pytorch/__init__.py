@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from amct.config.ptq.quant_config import QuantConfig
     from amct.config.qat.qat_config import QatConfig
     from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.comparing import compare
     from amct.pytorch.door import IoOptions, quantize
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "QatConfig": "amct.config.qat.qat_config",
         "QatModel": "amct.pytorch.qat.model",
         "QuantConfig": "amct.config.ptq.quant_config",
-        "QuantizedModel": "amct.ptq.quantized_model",
+        "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
         "compare": "amct.pytorch.comparing",
         "prepare_qat": "amct.pytorch.qat.door",

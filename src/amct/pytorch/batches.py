@@ -9,13 +9,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentError
-from amct.ptq.batches import Batches
+from amct.pipeline.batches import Batches
 from amct.pytorch.capture.example_inputs import example_inputs
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
     from amct.pytorch.watch.layer_hooks import Arguments
 
 

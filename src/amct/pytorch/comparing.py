@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amct.errors import ArgumentTypeError, ModelError
-from amct.ptq.compare import measure
-from amct.ptq.door import ModelOutput
-from amct.ptq.quantized_model import QuantizedModel
+from amct.pipeline.compare import measure
+from amct.pipeline.door import ModelOutput
+from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.numerics.similarity import LayerComparison
-    from amct.ptq.batches import BatchInputs
-    from amct.ptq.door import OnTensor
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.door import OnTensor
+    from amct.pipeline.weights import LayerWeights
     from amct.pytorch.watch.layer_hooks import Arguments
 
 

@@ -12,8 +12,8 @@ from amct.calibration import ALONE
 from amct.config.ptq.quant_config import plan_of
 from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ArgumentTypeError
-from amct.ptq import flow
-from amct.ptq.fingerprints import fingerprint
+from amct.pipeline import flow
+from amct.pipeline.fingerprints import fingerprint
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.operators import refuse_operators
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.flow import AnyResume
-    from amct.ptq.passes import Passes
-    from amct.ptq.quantized_model import QuantizedModel
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.flow import AnyResume
+    from amct.pipeline.passes import Passes
+    from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.preparation import AdaRoundMode
     from amct.pytorch.watch.layer_hooks import Arguments

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.numerics.arq import WeightFactors
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import LayerRecord, Record
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.ptq.weights import WeightPart
+from amct.pipeline.weights import WeightPart
 from amct.pytorch.capture.layer_types import quantizable_type
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ExportError, ModelError
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
-from amct.ptq.door import Calibration
-from amct.ptq.preparation import Preparation, enabled_layers
-from amct.ptq.weights import quantize_weights
+from amct.pipeline.door import Calibration
+from amct.pipeline.preparation import Preparation, enabled_layers
+from amct.pipeline.weights import quantize_weights
 from amct.pytorch.adaround.layers import learn_rounding
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.returned_tensors import tensors_in, with_tensors
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.export.qdq.exporter import FastTensors
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import ComparedModel, ModelOutput
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.door import ComparedModel, ModelOutput
+    from amct.pipeline.weights import LayerWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
     from amct.pytorch.watch.layer_hooks import Arguments

@@ -13,7 +13,7 @@ from amct.errors import TrainingError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.ifmr import IfmrObserver
-from amct.ptq.weights import WeightPart
+from amct.pipeline.weights import WeightPart
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
 

@@ -22,8 +22,8 @@ from amct.export.check.reference import SHARE, WORSE, Reference, fewest_batches
 from amct.export.formats import file_name
 from amct.export.saving import check_file
 from amct.memory import give_back_freed
-from amct.ptq.checking import first_outputs
-from amct.ptq.compare import measure
+from amct.pipeline.checking import first_outputs
+from amct.pipeline.compare import measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.running import Batch
     from amct.numerics.equalization import ChannelRanges
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,6 @@ from amct.errors import AmctError, ModelError, RecordError
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import SavedContent, SaveRequest
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
-from amct.retrain.plans import deployment_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -241,7 +240,7 @@ def trained_results(trained: Trained, plan: RetrainPlan, record_file: Path | Non
         record = _with_shapes(record, _checked_record(record_file, record, trained))
     folded = trained.model.copy()
     fusion = fold_quantized(folded, weights)
-    config = config_text(deployment_plan(plan))
+    config = config_text(plan.deployed())
     reasons = plan.not_quantized
     not_quantized = {
         layer.name: reasons.get(layer.name, "not retrained")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from amct.config.plan import LayerPlans
+from amct.config.plan import LayerPlan, LayerPlans, Plan
 from amct.config.qat.settings import FilterPruneSettings, SelectivePruneSettings
 
 if TYPE_CHECKING:
@@ -40,6 +40,21 @@ class RetrainLayerPlan:
     force_fp16: bool = False
     batch_num: int = 1
 
+    def deployed(self) -> LayerPlan:
+        """The layer as exports and reports read it, in the form of post-training quantization."""
+        # Nothing is calibrated or quantized anew: of these settings only the bits are read, and their text is shown.
+        activation: Any = self.activation
+        weight: Any = self.weight if self.quantizes_weights else None
+        return LayerPlan(
+            name=self.name,
+            type=self.type,
+            enabled=self.enabled,
+            activations=(activation,),
+            weight=weight,
+            force_fp16=self.force_fp16,
+            batch_num=self.batch_num,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainPlan(LayerPlans[RetrainLayerPlan]):
@@ -48,6 +63,17 @@ class RetrainPlan(LayerPlans[RetrainLayerPlan]):
     batch_num: int = 1
     force_fp16: bool = False
     not_quantized: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def deployed(self) -> Plan:
+        """The plan of what is deployed: the same layers, switched on or off, with the same settings."""
+        return Plan(
+            source=self.source,
+            layers=tuple(layer.deployed() for layer in self.layers),
+            warnings=self.warnings,
+            batch_num=self.batch_num,
+            force_fp16=self.force_fp16,
+            not_quantized=self.not_quantized,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, RowShare, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.numerics.integer import ConvolutionGeometry
-from amct.ptq.weights import layer_error
+from amct.pipeline.weights import layer_error
 from amct.pytorch.adaround.activation_after import activation_after
 from amct.pytorch.adaround.output_cache import OutputCache
 from amct.pytorch.functional.layers import layer_module
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.weights import LayerWeights
     from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.layer_hooks import Arguments
 

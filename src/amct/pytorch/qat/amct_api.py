@@ -26,7 +26,7 @@ from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest
-from amct.ptq.checking import reference
+from amct.pipeline.checking import reference
 from amct.pytorch.amct_arguments import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.example_inputs import example_inputs

@@ -11,7 +11,7 @@ from torch import nn
 
 from amct.config.qat.settings import UlqRetrainSettings
 from amct.errors import ModelError
-from amct.ptq.preparation import enabled_layers
+from amct.pipeline.preparation import enabled_layers
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.folding import fuse
 from amct.pytorch.functional.layers import child_path, take_functional_layers

@@ -22,7 +22,7 @@ from amct.numerics.arq import WeightFactors, from_channels_first
 from amct.numerics.fold import ChannelAffine
 from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.training.deployed import fold_into_integers
-from amct.ptq.weights import LayerWeights
+from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.folding import fuse
 from amct.pytorch.functional.layers import layer_module
@@ -32,7 +32,6 @@ from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
 from amct.pytorch.qat.operations import remove_operations
 from amct.pytorch.qat.quantizers import ActivationQuantizer
 from amct.record import Record
-from amct.retrain.plans import deployment_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
     from amct.config.qat.plan import RetrainPlan
     from amct.export.binding import TensorFactors
-    from amct.ptq.weights import WeightPart
+    from amct.pipeline.weights import WeightPart
     from amct.pytorch.door import IoOptions
     from amct.pytorch.qat.quantizers import WeightQuantizer
     from amct.pytorch.watch.intermediate_tensors import TensorWatch
@@ -117,7 +116,7 @@ def prepare_trained(
         )
     return TorchPreparation(
         name=type(traced.model).__name__,
-        plan=deployment_plan(plan),
+        plan=plan.deployed(),
         weights=weights,
         quantizable=tuple(traced.layers),
         unquantizable=traced.skips,

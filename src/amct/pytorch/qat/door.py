@@ -23,7 +23,7 @@ from amct.pytorch.qat.start import start_activations, start_weights
 
 if TYPE_CHECKING:
     from amct.config.qat.qat_config import AnyQatConfig
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
     from amct.pytorch.qat.model import QatModel
 
 

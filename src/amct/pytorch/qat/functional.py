@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from amct.model.kinds import KIND_OF_TORCH_TYPE
-from amct.ptq.weights import WeightPart
+from amct.pipeline.weights import WeightPart
 from amct.pytorch.layer_weights import weight_parts
 from amct.pytorch.qat.layers import QuantizedLayer
 

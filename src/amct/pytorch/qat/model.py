@@ -16,7 +16,7 @@ from amct import log
 from amct.errors import ArgumentError, TrainingError
 from amct.export.options import Placement, Target
 from amct.export.saving import DEFAULT_FORMATS
-from amct.ptq.quantized_model import QuantizedModel
+from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.door import IoOptions
 from amct.pytorch.model_copy import copy_model
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from amct.config.qat.plan import RetrainPlan
     from amct.model import Skip
-    from amct.ptq.batches import BatchInputs
+    from amct.pipeline.batches import BatchInputs
     from amct.pytorch.preparation import TorchPreparation
     from amct.pytorch.watch.layer_hooks import Arguments
     from amct.report.measuring import Metric

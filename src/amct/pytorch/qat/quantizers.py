@@ -24,7 +24,7 @@ from amct.pytorch.qat.circumstances import is_recomputing, mean_over_ranks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amct.ptq.weights import WeightPart
+    from amct.pipeline.weights import WeightPart
 
 _NAN = float("nan")
 OBSERVED = "observed_"

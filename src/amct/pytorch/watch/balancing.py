@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration import ALONE, BalanceSession
-from amct.ptq.passes import BALANCE
-from amct.ptq.weights import balance_factors
+from amct.pipeline.passes import BALANCE
+from amct.pipeline.weights import balance_factors
 from amct.pytorch.capture.operators import MARK
 from amct.pytorch.folding import fuse
 from amct.pytorch.functional.layers import layer_module
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
-    from amct.ptq.passes import Passes
+    from amct.pipeline.passes import Passes
     from amct.pytorch.capture.trace import Traced
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationSession
     from amct.numerics.observer import TensorObserver
-    from amct.ptq.preparation import LayerInput
+    from amct.pipeline.preparation import LayerInput
     from amct.pytorch.capture.fingerprint import TensorFingerprint
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.watch.layer_hooks import Arguments

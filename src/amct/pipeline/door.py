@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from amct.config.ptq.quant_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
     from amct.model import Skip
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.passes import Passes
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.passes import Passes
     from amct.record import AnyRecord
     from amct.report.content import LayerNote
     from amct.report.filling import ReportLayer

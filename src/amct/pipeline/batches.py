@@ -22,7 +22,7 @@ from amct.calibration.ranks import ALONE
 from amct.data.read_ahead import AheadIterator
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.check.batch import LARGEST_BATCH, MOST_BATCHES, MOST_SAMPLES
-from amct.ptq.fingerprints import fingerprint
+from amct.pipeline.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

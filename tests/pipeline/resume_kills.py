@@ -28,7 +28,7 @@ import amct.onnx_model
 import amct.pytorch  # noqa: F401  as above
 from amct.cli import main
 from amct.data import samples
-from amct.ptq import interim
+from amct.pipeline import interim
 
 PICTURES, BATCH, PAUSE = 40, 4, 0.004
 MODELS = {

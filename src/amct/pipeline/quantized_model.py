@@ -15,9 +15,9 @@ from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
 from amct.memory import free_unused_models, own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
-from amct.ptq.checking import reference
-from amct.ptq.compare import measure
-from amct.ptq.written_file import FileLayers, WrittenFile, qdq_file
+from amct.pipeline.checking import reference
+from amct.pipeline.compare import measure
+from amct.pipeline.written_file import FileLayers, WrittenFile, qdq_file
 from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from amct.export.binding import TensorFactors
     from amct.model import Skip
     from amct.numerics.similarity import LayerComparison
-    from amct.ptq.batches import BatchInputs
-    from amct.ptq.door import PreparedModel
+    from amct.pipeline.batches import BatchInputs
+    from amct.pipeline.door import PreparedModel
     from amct.record import AnyRecord
     from amct.report.content import ReportContent, TrainingContent
     from amct.report.measuring import Measured, Metric

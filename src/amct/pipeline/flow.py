@@ -12,17 +12,17 @@ from amct import log
 from amct.calibration import all_ranks
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.memory import give_back_freed, own_pages
-from amct.ptq.batches import KeptBatches
-from amct.ptq.fingerprints import fingerprint
-from amct.ptq.interim import CalibrationFile, Interim, bound_to
-from amct.ptq.passes import CALIBRATION, Passes
-from amct.ptq.quantized_model import QuantizedModel
+from amct.pipeline.batches import KeptBatches
+from amct.pipeline.fingerprints import fingerprint
+from amct.pipeline.interim import CalibrationFile, Interim, bound_to
+from amct.pipeline.passes import CALIBRATION, Passes
+from amct.pipeline.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.ptq.quant_config import AnyConfig
-    from amct.ptq.batches import Batches, BatchInputs
-    from amct.ptq.door import Door
+    from amct.pipeline.batches import Batches, BatchInputs
+    from amct.pipeline.door import Door
 
 AnyResume = str | os.PathLike[str] | CalibrationFile | None
 """The file that keeps what a calibration has observed so far."""

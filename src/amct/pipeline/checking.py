@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.ptq.door import ComparedModel, PreparedModel
+    from amct.pipeline.door import ComparedModel, PreparedModel
     from amct.record import AnyRecord
 
 

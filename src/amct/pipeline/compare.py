@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.ptq.door import ComparedModel, ModelOutput
+    from amct.pipeline.door import ComparedModel, ModelOutput
     from amct.report.activations import InputStatistics
     from amct.report.measuring import Measured, Metric
 

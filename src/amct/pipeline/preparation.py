@@ -19,7 +19,7 @@ from amct.export.saving import save_files
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.weight_kind import WeightKind
-from amct.ptq.weights import suited_to_bias
+from amct.pipeline.weights import suited_to_bias
 from amct.record import Record
 from amct.report.filling import QuantizedInput, ReportLayer, folded_notes
 from amct.report.network.onnx_graph import onnx_network
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from amct.export.binding import LayerBinding
     from amct.export.qdq.exporter import FastTensors
     from amct.export.saving import SavedContent, SaveRequest
-    from amct.ptq.weights import LayerWeights
+    from amct.pipeline.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
     from amct.report.network import Network

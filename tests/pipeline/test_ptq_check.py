@@ -24,8 +24,8 @@ from amct.export.check.reference import Reference
 from amct.export.exported import ExportedModel, ExportReport
 from amct.export.onnx.runtime import Runner
 from amct.model.quant_json import FileCheck, read_quant_json
-from amct.ptq import batches
-from amct.ptq.batches import KeptBatches
+from amct.pipeline import batches
+from amct.pipeline.batches import KeptBatches
 
 IMAGES = torch.from_numpy(np.random.default_rng(5).normal(size=(4, 3, 8, 8)).astype(np.float32))
 FILES = ("qdq", "deploy", "fake_quant")

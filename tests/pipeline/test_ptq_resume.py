@@ -24,8 +24,8 @@ from amct.config.ptq.quant_config import QuantConfig
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.qdq.tensor_factors import tensor_factors_text
 from amct.numerics.min_max import MinMaxObserver
-from amct.ptq import interim
-from amct.ptq.interim import CalibrationFile
+from amct.pipeline import interim
+from amct.pipeline.interim import CalibrationFile
 from amct.record import encode_record
 
 BATCHES = 7

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from amct.ptq.door import ModelOutput, OnTensor, PreparedModel
+    from amct.pipeline.door import ModelOutput, OnTensor, PreparedModel
 
     Arrays = dict[str, NDArray[Any]]
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from amct.ptq.batches import batch_size
+from amct.pipeline.batches import batch_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,8 +11,8 @@ from amct.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:
     from amct.calibration import Ranks
-    from amct.ptq.batches import Batches, KeptBatches
-    from amct.ptq.interim import Interim, ObservingSession
+    from amct.pipeline.batches import Batches, KeptBatches
+    from amct.pipeline.interim import Interim, ObservingSession
 
 BALANCE, CALIBRATION = "balance", "calibration"
 

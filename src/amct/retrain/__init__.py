@@ -1,1 +1,0 @@
-"""What retraining (quantization-aware training, pruning) has in common in every front door."""
