@@ -9,7 +9,7 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from amct.caffe.engine import messages, registry
+from amct.caffe.engine import layer, messages
 from amct.caffe.engine.layer import Layer as CaffeLayer
 from amct.caffe.onnx.forms.place import Place as OnnxPlace
 from amct.config.ptq.caffe_types import add_data_type, remove_data_type
@@ -113,11 +113,11 @@ def register_caffe_layer(
     """
 
     def decorate(layer_class: LayerClass) -> LayerClass:
-        if registry.find_layer_class(name) is not None:
+        if layer.find_layer_class(name) is not None:
             raise ArgumentError(f'layer type "{name}" is registered already; register the layer under another name')
         if parameters is not None:
             messages.add_layer_parameters(_field_name(name), parameters)
-        registry.register(name)(layer_class)
+        layer.register(name)(layer_class)
         if quantizable:
             add_data_type(name, on_by_default=on_by_default)
         return layer_class
@@ -127,7 +127,7 @@ def register_caffe_layer(
 
 def unregister_caffe_layer(name: str) -> None:
     """Remove a layer type that ``register_caffe_layer`` added, for tests and for cells of a notebook that run again."""
-    registry.unregister(name)
+    layer.unregister(name)
     messages.remove_layer_parameters(_field_name(name))
     remove_data_type(name)
 

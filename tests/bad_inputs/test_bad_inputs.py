@@ -17,7 +17,7 @@ import amct.onnx_model
 import amct_caffe
 import amct_pytorch
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.data_layers.hdf5_data import read_datasets
+from amct.caffe.engine.data_layers.hdf5 import read_datasets
 from amct.caffe.engine.solvers.snapshot import read_state
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.proto_merge import load_custom_schema

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from amct.caffe.engine.registry import layer_types
+from amct.caffe.engine.layer import layer_types
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "caffe-layers.md"
 

@@ -12,7 +12,7 @@ import torch
 
 import amct_caffe
 from amct.caffe import pycaffe
-from amct.caffe.engine.device import current_device
+from amct.caffe.engine.blob import current_device
 from amct.errors import ArgumentError
 
 MEMBERS = """

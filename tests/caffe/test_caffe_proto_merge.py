@@ -11,8 +11,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 
 from amct.caffe import proto_merge
 from amct.caffe import pycaffe as caffe
+from amct.caffe.engine.layer import register
 from amct.caffe.engine.layers.activations import Elementwise
-from amct.caffe.engine.registry import register
 from amct.caffe.proto_merge.reader import read_proto
 from amct.caffe.proto_merge.resolve import resolve_types
 from amct.caffe.proto_merge.writer import write_proto
@@ -242,7 +242,7 @@ layer { name: "v" type: "ReLU" bottom: "t" top: "v" }
 
 
 def test_a_net_with_messages_of_its_own(write):
-    from amct.caffe.engine import registry
+    from amct.caffe.engine import layer as layers
 
     class TestTimes(Elementwise):
         """Times a factor."""
@@ -257,7 +257,7 @@ def test_a_net_with_messages_of_its_own(write):
         assert out["u"].ravel().tolist() == [10, -20]
         assert out["v"].ravel().tolist() == [5, 0]
     finally:
-        del registry._registered["TestTimes"]
+        del layers._registered["TestTimes"]
     with pytest.raises(ParseError, match="times_param"):
         caffe.Net(write(NET), caffe.TEST)
 
@@ -292,7 +292,7 @@ layer { name: "fc" type: "InnerProduct" bottom: "t" top: "fc" inner_product_para
 @pytest.fixture
 def own_net(write, tmp_path, monkeypatch):
     """Prototxt, caffemodel, custom.proto, data; the layer's class is registered meanwhile."""
-    from amct.caffe.engine import registry
+    from amct.caffe.engine import layer as layers
 
     class TestTimes(Elementwise):
         """Times a factor."""
@@ -309,7 +309,7 @@ def own_net(write, tmp_path, monkeypatch):
     model, custom = write(NET_TO_QUANTIZE), write(MINE, "custom.proto")
     caffe.Net(model, caffe.TEST, custom_proto=custom).save("own.caffemodel")
     yield model, "own.caffemodel", custom, np.random.default_rng(0).normal(size=(1, 3, 8, 8)).astype(np.float32)
-    registry.unregister("TestTimes")
+    layers.unregister("TestTimes")
 
 
 def test_quantize_compare_and_export_with_messages_of_ones_own(own_net):

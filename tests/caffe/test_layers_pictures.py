@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 from scipy import signal
 
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine.registry import layer_types
+from amct.caffe.engine.layer import layer_types
 from amct.config.ptq.caffe_types import CAFFE_TYPES
 from amct.errors import ModelError, UnsupportedLayerError
 

@@ -7,10 +7,9 @@ import onnx
 import pytest
 from onnx_running import feed, run
 
-from amct.caffe.engine.layer import TRAIN, Layer
+from amct.caffe.engine.layer import TRAIN, Layer, register
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.registry import register
 from amct.caffe.onnx.graph import export_onnx, float_onnx
 from amct.errors import ArgumentError, ExportError, FileError
 
@@ -59,13 +58,13 @@ def new_type():
         def to_onnx(self, place):
             place.top("Mul", place.bottom, place.value("two", 2.0))
 
-    from amct.caffe.engine import registry
+    from amct.caffe.engine import layer as layers
 
-    registry.layer_types()  # loads all others
+    layers.layer_types()  # loads all others
     register("Doubled")(Doubled)
     register("Exportable")(Exportable)
     yield
-    del registry._registered["Doubled"], registry._registered["Exportable"]
+    del layers._registered["Doubled"], layers._registered["Exportable"]
 
 
 def test_nodes_are_layers_and_tensors_are_blobs():

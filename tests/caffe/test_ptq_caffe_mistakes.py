@@ -18,8 +18,8 @@ from ptq_caffe_flow import Flow, batch, forward, text_flow
 
 import amct_caffe as amct
 from amct.caffe import pycaffe as caffe
-from amct.caffe.engine import named_record
-from amct.caffe.engine.named_record import check_named_record
+from amct.caffe.engine.layers import ifmr
+from amct.caffe.engine.layers.ifmr import check_named_record
 from amct.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -905,7 +905,7 @@ def test_only_a_record_is_written_to(what, flow):
     text = flow.record.read_text()
     assert before in text
     flow.record.write_text(text.replace(before, after, 1))
-    assert bool(named_record._WEIGHTS.fullmatch(flow.record.read_bytes())) is (what == "nothing")
+    assert bool(ifmr._WEIGHTS.fullmatch(flow.record.read_bytes())) is (what == "nothing")
     if what in ("nothing", "another layout"):
         check_named_record(str(flow.record))
         return

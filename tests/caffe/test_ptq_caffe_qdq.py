@@ -12,7 +12,7 @@ import pytest
 from ptq_caffe_flow import NETS, batch, cosine, golden_flow, text_flow
 
 from amct.caffe import quantize
-from amct.caffe.engine import registry
+from amct.caffe.engine import layer as layers
 from amct.caffe.engine.layer import Layer
 from amct.calibration import CalibrationSession
 from amct.errors import ArgumentError
@@ -157,7 +157,7 @@ def test_clustered_weights_are_in_the_file(tmp_path):
 
 
 def test_a_net_without_an_onnx_form_has_the_other_files(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(registry._registered, "TestHalvesForQdq", _Halves)  # gone after the test
+    monkeypatch.setitem(layers._registered, "TestHalvesForQdq", _Halves)  # gone after the test
     flow = text_flow(NET + 'layer { name: "own" type: "TestHalvesForQdq" bottom: "fc" top: "own" }', tmp_path)
     model = quantize(flow.model, flow.weights, [batch(flow.original(), 0)])
     written = model.save(tmp_path / "out" / "net")

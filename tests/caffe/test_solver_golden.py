@@ -13,7 +13,7 @@ from caffe_cases import FOLDER
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.messages import parse_message
-from amct.caffe.engine.solvers.learning_rate import learning_rate
+from amct.caffe.engine.solvers.rules import learning_rate
 from amct.caffe.pycaffe.proto import caffe_pb2
 
 TRAIN = FOLDER / "train"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.solvers import RULES, Solver
-from amct.caffe.engine.solvers.learning_rate import learning_rate
+from amct.caffe.engine.solvers.rules import learning_rate
 from amct.errors import ConfigError
 
 INPUTS, TARGETS = 3, 2

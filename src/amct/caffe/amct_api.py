@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.engine import device
+from amct.caffe.engine import blob
 from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import read_model
 from amct.caffe.model_files import write_model
@@ -46,12 +46,12 @@ PATH = (str, os.PathLike)
 def set_gpu_mode() -> None:
     """Run all following quantization on the GPU; without a GPU, warn and use the CPU."""
     log.start("amct_caffe")
-    device.set_mode_gpu()
+    blob.set_mode_gpu()
 
 
 def set_cpu_mode() -> None:
     """Run all following quantization on the CPU (the default)."""
-    device.set_mode_cpu()
+    blob.set_mode_cpu()
 
 
 def create_quant_config(

@@ -9,7 +9,7 @@ from amct import log
 from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
-from amct.caffe.engine.parse_help import located_in
+from amct.caffe.engine.messages import located_in
 from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import CaffeModel, read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.build.filter_rules import filter_net
-from amct.caffe.engine.build.upgrade import upgrade_net
+from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.proto_merge import custom_schema
 from amct.caffe.uninplace import free_name
 from amct.config.layers import LayerInfo, LayerList
@@ -122,9 +122,8 @@ def unbuildable_layer(prototxt: AnyPath, custom_proto: AnyPath | None = None) ->
     What follows it is not looked at: the shapes are not known there. Layers that read data are not looked at either,
     because their data may be elsewhere, nor are nets with Python layers, which would execute code.
     """
-    from amct.caffe.engine.build.graph import GraphBuilder  # imports torch
-    from amct.caffe.engine.build.insert_splits import insert_splits
-    from amct.caffe.engine.registry import find_layer_class
+    from amct.caffe.engine.graph import GraphBuilder, insert_splits  # imports torch
+    from amct.caffe.engine.layer import find_layer_class
 
     net = read_test_phase(prototxt, custom_proto)
     names: set[str] = set()

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from amct.atomic import Snapshot
-from amct.caffe.engine.build.upgrade import upgrade_net
 from amct.caffe.engine.hdf5 import Hdf5File
-from amct.caffe.engine.layers.bn import bn_blobs
+from amct.caffe.engine.layers.batch_norm import bn_blobs
 from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
 from amct.caffe.layer_list import TEST_PHASE, read_test_phase

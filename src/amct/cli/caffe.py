@@ -169,7 +169,7 @@ def run(
     """Run a script that says ``import caffe`` with this toolkit as caffe."""
     import runpy
 
-    from amct.caffe.engine.python_layers import allow_python_layers
+    from amct.caffe.engine.layers.python_layer import allow_python_layers
     from amct.caffe.pycaffe.install import install_as_caffe
 
     if not script.is_file():

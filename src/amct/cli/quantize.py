@@ -368,7 +368,7 @@ def _verdict(layer: LayerInfo, dialect: str) -> str:
 
 def _unquantized(caffe_type: str) -> str:
     """What happens to a Caffe layer whose type is not in the table of quantizable types."""
-    from amct.caffe.engine.registry import find_layer_class
+    from amct.caffe.engine.layer import find_layer_class
 
     if find_layer_class(caffe_type) is None:
         return "cannot be built: unknown layer type; register it (amct.extend.register_caffe_layer)"

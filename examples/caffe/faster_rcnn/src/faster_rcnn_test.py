@@ -11,8 +11,8 @@ import torch
 from PIL import Image, ImageDraw
 
 import caffe
-from amct.caffe.engine.boxes import overlaps, suppress
-from amct.caffe.engine.layers.proposal import apply_offsets
+from amct.caffe.engine.layers.detection import overlaps, suppress
+from amct.caffe.engine.layers.regions import apply_offsets
 from amct.data.images import list_images
 
 if TYPE_CHECKING:

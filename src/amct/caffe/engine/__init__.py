@@ -2,15 +2,13 @@
 
 From file to running net::
 
-    prototxt text                messages.py     text or binary to protobuf messages
-      │ build/upgrade.py         V0 and V1 layers, ``input:`` fields, old BatchNorm: converted to the current format
-      │ build/filter_rules.py    include/exclude by phase, level, stage
-      │ build/insert_splits.py   a blob with several readers gets a Split layer, named as in Caffe
+    prototxt text       messages.py: text or binary to protobuf messages
+      │                 upgrade.py: V0 and V1 layers, ``input:`` fields, old BatchNorm become the current format
       ▼
-    build/graph.py               creates layers (registry.py), shapes, shared parameters, gradient flags
+    graph.py            include and exclude rules, Split layers, then layers (layer.py), shapes, gradient flags
       ▼
-    net.py                       Net: forward/backward over a range of layers; plan.py decides fusing and freeing;
-                                 backward.py keeps one autograd graph per layer; weights.py reads and writes caffemodels
+    net.py              Net: forward and backward over a range of layers; plan.py decides fusing and freeing;
+                        backward.py keeps one autograd graph per layer; weights.py reads and writes caffemodels
 
 A new layer type is one class in ``layers/`` (see ``layer.py``).
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.build.graph import Node
+    from amct.caffe.engine.graph import Node
     from amct.caffe.engine.layer import Layer
 
 

@@ -7,18 +7,20 @@ forward passes. The engine keeps results in the memory layout that the kernel wr
 * ``array()`` converts it to C order on first use and returns a view of that memory;
 * while such a view is alive, ``write`` copies results into it; otherwise ``write`` keeps the new tensor.
 
-Memory is allocated on first use.
+Memory is allocated on first use. It is that of the device on which nets run, a process-wide setting in a context
+variable (``set_mode_cpu``, ``set_mode_gpu``, ``set_device``).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amct.caffe.engine.device import current_device
 from amct.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -27,7 +29,79 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from amct.caffe.engine.messages import ProtoMessage
+
     FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+logger = logging.getLogger(__name__)
+
+
+_CPU = torch.device("cpu")
+_device: ContextVar[torch.device] = ContextVar("amct_caffe_device", default=_CPU)
+_index: ContextVar[int] = ContextVar("amct_caffe_device_index", default=0)
+
+
+def set_mode_cpu() -> None:
+    """Run nets on the CPU."""
+    _device.set(_CPU)
+
+
+def set_mode_gpu() -> None:
+    """Run nets on a CUDA device; if there is none, log a warning and stay on the CPU."""
+    if torch.cuda.is_available():
+        _device.set(torch.device("cuda", _index.get()))
+    else:
+        logger.warning("set_mode_gpu: this machine has no usable CUDA device, nets keep running on the CPU")
+        _device.set(_CPU)
+
+
+def set_device(index: int) -> None:
+    """Choose which CUDA device GPU mode uses.
+
+    Raises:
+        ArgumentError: There is no such device.
+    """
+    count = torch.cuda.device_count()
+    if index < 0 or (count and index >= count):
+        raise ArgumentError(f"set_device: this machine has {count} CUDA device(s), got index {index}")
+    _index.set(index)
+    if _device.get().type == "cuda":
+        _device.set(torch.device("cuda", index))
+
+
+def current_device() -> torch.device:
+    """The torch device on which nets run."""
+    return _device.get()
+
+
+_GPU = 1
+
+
+def choose_device(*, gpu: bool, device: int | None, parameter: ProtoMessage | None = None) -> None:
+    """Set CPU or GPU mode.
+
+    A missing ``solver_mode`` means GPU in Caffe; here it means a GPU if there is one, without a warning otherwise.
+
+    Args:
+        gpu: The user requests a GPU.
+        device: The user requests this device.
+        parameter: The solver, if there is one.
+
+    Raises:
+        ArgumentError: There is no such device.
+    """
+    asked = gpu or device is not None
+    by_solver = parameter is not None and parameter.solver_mode == _GPU
+    if by_solver and parameter is not None and not parameter.HasField("solver_mode"):
+        by_solver = torch.cuda.is_available()
+    if not asked and not by_solver:
+        set_mode_cpu()
+        return
+    if device is None:
+        device = 0 if parameter is None else parameter.device_id
+    set_device(device)
+    set_mode_gpu()
+
 
 Shape: TypeAlias = tuple[int, ...]
 MAX_AXES = 32

@@ -41,14 +41,17 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import pkgutil
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from amct.caffe.engine.blob import Blob, Shape
-from amct.caffe.engine.build.fillers import lazy_fill
-from amct.caffe.engine.device import current_device
-from amct.errors import AmctError, ModelError
+from amct.caffe.engine.blob import Blob, Shape, current_device
+from amct.caffe.engine.fillers import lazy_fill
+from amct.errors import AmctError, ModelError, UnsupportedLayerError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +60,6 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.layers.quantization import InputFactors
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.packed import Activation
     from amct.numerics.weight_kind import WeightKind
 
     #: Computes the tops from the bottoms.
@@ -67,6 +69,8 @@ TRAIN, TEST = 0, 1
 #: The context that torch passes to ``forward`` and ``backward`` of an autograd Function.
 AutogradContext: TypeAlias = Any
 Made = TypeVar("Made")
+#: An activation that a kernel can apply to its own result: its name in oneDNN, and its arguments.
+Activation: TypeAlias = tuple[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +173,7 @@ class Layer:
         return None
 
     def activation(self) -> Activation | None:
-        """The element-wise function of the layer, as named in ``packed.py``, else None."""
+        """The element-wise function of the layer, as a kernel can apply it, else None."""
         return None
 
     def bind(self, bottoms: list[torch.Tensor]) -> Call:
@@ -271,3 +275,130 @@ class Layer:
 
     def __repr__(self) -> str:
         return f"{self.type}({self.name!r})"
+
+
+# ------------------------------------------------------------------ checks of shapes
+
+IMAGE_BLOB_AXES = 4
+"""Images, channels, rows, columns."""
+
+
+def canonical_axis(axis: int, axes: int, layer: str) -> int:
+    """Convert an axis that may count from the end to one that counts from the start.
+
+    Raises:
+        ModelError: There is no such axis.
+    """
+    if not -axes <= axis < axes:
+        raise ModelError(f'layer "{layer}": axis {axis} is out of range for a blob of {axes} axes')
+    return axis % axes if axes else 0
+
+
+def count(shape: Sequence[int], start: int = 0, end: int | None = None) -> int:
+    """The number of values in the axes from ``start`` up to (not including) ``end``."""
+    return math.prod(shape[start:end])
+
+
+def require_image(shape: Shape, layer: str) -> None:
+    """Require the four axes of images.
+
+    Raises:
+        ModelError: The number of axes is different.
+    """
+    if len(shape) != IMAGE_BLOB_AXES:
+        raise ModelError(f'layer "{layer}": expected a blob of {IMAGE_BLOB_AXES} axes, got shape {shape}')
+
+
+def require_same_shape(first: Shape, other: Shape, layer: str, index: int) -> None:
+    """Require equal shapes.
+
+    Raises:
+        ModelError: ``other`` (bottom ``index``) differs from bottom 0.
+    """
+    if first != other:
+        raise ModelError(f'layer "{layer}": bottom {index} has shape {other}, bottom 0 has {first}: they must be equal')
+
+
+# ------------------------------------------------------------------ layer types by name
+
+#: Sub-packages whose modules hold layers; they are imported when the first type is looked up.
+LAYER_FOLDERS = ("layers", "data_layers")
+#: Types with a class of their own for running on integers ("Convolution on integers").
+INTEGER_TYPES = (
+    "Convolution", "DepthwiseConv", "Deconvolution", "InnerProduct", "LSTMQuant", "RNNQuant", "GRUQuant",
+)  # fmt: skip
+
+_registered: dict[str, type[Layer]] = {}
+LayerClass = TypeVar("LayerClass", bound=type[Layer])
+
+
+def register(*types: str) -> Callable[[LayerClass], LayerClass]:
+    """Make a class known as a layer type (or several names of one): ``@register("ReLU")``.
+
+    A class in a module of ``amct/caffe/engine/layers`` is found without further registration. Other packages use
+    ``amct.extend.register_caffe_layer``. ``amct.caffe.engine.layer.Layer`` says what the class must define.
+    """
+
+    def decorate(layer_class: LayerClass) -> LayerClass:
+        for name in types:
+            known = _registered.get(name)
+            if known is not None and known is not layer_class:
+                raise TypeError(f"layer type {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+            _registered[name] = layer_class
+        return layer_class
+
+    return decorate
+
+
+@cache
+def _load_all() -> None:
+    for folder in LAYER_FOLDERS:
+        package = importlib.import_module(f"{__package__}.{folder}")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def unregister(type_name: str) -> None:
+    """Remove a layer type that a program registered itself."""
+    del _registered[type_name]
+
+
+def find_layer_class(type_name: str) -> type[Layer] | None:
+    """The class registered for a layer type, or None."""
+    _load_all()
+    return _registered.get(type_name)
+
+
+def layer_class(type_name: str, layer_name: str = "") -> type[Layer]:
+    """The class registered for a layer type.
+
+    Raises:
+        UnsupportedLayerError: The type is not registered; the message names the nearest one and how to add it.
+    """
+    found = find_layer_class(type_name)
+    if found is None:
+        where = f'layer "{layer_name}" ({type_name}): ' if layer_name else ""
+        raise UnsupportedLayerError(
+            f'{where}Unknown layer type: "{type_name}".{did_you_mean(type_name, layer_types())} Known types: '
+            f"{', '.join(layer_types())}. Write it with one of them, or register a class that computes it: "
+            f'amct.extend.register_caffe_layer("{type_name}"); docs/contributing.md shows how.'
+        )
+    return found
+
+
+def implementation_of(parameter: ProtoMessage) -> str:
+    """The type that runs a layer: its own, or a variant that a field of quantization asks for.
+
+    A layer on integers (deploy models) and a BatchNorm that updates its statistics have their plain type in the file.
+    """
+    if parameter.HasField("integer_param"):
+        return f"{parameter.type} on integers" if parameter.type in INTEGER_TYPES else "data on integers"
+    if parameter.type == "BatchNorm" and parameter.batch_norm_param.HasField("update_iterations"):
+        return "BatchNorm with refreshed statistics"
+    return str(parameter.type)
+
+
+def layer_types() -> list[str]:
+    """Every layer type that a prototxt can name, sorted; not the variants that ``implementation_of`` chooses."""
+    _load_all()
+    return sorted(name for name in _registered if " " not in name)

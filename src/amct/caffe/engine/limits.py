@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct.caffe.engine.blob import MAX_ELEMENTS
-from amct.caffe.engine.plans.plan import build_plan
+from amct.caffe.engine.plan import build_plan
 from amct.errors import ModelError
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from amct.caffe.engine.blob import Blob, Shape
-    from amct.caffe.engine.build.graph import Graph
-    from amct.caffe.engine.plans.plan import Plan, Step
+    from amct.caffe.engine.graph import Graph
+    from amct.caffe.engine.plan import Plan, Step
 
 #: Environment variable that raises the limit of one blob, in bytes.
 LIMIT_VARIABLE = "AMCT_CAFFE_MAX_BLOB_BYTES"

@@ -10,17 +10,13 @@ import torch
 
 from amct.caffe.engine import weights
 from amct.caffe.engine.backward import record_forward, run_backward
-from amct.caffe.engine.build.filter_rules import filter_net
-from amct.caffe.engine.build.graph import GraphBuilder
-from amct.caffe.engine.build.insert_splits import insert_splits
-from amct.caffe.engine.build.upgrade import upgrade_net
-from amct.caffe.engine.device import current_device
+from amct.caffe.engine.blob import current_device
+from amct.caffe.engine.graph import GraphBuilder, filter_net, insert_splits
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
-from amct.caffe.engine.messages import read_message
-from amct.caffe.engine.parse_help import located_in
-from amct.caffe.engine.plans.bound_plan import bind_plan
-from amct.caffe.engine.plans.plan import BoundStep, Plan, Step, build_plan, parameters_of
+from amct.caffe.engine.messages import located_in, read_message
+from amct.caffe.engine.plan import BoundStep, Plan, Step, bind_plan, build_plan, parameters_of
+from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,10 +25,10 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.backward import Record
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.build.graph import Graph, LearnableParameter, Node
+    from amct.caffe.engine.graph import Graph, LearnableParameter, Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.plans.bound_plan import BoundPass
+    from amct.caffe.engine.plan import BoundPass
 
 logger = logging.getLogger(__name__)
 

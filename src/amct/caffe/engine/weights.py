@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from amct.caffe.engine.blob import Blob
-    from amct.caffe.engine.build.graph import Graph, Node
+    from amct.caffe.engine.graph import Graph, Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
 

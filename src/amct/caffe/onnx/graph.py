@@ -21,13 +21,11 @@ from onnx import ModelProto, TensorProto, helper
 
 from amct.arguments import check_file_name
 from amct.caffe.engine.layer import TEST
-from amct.caffe.engine.layers.dummy_data import DummyData
-from amct.caffe.engine.layers.input import Input, Parameter
-from amct.caffe.engine.layers.loss_base import LossLayer
-from amct.caffe.engine.layers.selection import Silence
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.layers.combine import Silence
+from amct.caffe.engine.layers.input import DummyData, Input, Parameter
+from amct.caffe.engine.layers.losses import LossLayer
+from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net
-from amct.caffe.engine.parse_help import located_in
 from amct.caffe.onnx.forms.place import FollowsBatchError, Place
 from amct.caffe.onnx.forms.registry import form_of
 from amct.caffe.onnx.forms.writer import OnnxWriter
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from amct.caffe.engine.build.graph import Node
+    from amct.caffe.engine.graph import Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.onnx.forms.place import Dims
     from amct.export.onnx.kept_weights import KeptWeights

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.layers.selection import Silence
+from amct.caffe.engine.layers.combine import Silence
 from amct.caffe.onnx.graph import float_onnx
 from amct.errors import AmctError, ExportError
 from amct.export.onnx.messages import first_line
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.plans.bound_plan import BoundPlan
+    from amct.caffe.engine.plan import BoundPlan
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.dummy_data import DummyData
-from amct.caffe.engine.layers.input import Parameter
+from amct.caffe.engine.layers.input import DummyData, Parameter
 from amct.errors import AmctError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.bn import bn_affine, uses_batch_statistics
+from amct.caffe.engine.layers.batch_norm import bn_affine, uses_batch_statistics
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
 from amct.caffe.ptq.weight_layout import layout_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.layers.batch_norm_update import dump_path
+from amct.caffe.engine.layers.batch_norm import dump_path
 from amct.caffe.engine.weights import read_file
 from amct.caffe.engine.wire import read_weights
 from amct.caffe.ptq.quantized_weights import fold_quantized

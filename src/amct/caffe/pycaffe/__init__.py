@@ -7,11 +7,10 @@ imported by ``import caffe``.
 
 from __future__ import annotations
 
-from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.device import set_device, set_mode_cpu, set_mode_gpu
-from amct.caffe.engine.python_layers import PythonLayer as Layer
-from amct.caffe.engine.python_layers import allow_python_layers
-from amct.caffe.engine.registry import layer_types as layer_type_list
+from amct.caffe.engine.blob import Blob, set_device, set_mode_cpu, set_mode_gpu
+from amct.caffe.engine.layer import layer_types as layer_type_list
+from amct.caffe.engine.layers.python_layer import PythonLayer as Layer
+from amct.caffe.engine.layers.python_layer import allow_python_layers
 from amct.caffe.pycaffe import io, proto
 from amct.caffe.pycaffe.classifier import Classifier
 from amct.caffe.pycaffe.detector import Detector

@@ -12,12 +12,11 @@ import numpy as np
 
 from amct.atomic import is_file
 from amct.caffe.engine import weights as weight_files
-from amct.caffe.engine.data_layers.memory_data import MemoryData
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.layers.input import MemoryData
+from amct.caffe.engine.layers.python_layer import BlobList
+from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net as EngineNet
-from amct.caffe.engine.parse_help import located_in
-from amct.caffe.engine.plans.bound_plan import bind_plan
-from amct.caffe.engine.python_layers import BlobList
+from amct.caffe.engine.plan import bind_plan
 from amct.caffe.proto_merge import custom_schema
 from amct.caffe.pycaffe.runtime_choice import RuntimeChoice
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Blob, FloatArray
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.plans.bound_plan import BoundPass
-    from amct.caffe.engine.plans.plan import Plan
+    from amct.caffe.engine.plan import BoundPass, Plan
 
     Arrays = dict[str, FloatArray]
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.device import current_device
-from amct.caffe.engine.layer import TEST
+from amct.caffe.engine.blob import current_device
+from amct.caffe.engine.layer import TEST, count
 from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
-from amct.caffe.engine.plans.bound_plan import bind_plan
-from amct.caffe.engine.shapes import count
+from amct.caffe.engine.plan import bind_plan
 from amct.errors import ArgumentError
 
 if TYPE_CHECKING:
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.plans.bound_plan import BoundPass
-    from amct.caffe.engine.plans.plan import Plan
+    from amct.caffe.engine.plan import BoundPass, Plan
 
 TORCH, ONNXRUNTIME = "torch", "onnxruntime"
 #: Torch computes so many products in about six times the time that it takes to begin.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.loss_base import LossLayer
+from amct.caffe.engine.layer import find_layer_class
+from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.messages import new_message
-from amct.caffe.engine.registry import find_layer_class
 from amct.caffe.model import CaffeModel, blob_shapes
 
 if TYPE_CHECKING:

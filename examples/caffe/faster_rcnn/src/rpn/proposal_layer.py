@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import caffe
-from amct.caffe.engine.boxes import suppress
-from amct.caffe.engine.layers.proposal import all_anchors, anchors, apply_offsets
+from amct.caffe.engine.layers.detection import suppress
+from amct.caffe.engine.layers.regions import all_anchors, anchors, apply_offsets
 
 BEFORE_SUPPRESSION, AFTER_SUPPRESSION, LARGEST_OVERLAP = 6000, 300, 0.7
 DEFAULTS = {"feat_stride": 16, "scales": (8, 16, 32), "ratios": (0.5, 1, 2), "min_size": 16}

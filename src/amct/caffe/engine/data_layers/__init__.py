@@ -1,5 +1,1 @@
-"""Layers that read data into a net, and one that writes data.
-
-``prefetch.py`` is the base of layers that read ahead in a background thread, ``transform.py`` applies
-``transform_param``; the file formats are in ``amct.data``.
-"""
+"""Layers that read data from files into a net, and one that writes a file."""

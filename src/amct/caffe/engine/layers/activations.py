@@ -1,21 +1,22 @@
-"""Element-wise functions without parameters, and PReLU."""
+"""Element-wise functions of one blob, with and without parameters; PReLU and CReLU."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.registry import register
+from amct.caffe.engine.layer import Layer, canonical_axis, register
+from amct.caffe.engine.layers.tensor_math import TensorOperator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.layer import Activation
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.packed import Activation
 
 
 class Elementwise(Layer):
@@ -203,3 +204,211 @@ class PReLU(Layer):
         """max(x, 0) + a * min(x, 0)."""
         slopes = parameters[0]
         return [torch.prelu(bottoms[0], slopes.reshape(1) if self.shared else slopes)]
+
+
+SIX = 6.0
+
+
+@register("ReLU6")
+class ReLU6(Elementwise):
+    """y = min(max(x, 0), 6) + negative_slope * min(x, 0), as in MobileNet."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read negative_slope."""
+        self.slope: float = self.parameter.relu6_param.negative_slope
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """min(max(x, 0), 6) + negative_slope * min(x, 0)."""
+        limited = bottom.clamp(0, SIX)
+        return limited + self.slope * bottom.clamp(max=0) if self.slope else limited
+
+    def activation(self) -> Activation | None:
+        """A hardtanh with the bounds 0 and 6, if negative_slope is 0."""
+        return None if self.slope else ("hardtanh", (0.0, SIX))
+
+
+@register("Hswish", "HardSwish", "HSwish")
+class Hswish(Elementwise):
+    """y = x * min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return x * min(max(x + 3, 0), 6) / 6."""
+        return functional.hardswish(bottom)
+
+
+@register("HSigmoid")
+class HSigmoid(Elementwise):
+    """y = min(max(x + 3, 0), 6) / 6, as in MobileNet v3."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return min(max(x + 3, 0), 6) / 6."""
+        return functional.hardsigmoid(bottom)
+
+
+@register("Mish")
+class Mish(Elementwise):
+    """y = x * tanh(log(1 + exp(x))), as in YOLO v4."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Return x * tanh(log(1 + exp(x)))."""
+        return functional.mish(bottom)
+
+
+@register("RReLU")
+class RReLU(Elementwise):
+    """y = max(x, 0) + a * min(x, 0); a is uniform in lower..upper per value in training, their mean in testing."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read lower and upper."""
+        options = self.parameter.rrelu_param
+        self.lower, self.upper = options.lower, options.upper
+        if not 0 <= self.lower <= self.upper:
+            raise self.error(f"needs 0 <= lower <= upper, got {self.lower} and {self.upper}")
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """max(x, 0) + a * min(x, 0)."""
+        if self.is_training:
+            return functional.rrelu(bottom, self.lower, self.upper, training=True)
+        return functional.leaky_relu(bottom, (self.lower + self.upper) / 2)
+
+
+@register("Sqrt")
+class Sqrt(Elementwise):
+    """y = sqrt(x)."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """sqrt(x)."""
+        return bottom.sqrt()
+
+
+@register("Ceil")
+class Ceil(Elementwise):
+    """The smallest integer >= x; not differentiable."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """ceil(x)."""
+        return bottom.ceil()
+
+
+@register("Sign")
+class Sign(Elementwise):
+    """-1, 0 or 1 by the sign of x; not differentiable."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """sign(x)."""
+        return bottom.sign()
+
+
+@register("Cos")
+class Cos(Elementwise):
+    """y = cos(x), x in radians."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """cos(x)."""
+        return bottom.cos()
+
+
+@register("Sin")
+class Sin(Elementwise):
+    """y = sin(x), x in radians."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """sin(x)."""
+        return bottom.sin()
+
+
+@register("Erf")
+class Erf(Elementwise):
+    """y = erf(x), the error function."""
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """erf(x)."""
+        return bottom.erf()
+
+
+@register("CReLU")
+class CReLU(TensorOperator):
+    """ReLU of x and ReLU of -x, concatenated along ``concat_axis``; leaky with ``negative_slope``."""
+
+    def shapes(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape with twice the size along the axis."""
+        shape = list(bottoms[0])
+        shape[canonical_axis(self.parameter.crelu_param.concat_axis, len(shape), self.name)] *= 2
+        return [tuple(shape)]
+
+    def compute(self, bottoms: list[torch.Tensor]) -> list[torch.Tensor]:
+        """ReLU(concat(x, -x))."""
+        options = self.parameter.crelu_param
+        both = torch.cat([bottoms[0], -bottoms[0]], options.concat_axis)
+        return [functional.leaky_relu(both, options.negative_slope) if options.negative_slope else torch.relu(both)]
+
+
+NATURAL = -1.0
+
+
+@register("Power")
+class Power(Elementwise):
+    """y = (shift + scale * x) ^ power; a constant if power or scale is 0."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        options = self.parameter.power_param
+        self.power, self.scale, self.shift = options.power, options.scale, options.shift
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """Powers 1 and 2 are computed by multiplication, which is exact for a zero or negative base."""
+        if self.power == 0 or self.scale == 0:
+            value = 1.0 if self.power == 0 else _power(self.shift, self.power)
+            return bottom.detach() * 0 + value if bottom.isnan().any() else torch.full_like(bottom, value)
+        base = bottom if (self.scale, self.shift) == (1.0, 0.0) else bottom * self.scale + self.shift
+        if self.power == 1:
+            return base.clone() if base is bottom else base
+        return base * base if self.power == 2 else base.pow(self.power)
+
+    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """(scale, shift) if power is 1."""
+        if self.power != 1:
+            return None
+        return torch.tensor([self.scale], dtype=torch.float64), torch.tensor([self.shift], dtype=torch.float64)
+
+
+def _power(base: float, power: float) -> float:
+    return float(torch.tensor(base).pow(power))
+
+
+@register("Exp")
+class Exp(Elementwise):
+    """y = base ^ (shift + scale * x); base -1 means e."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        options = self.parameter.exp_param
+        if options.base != NATURAL and options.base <= 0:
+            raise self.error(f"base must be strictly positive (or -1 for e), got {options.base}")
+        log_base = 1.0 if options.base == NATURAL else math.log(options.base)
+        self.inner = log_base * options.scale
+        self.outer = math.exp(log_base * options.shift)
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """exp(log(base) * scale * x) * base ^ shift."""
+        result = torch.exp(bottom if self.inner == 1 else bottom * self.inner)
+        return result if self.outer == 1 else result * self.outer
+
+
+@register("Log")
+class Log(Elementwise):
+    """y = log_base(shift + scale * x); base -1 means e."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the options."""
+        options = self.options = self.parameter.log_param
+        if options.base != NATURAL and (options.base <= 0 or options.base == 1):
+            raise self.error(f"base must be strictly positive and not 1 (or -1 for e), got {options.base}")
+        self.factor = 1.0 if options.base == NATURAL else 1.0 / math.log(options.base)
+
+    def function(self, bottom: torch.Tensor) -> torch.Tensor:
+        """log(shift + scale * x) / log(base)."""
+        options = self.options
+        inner = bottom if (options.scale, options.shift) == (1.0, 0.0) else bottom * options.scale + options.shift
+        result = torch.log(inner)
+        return result if self.factor == 1 else result * self.factor

@@ -1,18 +1,33 @@
-"""BatchNorm: y = (x - mean) / sqrt(variance + eps) per channel. Caffe's scale and shift are a separate Scale layer."""
+"""Layers that scale and shift each channel: BatchNorm, BN, Scale and Bias.
+
+BatchNorm is y = (x - mean) / sqrt(variance + eps); its scale and shift are a separate Scale layer. BN has all in one.
+"""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+import numpy as np
 import torch
 
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.registry import register
+from amct.atomic import open_write
+from amct.caffe.engine.layer import Layer, canonical_axis, register
+from amct.caffe.engine.messages import new_message
+from amct.caffe.engine.wire import blob_parts, layer_parts
+from amct.calibration import all_ranks
+from amct.calibration.ranks import Meeting, fingerprint
+from amct.numerics.fold import ChannelAffine
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
-    from amct.caffe.engine.blob import Shape
+    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.messages import ProtoMessage
+
 
 STATISTICS = 3
 
@@ -86,3 +101,281 @@ class BatchNorm(Layer):
         with torch.no_grad():
             for blob, new in zip(self.blobs, news, strict=True):
                 blob.set_tensor(blob.tensor * self.fraction + new)
+
+
+logger = logging.getLogger(__name__)
+
+
+def dump_path(folder: str | os.PathLike[str], layer: str) -> Path:
+    """The caffemodel to which the recomputed statistics of one layer are written."""
+    return Path(folder) / f"{quote(layer, safe='')}.caffemodel"
+
+
+@register("BatchNorm with refreshed statistics")
+class UpdatingBatchNorm(BatchNorm):
+    """Normalizes ``update_iterations`` batches by their own statistics, then writes the moving averages to a file.
+
+    Several processes share the batches: an average is a sum over batches, each with the weight ``fraction`` to the
+    power of the number of batches after it. Each process sums up its own batches with these weights.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Set up a BatchNorm that uses batch statistics."""
+        super().setup(bottoms)
+        options = self.parameter.batch_norm_param
+        self.total: int = options.update_iterations
+        self.ranks = all_ranks()
+        self.ranks.need_a_batch_each(self.total)
+        self.iterations = self.ranks.share(self.total)
+        self.use_global = False
+        self.done = 0
+        self._meeting: Meeting | None = None
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Run; write the statistics after the last of the ``update_iterations`` forward passes."""
+        if self.done < self.iterations and not self.ranks.is_alone:
+            self._weigh_earlier_batches()
+        super().run(bottoms, tops)
+        if self.done >= self.iterations:
+            return
+        self.done += 1
+        logger.info("layer %s: statistics refreshed by %d/%d batches", self.name, self.done, self.iterations)
+        if self._meeting is not None:
+            self._meeting.beat(f"{self.done} of its {self.iterations} batches run for batch norms")
+        if self.done == self.iterations:
+            if self._meeting is not None:
+                self._add_other_processes(self._meeting)
+            if self.ranks.is_first:
+                self._dump()
+            self.use_global = True
+
+    def _weigh_earlier_batches(self) -> None:
+        """Take into account the batches of other processes between the last batch of this one and the next."""
+        if self._meeting is None:
+            self._meeting = Meeting(self.ranks, fingerprint(["batch norm", self.name, str(self.total)]))
+        if self.done:
+            self._multiply(self.fraction ** (self.ranks.size - 1))
+        elif not self.ranks.is_first:
+            self._multiply(0.0)  # the first process begins with the old statistics
+
+    def _add_other_processes(self, meeting: Meeting) -> None:
+        self._multiply(self.fraction ** (self.total - 1 - self.ranks.number(self.iterations - 1)))
+        own = {str(index): blob.tensor.detach().cpu().numpy() for index, blob in enumerate(self.blobs)}
+        everyone = meeting.exchange(own)
+        for index, blob in enumerate(self.blobs):
+            total = sum(arrays[str(index)].astype(np.float64) for arrays in everyone)
+            blob.set_tensor(torch.as_tensor(total, dtype=blob.tensor.dtype, device=blob.tensor.device))
+
+    def _multiply(self, factor: float) -> None:
+        for blob in self.blobs:
+            blob.set_tensor(blob.tensor.detach() * factor)
+
+    def _dump(self) -> None:
+        options = self.parameter.batch_norm_param
+        layer = new_message("LayerParameter", name=self.name, type="BatchNorm")
+        blobs = [blob_parts(blob.shape, blob.tensor.detach().cpu().contiguous().numpy()) for blob in self.blobs]
+        with open_write(dump_path(options.dump_dir, self.name)) as file:
+            for part in layer_parts(layer.SerializeToString(), blobs):
+                file.write(part)
+
+
+INFERENCE = 1
+SCALE_AND_SHIFT = 2
+WITH_STATISTICS = 4
+TINY = 1e-9
+
+
+def bn_blobs(parameter: ProtoMessage) -> int:
+    """The number of blobs: 2 in SegNet's form (scale, shift), 4 in PSPNet's (slope, bias, mean, variance)."""
+    options = parameter.bn_param
+    is_segnet = any(options.HasField(name) for name in ("bn_mode", "scale_filler", "shift_filler"))
+    is_pspnet = any(options.HasField(name) for name in ("slope_filler", "bias_filler", "frozen", "momentum", "eps"))
+    if is_segnet or (not is_pspnet and len(parameter.param) == SCALE_AND_SHIFT):
+        return SCALE_AND_SHIFT
+    return WITH_STATISTICS
+
+
+def uses_batch_statistics(parameter: ProtoMessage) -> bool:
+    """Whether a BN normalizes by the statistics of each batch at inference: SegNet's without ``bn_mode: INFERENCE``."""
+    return bn_blobs(parameter) == SCALE_AND_SHIFT and parameter.bn_param.bn_mode != INFERENCE
+
+
+def bn_affine(parameter: ProtoMessage, blobs: Sequence[torch.Tensor]) -> ChannelAffine:
+    """The per-channel affine function of a BN with fixed statistics.
+
+    SegNet's blobs hold scale and shift with the statistics included.
+
+    Raises:
+        ModelError: a variance plus eps is not positive.
+    """
+    flat = [blob.detach().reshape(-1) for blob in blobs]
+    if len(flat) == SCALE_AND_SHIFT:
+        return ChannelAffine.scale(*flat)
+    slope, bias, mean, variance = flat
+    return ChannelAffine.batch_norm(mean, variance, parameter.bn_param.eps, slope, bias)
+
+
+@register("BN")
+class BN(Layer):
+    """y = scale * (x - mean) / sqrt(variance + eps) + shift per channel.
+
+    SegNet and ENet: blobs scale and shift, (1, C, 1, 1) each; ``bn_mode: INFERENCE`` is y = scale * x + shift, else the
+    statistics are those of the batch, and further tops give mean and variance. PSPNet and ICNet: blobs slope, bias,
+    mean, variance; training uses the statistics of the batch unless ``frozen``.
+    """
+
+    top_count = (1, 3)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Create the blobs."""
+        options = self.options = self.parameter.bn_param
+        if len(bottoms[0]) < 2:
+            raise self.error(f"needs a bottom with channels (N, C, ...), got shape {bottoms[0]}")
+        self.channels = bottoms[0][1]
+        shape = (1, self.channels, 1, 1)
+        self.fixed_blobs = bn_blobs(self.parameter)
+        if self.fixed_blobs == SCALE_AND_SHIFT:
+            self.batch_statistics = uses_batch_statistics(self.parameter)
+            self.eps = TINY
+            fillers = ((options.scale_filler, "scale_filler", 1.0), (options.shift_filler, "shift_filler", 0.0))
+        else:
+            self.batch_statistics = self.is_training and not options.frozen
+            self.eps = options.eps
+            fillers = ((options.slope_filler, "slope_filler", 1.0), (options.bias_filler, "bias_filler", 0.0))
+        for filler, name, default in fillers:
+            self.add_parameter(shape, filler if options.HasField(name) else None, default=default)
+        if self.fixed_blobs == WITH_STATISTICS:
+            self.add_parameter(shape, default=0.0)
+            self.add_parameter(shape, default=1.0)
+        if len(self.top_blobs) > 1 and not self.batch_statistics:
+            raise self.error("further tops (mean, variance) need the statistics of the batch")
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape; (1, C, 1, 1) for mean and variance."""
+        if bottoms[0][1] != self.channels:
+            raise self.error(f"the blobs are for {self.channels} channels, the bottom has shape {bottoms[0]}")
+        return [bottoms[0], *[(1, self.channels, 1, 1)] * (len(self.top_blobs) - 1)]
+
+    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """Scale and shift, if the statistics are fixed."""
+        if self.batch_statistics:
+            return None
+        affine = bn_affine(self.parameter, [blob.tensor for blob in self.blobs])
+        return affine.multiplier, affine.addend
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Normalize, scale and shift."""
+        bottom = bottoms[0]
+        shape = (1, -1) + (1,) * (bottom.dim() - 2)
+        scale, shift = (each.reshape(shape) for each in parameters[:SCALE_AND_SHIFT])
+        if self.batch_statistics:
+            axes = [0, *range(2, bottom.dim())]
+            mean = bottom.mean(axes, keepdim=True)
+            centred = bottom - mean
+            variance = (centred * centred).mean(axes, keepdim=True)
+            self._collect(mean.detach(), variance.detach())
+            tops = [torch.addcmul(shift, centred / torch.sqrt(variance + self.eps), scale), mean, variance]
+            return [tops[0], *(top.reshape(1, -1, 1, 1) for top in tops[1 : len(self.top_blobs)])]
+        if len(parameters) == WITH_STATISTICS:
+            mean, variance = (each.detach().reshape(shape) for each in parameters[SCALE_AND_SHIFT:])
+            factor = scale / torch.sqrt(variance + self.eps)
+            return [torch.addcmul(shift - mean * factor, bottom, factor)]
+        return [torch.addcmul(shift, bottom, scale)]
+
+    def _collect(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Update the moving averages of PSPNet's form."""
+        if self.fixed_blobs == SCALE_AND_SHIFT:
+            return
+        momentum = self.options.momentum
+        with torch.no_grad():
+            for blob, new in zip(self.blobs[SCALE_AND_SHIFT:], (mean, variance), strict=True):
+                blob.set_tensor(blob.tensor * momentum + new.reshape(blob.shape) * (1 - momentum))
+
+
+class _Broadcast(Layer):
+    """The common part of Scale and Bias: an operand whose axes match those of the bottom from ``axis`` on."""
+
+    bottom_count = (1, 2)
+
+    options: ProtoMessage
+
+    def operand_shape(self, bottoms: list[Shape]) -> Shape:
+        """The shape of the parameter (or of the second bottom)."""
+        num_axes = self.options.num_axes
+        if len(bottoms) > 1:
+            return bottoms[1]
+        if num_axes < -1:
+            raise self.error(f"num_axes must be non-negative, or -1 to extend to the end of bottom[0], got {num_axes}")
+        start = canonical_axis(self.options.axis, len(bottoms[0]), self.name)
+        if num_axes == -1:
+            return bottoms[0][start:]
+        if start + num_axes > len(bottoms[0]):
+            raise self.error(
+                f"num_axes {num_axes} from axis {start} extends past the end of the bottom's shape {bottoms[0]}"
+            )
+        return bottoms[0][start : start + num_axes]
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape; also computes the shape that broadcasts the operand over the bottom."""
+        shape, operand = bottoms[0], bottoms[1] if len(bottoms) > 1 else self.blobs[0].shape
+        # A scalar may be applied to a bottom of any number of axes.
+        start = 0 if not operand else canonical_axis(self.options.axis, len(shape), self.name)
+        if shape[start : start + len(operand)] != operand:
+            raise self.error(f"dimension mismatch: bottom shape {shape} from axis {start} against {operand}")
+        self.broadcast = (1,) * start + operand + (1,) * (len(shape) - start - len(operand))
+        return [shape]
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether the operand is a parameter with one value per channel (axis 1)."""
+        return len(self.bottom_blobs) == 1 and self.options.axis in (1, -3) and len(self.blobs[0].shape) == 1
+
+
+@register("Scale")
+class Scale(_Broadcast):
+    """y = x * scale (+ bias)."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Create the scale unless it is the second bottom, and the bias if ``bias_term`` is set."""
+        options = self.options = self.parameter.scale_param
+        operand = self.operand_shape(bottoms)
+        if len(bottoms) == 1:
+            self.add_parameter(operand, options.filler if options.HasField("filler") else None, default=1.0)
+        if options.bias_term:
+            self.add_parameter(operand, options.bias_filler)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return x * scale (+ bias)."""
+        scale = (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)
+        if not self.options.bias_term:
+            return [bottoms[0] * scale]
+        return [torch.addcmul(parameters[-1].reshape(self.broadcast), bottoms[0], scale)]
+
+    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """(scale, bias), if both have one value per channel."""
+        if not self.is_per_channel:
+            return None
+        shift = self.blobs[1].tensor.detach().double() if self.options.bias_term else None
+        return self.blobs[0].tensor.detach().double(), shift
+
+
+@register("Bias")
+class Bias(_Broadcast):
+    """y = x + bias."""
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Create the bias unless it is the second bottom."""
+        options = self.options = self.parameter.bias_param
+        operand = self.operand_shape(bottoms)
+        if len(bottoms) == 1:
+            self.add_parameter(operand, options.filler)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return x + bias."""
+        return [bottoms[0] + (bottoms[1] if len(bottoms) > 1 else parameters[0]).reshape(self.broadcast)]
+
+    def channel_affine(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """(None, bias), if it has one value per channel."""
+        if not self.is_per_channel:
+            return None
+        return None, self.blobs[0].tensor.detach().double()

@@ -1,19 +1,20 @@
-"""Convolution and Deconvolution over up to three spatial axes."""
+"""Convolution, DepthwiseConv and Deconvolution over up to three spatial axes, with their kernels.
+
+Where it is faster, images are convolved with packed weights and a fused activation: the operators of oneDNN that
+torch's compiler uses. A torch build without them runs the plain convolution.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine import packed
-from amct.caffe.engine.layers.fake_quantized import FakeQuantized
-from amct.caffe.engine.layers.one_channel import convolve_one_channel
-from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import canonical_axis, count
+from amct.caffe.engine.layer import canonical_axis, count, register
+from amct.caffe.engine.layers.weighted import FakeQuantized
 from amct.numerics.arq import channels_first, from_channels_first
 from amct.numerics.integer import ConvolutionGeometry, integer_convolution
 from amct.numerics.weight_kind import WeightKind
@@ -22,10 +23,126 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.layer import Folded, Layer
+    from amct.caffe.engine.layer import Activation, Folded, Layer
     from amct.caffe.engine.messages import ProtoMessage
 
     Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+#: torch's own limits: one small image with a small kernel is convolved by a matrix product.
+SMALLEST_INPUT = 20480
+LARGEST_SMALL_KERNEL = 3
+#: For that an image in channels_last would have to be converted first, unless the kernel is one pixel.
+SMALLEST_REORDERED_INPUT = 8192
+
+
+@cache
+def can_pack() -> bool:
+    """Whether this torch build has the operators and they compute correct results."""
+    try:
+        bottom, weight, bias = torch.ones(1, 2, 3, 3), torch.ones(4, 2, 1, 1), torch.full((4,), -3.0)
+        ones, none = (1, 1), (0, 0)
+        packed = torch.ops.mkldnn._reorder_convolution_weight(weight, none, ones, ones, 1, [1, 2, 3, 3])
+        result = torch.ops.mkldnn._convolution_pointwise(bottom, packed, bias, none, ones, ones, 1, "relu", [], "")
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+        return False
+    return bool(torch.equal(result, torch.zeros(1, 4, 3, 3)))
+
+
+def packing_is_worthwhile(bottom: torch.Tensor, window: Window, group: int) -> bool:
+    """Whether the packed convolution can run on this input and is faster.
+
+    That is where torch itself uses oneDNN, which then need not reorder the weights each time, with dilation, and where
+    the input has oneDNN's layout.
+    """
+    is_reordered = max(window.kernel) > 1 and _is_reordered(bottom)
+    return (
+        (
+            bottom.numel() > (SMALLEST_REORDERED_INPUT if is_reordered else SMALLEST_INPUT)
+            or bottom.shape[0] > 1
+            or group > 1
+            or min(window.kernel) > LARGEST_SMALL_KERNEL
+            or max(window.dilation) > 1
+        )
+        and bottom.device.type == "cpu"
+        and bottom.dtype == torch.float32
+        and not torch.is_grad_enabled()
+        and can_pack()
+    )
+
+
+def _is_reordered(bottom: torch.Tensor) -> bool:
+    return bottom.is_contiguous(memory_format=torch.channels_last) and not bottom.is_contiguous()
+
+
+def pack(weight: torch.Tensor, window: Window, group: int, bottom_shape: torch.Size) -> torch.Tensor:
+    """The weights packed for bottoms of this shape."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_convolution_weight(
+        weight.contiguous(), window.pad, window.stride, window.dilation, group, list(bottom_shape)
+    )
+    return packed
+
+
+def bind_packed(
+    packed: torch.Tensor, bias: torch.Tensor | None, window: Window, group: int, activation: Activation
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A call that convolves, adds the bias and applies the activation in one pass; its result is channels_last."""
+    name, numbers = activation
+    kernel = torch.ops.mkldnn._convolution_pointwise.default
+    rest = packed, bias, list(window.pad), list(window.stride), list(window.dilation), group, name, list(numbers), ""
+    channels_last = torch.channels_last
+
+    def call(bottom: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = kernel(bottom.contiguous(memory_format=channels_last), *rest)
+        return result
+
+    return call
+
+
+def convolve_one_channel(
+    bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+) -> torch.Tensor:
+    """The convolution of (N, 1, H, W) with a weight (outputs, 1, kernel...)."""
+    result: torch.Tensor = _OneChannel.apply(bottom, weight, bias, window)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _OneChannel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's untyped context
+        bottom: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        window: Window,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bottom, weight)
+        ctx.window, ctx.has_bias = window, bias is not None
+        return functional.conv2d(bottom, weight, bias, window.stride, window.pad, window.dilation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 - as above
+        bottom, weight = ctx.saved_tensors
+        window, outputs = ctx.window, weight.shape[0]
+        needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
+        _, for_weight, for_bias = torch.ops.aten.convolution_backward(
+            gradients[0],
+            bottom,
+            weight,
+            [outputs] if ctx.has_bias else None,
+            window.stride,
+            window.pad,
+            window.dilation,
+            False,
+            [0, 0],
+            1,
+            [False, ctx.needs_input_grad[1], needs_bias],
+        )
+        columns = weight.reshape(outputs, -1).t() @ gradients[0].reshape(len(bottom), outputs, -1)
+        for_bottom = functional.fold(
+            columns, bottom.shape[2:], window.kernel, window.dilation, window.pad, window.stride
+        )
+        return for_bottom, for_weight, for_bias, None
+
 
 IMAGE_AXES = 2
 MAX_SPATIAL_AXES = 3
@@ -224,16 +341,16 @@ class Convolution(_BaseConvolution):
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
     def bind_folded(
-        self, bottom: torch.Tensor, folded: Folded, activation: packed.Activation | None
+        self, bottom: torch.Tensor, folded: Folded, activation: Activation | None
     ) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
         """The packed kernel, which applies the activation too; else torch's convolution."""
         if self.axis != 1 or self.spatial_axes != IMAGE_AXES:
             return super().bind_folded(bottom, folded, activation)
         window, group = self.window, self.group
-        if packed.is_worthwhile(bottom, window, group):
+        if packing_is_worthwhile(bottom, window, group):
             shape = bottom.shape
             weight, bias = self.derived("packed", folded.sources, lambda: self._pack(folded, shape), shape)
-            return packed.bind(weight, bias, window, group, activation or ("none", ())), True
+            return bind_packed(weight, bias, window, group, activation or ("none", ())), True
         is_tiny = bottom.numel() < SMALLEST_REORDERED and bottom.is_contiguous()
         layout = torch.contiguous_format if is_tiny else torch.channels_last
         weight, bias = self.derived("plain", folded.sources, lambda: _in_layout(folded.compute(), layout), layout)
@@ -242,7 +359,7 @@ class Convolution(_BaseConvolution):
 
     def _pack(self, folded: Folded, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor | None]:
         parameters = folded.compute()
-        weight = packed.pack(parameters[0], self.window, self.group, shape)
+        weight = pack(parameters[0], self.window, self.group, shape)
         return weight, parameters[1] if len(parameters) > 1 else None
 
     def convolve(self, bottom: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -285,3 +402,22 @@ class Deconvolution(_BaseConvolution):
         if self.spatial_axes == 0:
             return functional.conv_transpose1d(bottom, weight, bias, groups=self.group)
         return _TRANSPOSED[axes](bottom, weight, bias, window.stride, window.pad, 0, self.group, window.dilation)
+
+
+@register("DepthwiseConv", "ConvolutionDepthwise", "DepthwiseConvolution")
+class DepthwiseConv(Convolution):
+    """A Convolution with ``group`` equal to the number of channels.
+
+    The options are those of ``convolution_param``; ``group`` and ``num_output`` default to the number of channels.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Set ``group`` and ``num_output`` where they are missing."""
+        options = self.parameter.convolution_param
+        channels = bottoms[0][canonical_axis(options.axis, len(bottoms[0]), self.name)]
+        if options.HasField("group") and options.group not in (1, channels):
+            raise self.error(f"group must be the number of channels, {channels}, got {options.group}")
+        options.group = channels
+        if not options.HasField("num_output"):
+            options.num_output = channels
+        super().setup(bottoms)

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amct import log
-from amct.atomic import read_bytes, replace_fleeting
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.named_record import check_named_record
-from amct.caffe.engine.registry import register
+from amct.atomic import is_file, read_bytes, replace_fleeting
+from amct.caffe.engine.layer import Layer, register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.config.settings import IfmrSettings
-from amct.errors import AmctError, CalibrationError
+from amct.errors import AmctError, CalibrationError, FileError
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
-from amct.record import update_inputs
+from amct.record import read_caffe_record, update_inputs
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
@@ -42,6 +41,31 @@ if TYPE_CHECKING:
     from amct.config.settings import ActivationSettings
     from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
     from amct.record import Progress
+
+
+#: A record of weights as it is written here. Parsing its thousands of scales takes as long as some forward passes.
+_WEIGHTS = re.compile(
+    rb'(?:record \{\n  key: "[^"\\\n]+"\n  value \{\n'
+    rb'(?:    (?:(?:scale|offset|num_bits)_w: -?[0-9][0-9.e+-]*|object_layer: "[^"\\\n]*")\n)+'
+    rb"  \}\n\}\n)+"
+)
+
+
+def check_named_record(path: str) -> None:
+    """Check that a record file exists, as AMCT's functions leave it, before a layer writes its factors to it.
+
+    Raises:
+        FileError: There is no file.
+        RecordParseError: The file is not a record.
+    """
+    if not is_file(path):
+        raise FileError(
+            f'record_file_path: the record "{path}" does not exist; a prototxt creates no files. Make the model again '
+            "with the functions of amct_caffe"
+        )
+    if not _WEIGHTS.fullmatch(read_bytes(path)):
+        read_caffe_record(path)
+
 
 logger = logging.getLogger(__name__)
 

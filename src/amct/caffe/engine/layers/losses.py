@@ -1,4 +1,4 @@
-"""EuclideanLoss, HingeLoss, SigmoidCrossEntropyLoss and ContrastiveLoss."""
+"""Softmax, the losses, and Accuracy: what compares a net's outputs with labels or targets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,72 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layers.loss_base import BATCH_SIZE, LossLayer, normalizer
-from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import count
+from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_same_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
     from amct.caffe.engine.layer import AutogradContext
+
+
+FULL, VALID, BATCH_SIZE, NONE = 0, 1, 2, 3
+LABELS = 1
+
+
+class LossLayer(Layer):
+    """A layer whose first top is a scalar loss with weight 1."""
+
+    bottom_count = (2, 2)
+    default_loss_weight = 1.0
+    makes_missing_tops = True
+    no_gradient: tuple[int, ...] = (LABELS,)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """()."""
+        if bottoms[0][:1] != bottoms[1][:1]:
+            raise self.error(f"The data and label should have the same first dimension: {bottoms[0]} and {bottoms[1]}")
+        return [()]
+
+    def normalization(self, default: int) -> int:
+        """The normalization mode of loss_param: ``normalization`` or the older ``normalize``."""
+        options = self.parameter.loss_param
+        if options.HasField("normalization"):
+            mode: int = options.normalization
+            return mode
+        if options.HasField("normalize"):
+            return VALID if options.normalize else BATCH_SIZE
+        return default
+
+    @property
+    def ignore_label(self) -> int | None:
+        """The label that is ignored, if any."""
+        options = self.parameter.loss_param
+        return options.ignore_label if options.HasField("ignore_label") else None
+
+    def labels(self, bottom: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the labels as integers (0 where ignored) and a mask of those that are not ignored.
+
+        Raises:
+            ModelError: A label is not a class.
+        """
+        labels = bottom.detach().to(torch.int64)
+        counts = torch.ones_like(labels, dtype=torch.bool) if self.ignore_label is None else labels != self.ignore_label
+        labels = torch.where(counts, labels, torch.zeros_like(labels))
+        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= classes):
+            raise self.error(
+                f"a label lies outside 0..{classes - 1}: found {int(labels.min())}..{int(labels.max())}. Are there "
+                "fewer outputs than "
+                "classes, or should ignore_label be set?"
+            )
+        return labels, counts
+
+
+def normalizer(mode: int, outer: int, inner: int, valid: int) -> float:
+    """The number by which a loss is divided, at least 1."""
+    value = {FULL: outer * inner, VALID: valid, BATCH_SIZE: outer, NONE: 1}[mode]
+    return max(1.0, float(value))
+
 
 L2 = 2
 SIMILARITY = 2
@@ -134,3 +191,264 @@ class ContrastiveLoss(LossLayer):
         first, second = (bottom.reshape(bottom.shape[0], -1) for bottom in bottoms[:2])
         similar = bottoms[2].detach().reshape(-1).to(torch.int64) != 0
         return [_ContrastiveLoss.apply(first, second, similar, options.margin, options.legacy_version)]  # type: ignore[no-untyped-call]
+
+
+INSIDE, OUTSIDE = 2, 3
+
+
+@register("SmoothL1Loss")
+class SmoothL1Loss(LossLayer):
+    """sum(outside * f(inside * (a - b))) / N; f(d) = (sigma d)^2 / 2 if |d| < 1 / sigma^2, else |d| - 1 / (2 sigma^2).
+
+    Bottom 2 holds the inside weights, bottom 3 the outside weights; both default to 1.
+    """
+
+    bottom_count = (2, 4)
+    no_gradient = (INSIDE, OUTSIDE)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """()."""
+        for index, shape in enumerate(bottoms[1:], 1):
+            require_same_shape(bottoms[0], shape, self.name, index)
+        return super().reshape(bottoms)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The smooth L1 loss of the batch."""
+        sharpness = self.parameter.smooth_l1_loss_param.sigma**2
+        difference = bottoms[0] - bottoms[1]
+        if len(bottoms) > INSIDE:
+            difference = difference * bottoms[INSIDE].detach()
+        size = difference.abs()
+        values = torch.where(size < 1 / sharpness, 0.5 * sharpness * size * size, size - 0.5 / sharpness)
+        if len(bottoms) > OUTSIDE:
+            values = values * bottoms[OUTSIDE].detach()
+        return [values.sum() / bottoms[0].shape[0]]
+
+
+#: torch computes rows shorter than a vector of the processor number by number; so many of them are faster as columns.
+SHORT_ROW, MANY_ROWS = 16, 64
+
+
+@register("Softmax")
+class Softmax(Layer):
+    """y = exp(x) / sum(exp(x)) along ``axis``; the maximum is subtracted first."""
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        self.axis = canonical_axis(self.parameter.softmax_param.axis, len(bottoms[0]), self.name)
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Softmax along the axis; many short rows are computed as columns."""
+        bottom, axis = bottoms[0], self.axis
+        is_last = 0 < axis == bottom.dim() - 1
+        if is_last and bottom.shape[axis] < SHORT_ROW and bottom.shape[axis - 1] >= MANY_ROWS:
+            columns = torch.softmax(bottom.transpose(axis - 1, axis).contiguous(), axis - 1)
+            return [columns.transpose(axis - 1, axis).contiguous()]
+        return [torch.softmax(bottom, axis)]
+
+
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+LOG_THRESHOLD = 1e-20
+
+
+class _SoftmaxLoss(torch.autograd.Function):
+    """Caffe's softmax loss: the probability is clamped from below in the loss, but not in the gradient p - y."""
+
+    @staticmethod
+    def forward(
+        ctx: AutogradContext,
+        scores: torch.Tensor,
+        labels: torch.Tensor,
+        counts: torch.Tensor,
+        axis: int,
+        divisor: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        probability = torch.softmax(scores, axis)
+        chosen = probability.gather(axis, labels.unsqueeze(axis)).squeeze(axis).clamp(min=SMALLEST_NORMAL)
+        ctx.save_for_backward(probability, labels, counts)
+        ctx.axis, ctx.divisor = axis, divisor
+        ctx.mark_non_differentiable(probability)
+        return -(chosen.log() * counts).sum() / divisor, probability
+
+    @staticmethod
+    def backward(ctx: AutogradContext, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        probability, labels, counts = ctx.saved_tensors
+        index = labels.unsqueeze(ctx.axis)
+        slope = probability.scatter_add(ctx.axis, index, torch.full_like(index, -1, dtype=probability.dtype))
+        return slope * counts.unsqueeze(ctx.axis) * (gradient / ctx.divisor), None, None, None, None
+
+
+class _ClassLoss(LossLayer):
+    """The common part of losses with scores along one axis and one label for each other position."""
+
+    def prepare(self, bottoms: list[Shape]) -> None:
+        """Find the axis and check the number of labels."""
+        scores = bottoms[0]
+        self.axis = canonical_axis(self.class_axis(), len(scores), self.name)
+        self.outer, self.inner = count(scores, 0, self.axis), count(scores, self.axis + 1)
+        if count(bottoms[1]) != self.outer * self.inner:
+            raise self.error(
+                "Number of labels must match number of predictions; e.g., if softmax axis == 1 and prediction shape "
+                "is (N, C, H, W), "
+                f"label count must be N*H*W. Predictions {scores}, labels {bottoms[1]}"
+            )
+        self.label_shape = scores[: self.axis] + scores[self.axis + 1 :]
+
+    def class_axis(self) -> int:
+        """The class axis of the prototxt."""
+        return int(self.parameter.softmax_param.axis)
+
+    def divisor(self, counts: torch.Tensor) -> float:
+        """The normalizer of the sum of losses."""
+        mode = self.normalization(VALID)
+        valid = int(counts.sum()) if mode == VALID and self.ignore_label is not None else counts.numel()
+        return normalizer(mode, self.outer, self.inner, valid)
+
+
+@register("SoftmaxWithLoss")
+class SoftmaxWithLoss(_ClassLoss):
+    """-log(softmax(x)[label]), averaged; an optional second top holds the probabilities."""
+
+    top_count = (1, 2)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """(), and the scores' shape for the probabilities."""
+        tops = super().reshape(bottoms)
+        self.prepare(bottoms)
+        return [*tops, bottoms[0]][: len(self.top_blobs)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The normalized loss, and the probabilities."""
+        scores = bottoms[0]
+        labels, counts = self.labels(bottoms[1].reshape(self.label_shape), scores.shape[self.axis])
+        results = _SoftmaxLoss.apply(scores, labels, counts, self.axis, self.divisor(counts))  # type: ignore[no-untyped-call]
+        return results[: len(self.top_blobs)]  # type: ignore[no-any-return]
+
+
+@register("InfogainLoss")
+class InfogainLoss(_ClassLoss):
+    """-sum_c H[label, c] * log(p_c), averaged; H (C, C) is the infogain matrix."""
+
+    bottom_count = (2, 3)
+    top_count = (1, 2)
+    no_gradient = (1, 2)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Read the matrix unless it is the third bottom."""
+        if self.parameter.loss_param.HasField("normalize"):
+            raise self.error('normalize is deprecated. use "normalization"')
+        options = self.parameter.infogain_loss_param
+        self.matrix: torch.Tensor | None = None
+        if len(bottoms) < 3:
+            if not options.HasField("source"):
+                raise self.error("Infogain matrix source must be specified, or a third bottom given.")
+            self.matrix = _read_matrix(options.source)
+
+    def class_axis(self) -> int:
+        """The axis of infogain_loss_param."""
+        return int(self.parameter.infogain_loss_param.axis)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """(), and the scores' shape for the probabilities."""
+        tops = super().reshape(bottoms)
+        self.prepare(bottoms)
+        classes = bottoms[0][self.axis]
+        given = count(bottoms[2]) if self.matrix is None else self.matrix.numel()
+        if given != classes * classes:
+            raise self.error(f"the infogain matrix must be {classes} x {classes}, it has {given} values")
+        return [*tops, bottoms[0]][: len(self.top_blobs)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The normalized loss; probabilities are clamped at 1e-20 in the loss, but not in the gradient."""
+        scores = bottoms[0]
+        classes = scores.shape[self.axis]
+        given = bottoms[2].detach() if self.matrix is None else self.matrix.to(scores.device)
+        matrix = given.reshape(classes, classes)
+        labels, counts = self.labels(bottoms[1].reshape(self.label_shape), classes)
+        weights = (matrix[labels] * counts.unsqueeze(-1)).movedim(-1, self.axis)
+        logarithm = torch.log_softmax(scores, self.axis)
+        floored = logarithm + (logarithm.clamp(min=_LOG_OF_THRESHOLD) - logarithm).detach()
+        loss = -(weights * floored).sum() / self.divisor(counts)
+        return [loss, logarithm.detach().exp()][: len(self.top_blobs)]
+
+
+_LOG_OF_THRESHOLD = float(torch.tensor(LOG_THRESHOLD).log())
+
+
+def _read_matrix(path: str) -> torch.Tensor:
+    from amct.caffe.engine.weights import read_file
+    from amct.caffe.engine.wire import read_blob
+
+    return torch.from_numpy(read_blob(read_file(path), path).values.astype("float32"))
+
+
+@register("MultinomialLogisticLoss")
+class MultinomialLogisticLoss(LossLayer):
+    """-log(p[label]), averaged; the first bottom holds probabilities."""
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """()."""
+        if count(bottoms[1]) != bottoms[1][0]:
+            raise self.error(f"one label per sample is needed, got shape {bottoms[1]}")
+        return super().reshape(bottoms)
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The loss with probabilities clamped at 1e-20; the gradient is that of the clamped value."""
+        rows = bottoms[0].reshape(bottoms[0].shape[0], -1)
+        labels, _ = self.labels(bottoms[1].reshape(-1), rows.shape[1])
+        chosen = rows.gather(1, labels.unsqueeze(1))
+        floored = chosen + (chosen.clamp(min=LOG_THRESHOLD) - chosen).detach()
+        return [-floored.log().sum() / rows.shape[0]]
+
+
+@register("Accuracy")
+class Accuracy(Layer):
+    """Tops: the accuracy (), and optionally that of each class (C,). A tie with another class counts as wrong."""
+
+    bottom_count = (2, 2)
+    top_count = (1, 2)
+    no_gradient = (0, 1)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """(), and (C,) for the second top."""
+        scores, labels = bottoms
+        options = self.parameter.accuracy_param
+        self.axis = canonical_axis(options.axis, len(scores), self.name)
+        self.positions = scores[: self.axis] + scores[self.axis + 1 :]
+        self.classes = scores[self.axis]
+        if options.top_k > self.classes:
+            raise self.error(
+                f"top_k must be less than or equal to the number of classes: {options.top_k} and {self.classes}"
+            )
+        if count(labels) != count(self.positions):
+            raise self.error(
+                "Number of labels must match number of predictions; e.g., if label axis == 1 and prediction shape is "
+                "(N, C, H, W), label "
+                f"count must be N*H*W. Predictions {scores}, labels {labels}"
+            )
+        return [(), (self.classes,)][: len(self.top_blobs)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """A prediction is right if fewer than ``top_k`` other classes have a score >= that of the label."""
+        options, scores = self.parameter.accuracy_param, bottoms[0].detach()
+        labels = bottoms[1].detach().reshape(self.positions).to(torch.int64)
+        counts = torch.ones_like(labels, dtype=torch.bool)
+        if options.HasField("ignore_label"):
+            counts = labels != options.ignore_label
+            labels = torch.where(counts, labels, torch.zeros_like(labels))
+        if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
+            raise self.error(f"a label lies outside 0..{self.classes - 1}: {int(labels.min())}..{int(labels.max())}")
+        chosen = scores.gather(self.axis, labels.unsqueeze(self.axis))
+        better = (scores >= chosen).sum(self.axis) - 1
+        right = (better < options.top_k) & counts
+        total = int(counts.sum())
+        results = [torch.tensor(int(right.sum()) / total if total else 0.0)]
+        if len(self.top_blobs) > 1:
+            results.append(self._per_class(labels[counts], right[counts]))
+        return results
+
+    def _per_class(self, labels: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        seen = torch.bincount(labels, minlength=self.classes).to(torch.float32)
+        hits = torch.bincount(labels[right], minlength=self.classes).to(torch.float32)
+        return torch.where(seen > 0, hits / seen.clamp(min=1), torch.zeros_like(seen))

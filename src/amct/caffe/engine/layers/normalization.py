@@ -1,4 +1,4 @@
-"""LRN and MVN: normalization by neighbouring values, or by the mean and deviation of an image."""
+"""Normalization by neighbours or by the statistics of a sample: LRN, MVN, Normalize, GroupNorm, LayerNormalization."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import IMAGE_BLOB_AXES, require_image
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, canonical_axis, register, require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amct.caffe.engine.blob import Shape
+
 
 WITHIN_CHANNEL = 1
 
@@ -98,3 +97,116 @@ class _Normalized(torch.autograd.Function):
         gradient = gradients[0]
         means = gradient.mean(1, keepdim=True) + result * (result * gradient).mean(1, keepdim=True)
         return (gradient - means) / divisor, None
+
+
+@register("GroupNorm")
+class GroupNorm(Layer):
+    """y = (x - mean) / sqrt(variance + eps) over each of ``group_num`` groups of the channels of (N, C, ...)."""
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        groups, shape = self.parameter.group_norm_param.group_num, bottoms[0]
+        if len(shape) < 2 or groups <= 0 or shape[1] % groups:
+            raise self.error(f"group_num {groups} does not divide the channels of {shape}")
+        return [shape]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Normalize each group."""
+        options = self.parameter.group_norm_param
+        return [functional.group_norm(bottoms[0], options.group_num, eps=options.eps)]
+
+
+@register("LayerNormalization")
+class LayerNormalization(Layer):
+    """ONNX's: y = scale * (x - mean) / sqrt(variance + epsilon) + bias over the axes from ``axis`` on.
+
+    Scale and bias are parameters, or the second and third bottom if given; their shape is that of the normalized axes.
+    """
+
+    bottom_count = (1, 3)
+    allows_in_place = False
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Create scale and bias unless they are bottoms."""
+        options = self.options = self.parameter.layer_normalization_param
+        self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
+        if len(bottoms) > 1:
+            return
+        inner = bottoms[0][self.axis :]
+        self.add_parameter(inner, options.scale_filler if options.HasField("scale_filler") else None, default=1.0)
+        if options.bias_term:
+            self.add_parameter(inner, options.bias_filler)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        inner = bottoms[0][self.axis :]
+        for shape in [*bottoms[1:], *(blob.shape for blob in self.blobs)]:
+            if shape != inner:
+                raise self.error(f"scale and bias must have shape {inner}, the axes from {self.axis} on, got {shape}")
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Normalize, multiply by the scale, add the bias."""
+        bottom, *factors = [*bottoms, *parameters]
+        scale = factors[0]
+        bias = factors[1] if len(factors) > 1 else None
+        return [functional.layer_norm(bottom, bottom.shape[self.axis :], scale, bias, self.options.epsilon)]
+
+
+@register("Permute")
+class Permute(Layer):
+    """Permutes the axes; axes that ``order`` does not list follow in their own order."""
+
+    moves_values = True
+    allows_in_place = False
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Check the order."""
+        axes = len(bottoms[0])
+        given = list(self.parameter.permute_param.order)
+        for axis in given:
+            if axis >= axes:
+                raise self.error(f"order should be less than the input dimension: {axis} for shape {bottoms[0]}")
+        if len(set(given)) != len(given):
+            raise self.error(f"there are duplicate orders: {given}")
+        self.order = [*given, *(axis for axis in range(axes) if axis not in given)]
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The permuted shape."""
+        if len(bottoms[0]) != len(self.order):
+            raise self.error(f"was set up for {len(self.order)} axes, got shape {bottoms[0]}")
+        return [tuple(bottoms[0][axis] for axis in self.order)]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Permute and copy."""
+        return [bottoms[0].permute(self.order).clone(memory_format=torch.contiguous_format)]
+
+
+@register("Normalize")
+class Normalize(Layer):
+    """y = scale * x / sqrt(sum(x^2) + eps); the sum is over the channels, or over the sample with ``across_spatial``.
+
+    The scale has one value per channel, or a single one with ``channel_shared``.
+    """
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Create the scale."""
+        options = self.options = self.parameter.norm_param
+        if len(bottoms[0]) < 2:
+            raise self.error(f"needs a bottom of at least two axes, got shape {bottoms[0]}")
+        shape = () if options.channel_shared else (bottoms[0][1],)
+        self.add_parameter(shape, options.scale_filler if options.HasField("scale_filler") else None, default=1.0)
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """The bottom's shape."""
+        if not self.options.channel_shared and bottoms[0][1] != self.blobs[0].shape[0]:
+            raise self.error(f"the scale has {self.blobs[0].shape[0]} channels, the bottom {bottoms[0]}")
+        return [bottoms[0]]
+
+    def forward(self, bottoms: list[torch.Tensor], parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return scale * x / sqrt(sum(x^2) + eps)."""
+        bottom = bottoms[0]
+        axes = list(range(1, bottom.dim())) if self.options.across_spatial else [1]
+        norm = (bottom * bottom).sum(axes, keepdim=True).add(self.options.eps).sqrt()
+        scale = parameters[0].reshape(1, -1, *(1,) * (bottom.dim() - 2))
+        return [bottom / norm * scale]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.registry import register
+from amct.caffe.engine.layer import Layer, register
 from amct.errors import AmctError
 from amct.numerics.affine import check_factors, dequantize, fake_quantize, quantize
 

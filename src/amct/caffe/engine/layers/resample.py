@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from amct.caffe.engine.layer import Layer
+from amct.caffe.engine.layer import Layer, register, require_image
 from amct.caffe.engine.layers.pooling import size_pair
-from amct.caffe.engine.registry import register
-from amct.caffe.engine.shapes import require_image
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log
-from amct.caffe.engine.layer import Layer
-from amct.caffe.engine.layers.fake_quantized import FakeQuantized
-from amct.caffe.engine.layers.ifmr import IfmrLayerObserver
-from amct.caffe.engine.named_record import check_named_record
-from amct.caffe.engine.registry import register
+from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layers.ifmr import IfmrLayerObserver, check_named_record
+from amct.caffe.engine.layers.weighted import FakeQuantized
 from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import h5py
 
-    from amct.caffe.engine.build.graph import Graph
+    from amct.caffe.engine.graph import Graph
     from amct.caffe.engine.messages import ProtoMessage
 
 logger = logging.getLogger(__name__)

@@ -9,30 +9,154 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers import snapshot as snapshots
 from amct.caffe.engine.solvers.definition import read_solver, test_definitions, train_definition, upgrade_type
-from amct.caffe.engine.solvers.interrupts import Action
-from amct.caffe.engine.solvers.learning_rate import learning_rate
-from amct.caffe.engine.solvers.outputs import MeanScores, Score, scores
-from amct.caffe.engine.solvers.rules import float32, rule_of
+from amct.caffe.engine.solvers.rules import float32, learning_rate, rule_of
 from amct.caffe.engine.wire import StoredBlob, StoredState
-from amct.errors import ConfigError
+from amct.errors import ArgumentError, ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.solvers.definition import NetDefinition
 
+
 logger = logging.getLogger(__name__)
+
+
+class Action(Enum):
+    """A request to a running solver."""
+
+    NONE = "none"
+    STOP = "stop"
+    SNAPSHOT = "snapshot"
+
+
+@contextmanager
+def signal_actions(effects: Mapping[signal.Signals, Action]) -> Iterator[Callable[[], Action]]:
+    """Convert signals to requests inside the block; yields the function for ``Solver.action_source``.
+
+    A second stop signal is not caught and ends the program at once.
+    """
+    pending: list[Action] = []
+    previous: dict[signal.Signals, object] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        kind = signal.Signals(number)
+        action = effects[kind]
+        pending.append(action)
+        if action is Action.STOP:
+            signal.signal(kind, previous[kind])  # type: ignore[arg-type]  # what signal.signal returned
+            logger.info("%s: stopping after this iteration; send it again to stop at once", kind.name)
+
+    def next_action() -> Action:
+        return pending.pop(0) if pending else Action.NONE
+
+    try:
+        for kind, action in effects.items():
+            if action is not Action.NONE:
+                previous[kind] = signal.signal(kind, handle)
+        yield next_action
+    finally:
+        for kind, handler in previous.items():
+            signal.signal(kind, handler)  # type: ignore[arg-type]  # what signal.signal returned
+
+
+@dataclass(frozen=True)
+class Score:
+    """One value of one output blob."""
+
+    name: str
+    value: float
+    loss_weight: float
+
+    def __str__(self) -> str:
+        """The form that Caffe prints: ``loss = 0.5 (* 2 = 1 loss)``."""
+        loss = f" (* {self.loss_weight:g} = {self.loss_weight * self.value:g} loss)" if self.loss_weight else ""
+        return f"{self.name} = {self.value:g}{loss}"
+
+
+def scores(net: Net) -> list[Score]:
+    """All values of all outputs, in order."""
+    graph = net.graph
+    return [
+        Score(graph.blob_names[index], value, graph.loss_weights[index])
+        for index in graph.outputs
+        for value in graph.blobs[index].tensor.reshape(-1).tolist()
+    ]
+
+
+class MeanScores:
+    """The mean of a net's outputs over several forward passes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums: list[Score] = []
+
+    def add(self, new: list[Score]) -> None:
+        """Add the outputs of one forward pass; surplus values (a batch of another size) are ignored."""
+        if self.count == 0:
+            self._sums = new
+        else:
+            self._sums = [
+                Score(total.name, float(np.float32(total.value) + np.float32(score.value)), total.loss_weight)
+                for total, score in zip(self._sums, new, strict=False)
+            ]
+        self.count += 1
+
+    def means(self) -> list[Score]:
+        """The mean of each value so far."""
+        return [
+            Score(total.name, total.value / self.count if self.count else math.nan, total.loss_weight)
+            for total in self._sums
+        ]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The mean loss and the mean of each output."""
+
+    loss: float
+    scores: Sequence[Score]
+
+    def lines(self) -> list[str]:
+        """The lines that Caffe prints."""
+        return [f"Loss: {self.loss:g}", *(str(score) for score in self.scores)]
+
+
+def evaluate(net: Net, iterations: int) -> Evaluation:
+    """Run a net ``iterations`` times and log each batch.
+
+    Raises:
+        ArgumentError: The number of iterations is not positive.
+    """
+    if iterations < 1:
+        raise ArgumentError(f"iterations must be at least 1, got {iterations}")
+    logger.info("Running for %d iterations.", iterations)
+    mean, loss = MeanScores(), 0.0
+    for batch in range(iterations):
+        loss += Net.forward(net)
+        found = scores(net)
+        for score in found:
+            logger.info("Batch %d, %s = %g", batch, score.name, score.value)
+        mean.add(found)
+    return Evaluation(loss / iterations, mean.means())
 
 
 class Solver:

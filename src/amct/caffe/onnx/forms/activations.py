@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from amct.caffe.engine.layers import activations, arithmetic
-from amct.caffe.engine.layers import more_activations as more
+from amct.caffe.engine.layers import activations
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
@@ -17,13 +16,13 @@ _SAME_OPERATOR = {
     activations.TanH: "Tanh",
     activations.AbsVal: "Abs",
     activations.BNLL: "Softplus",
-    more.Hswish: "HardSwish",
-    more.Sqrt: "Sqrt",
-    more.Ceil: "Ceil",
-    more.Sign: "Sign",
-    more.Cos: "Cos",
-    more.Sin: "Sin",
-    more.Erf: "Erf",
+    activations.Hswish: "HardSwish",
+    activations.Sqrt: "Sqrt",
+    activations.Ceil: "Ceil",
+    activations.Sign: "Sign",
+    activations.Cos: "Cos",
+    activations.Sin: "Sin",
+    activations.Erf: "Erf",
 }
 
 
@@ -92,8 +91,8 @@ def prelu(place: Place[activations.PReLU]) -> None:
     place.top("PRelu", place.bottom, place.parameter(0, "slope", tuple(size if one == -1 else one for one in shape)))
 
 
-@onnx_form(arithmetic.Power)
-def power(place: Place[arithmetic.Power]) -> None:
+@onnx_form(activations.Power)
+def power(place: Place[activations.Power]) -> None:
     """Mul, Add and Pow, without those that are the identity."""
     layer = place.layer
     if layer.power == 0 or layer.scale == 0:
@@ -110,8 +109,8 @@ def power(place: Place[arithmetic.Power]) -> None:
     place.arithmetic(place.bottom, steps)
 
 
-@onnx_form(arithmetic.Exp)
-def exponential(place: Place[arithmetic.Exp]) -> None:
+@onnx_form(activations.Exp)
+def exponential(place: Place[activations.Exp]) -> None:
     """Mul, Exp, Mul."""
     layer, tensor = place.layer, place.bottom
     if layer.inner != 1:
@@ -122,8 +121,8 @@ def exponential(place: Place[arithmetic.Exp]) -> None:
         place.top("Mul", place.step("exp", "Exp", tensor), place.value("outer_factor", float(layer.outer)))
 
 
-@onnx_form(arithmetic.Log)
-def logarithm(place: Place[arithmetic.Log]) -> None:
+@onnx_form(activations.Log)
+def logarithm(place: Place[activations.Log]) -> None:
     """Mul, Add, Log, Mul."""
     layer, tensor = place.layer, place.bottom
     if layer.options.scale != 1:
@@ -136,22 +135,22 @@ def logarithm(place: Place[arithmetic.Log]) -> None:
         place.top("Mul", place.step("log", "Log", tensor), place.value("base_factor", float(layer.factor)))
 
 
-@onnx_form(more.HSigmoid)
-def hard_sigmoid(place: Place[more.HSigmoid]) -> None:
+@onnx_form(activations.HSigmoid)
+def hard_sigmoid(place: Place[activations.HSigmoid]) -> None:
     """HardSigmoid with MobileNet's slope."""
-    place.top("HardSigmoid", place.bottom, alpha=1 / more.SIX, beta=0.5)
+    place.top("HardSigmoid", place.bottom, alpha=1 / activations.SIX, beta=0.5)
 
 
-@onnx_form(more.Mish)
-def mish(place: Place[more.Mish]) -> None:
+@onnx_form(activations.Mish)
+def mish(place: Place[activations.Mish]) -> None:
     """Mul(x, Tanh(Softplus(x))): ONNX has Mish from opset 18 on only."""
     place.top("Mul", place.bottom, place.step("gate", "Tanh", place.step("soft", "Softplus", place.bottom)))
 
 
-@onnx_form(more.ReLU6)
-def relu6(place: Place[more.ReLU6]) -> None:
+@onnx_form(activations.ReLU6)
+def relu6(place: Place[activations.ReLU6]) -> None:
     """Clip, plus negative_slope * min(x, 0)."""
-    limits = place.value("minimum", 0.0), place.value("maximum", more.SIX)
+    limits = place.value("minimum", 0.0), place.value("maximum", activations.SIX)
     if not place.layer.slope:
         place.top("Clip", place.bottom, *limits)
         return
@@ -160,14 +159,14 @@ def relu6(place: Place[more.ReLU6]) -> None:
     place.top("Add", limited, place.step("sloped", "Mul", negative, place.value("slope", float(place.layer.slope))))
 
 
-@onnx_form(more.RReLU)
-def rrelu(place: Place[more.RReLU]) -> None:
+@onnx_form(activations.RReLU)
+def rrelu(place: Place[activations.RReLU]) -> None:
     """LeakyRelu with the mean of lower and upper."""
     place.top("LeakyRelu", place.bottom, alpha=(place.layer.lower + place.layer.upper) / 2)
 
 
-@onnx_form(more.CReLU)
-def crelu(place: Place[more.CReLU]) -> None:
+@onnx_form(activations.CReLU)
+def crelu(place: Place[activations.CReLU]) -> None:
     """Relu of Concat(x, -x)."""
     options = place.layer.parameter.crelu_param
     opposite = place.step("opposite", "Neg", place.bottom)

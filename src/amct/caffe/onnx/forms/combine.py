@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from amct.caffe.engine.layers.combine import Concat, Slice, Split, Tile
-from amct.caffe.engine.layers.eltwise import MAX, PROD, Eltwise
+from amct.caffe.engine.layers.combine import MAX, PROD, Concat, Eltwise, Slice, Split, Tile
 from amct.caffe.onnx.forms.place import Place, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from amct.caffe.engine.layers.prior_box import PriorBox
-from amct.caffe.engine.layers.region_pooling import COLUMNS, ROIAlign, ROIPooling
-from amct.caffe.engine.layers.sorting import Nms
-from amct.caffe.engine.layers.ssd import Normalize
+from amct.caffe.engine.layers.detection import PriorBox
+from amct.caffe.engine.layers.normalization import Normalize
+from amct.caffe.engine.layers.regions import COLUMNS, ROIAlign, ROIPooling
+from amct.caffe.engine.layers.tensor_math import Nms
 from amct.caffe.onnx.forms.place import FLOAT, INT64, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.inner_product import Embed, InnerProduct
+from amct.caffe.engine.layers.weighted import Embed, InnerProduct
 from amct.caffe.onnx.forms.place import INT64
 from amct.caffe.onnx.forms.registry import onnx_form
 

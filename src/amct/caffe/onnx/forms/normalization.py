@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from amct.caffe.engine.layers.batch_norm import BatchNorm
-from amct.caffe.engine.layers.bn import BN
-from amct.caffe.engine.layers.group_normalization import GroupNorm, LayerNormalization
-from amct.caffe.engine.layers.normalization import LRN, MVN, WITHIN_CHANNEL
-from amct.caffe.engine.layers.scale import Bias, Scale
-from amct.caffe.engine.layers.softmax import Softmax
+from amct.caffe.engine.layers.batch_norm import BN, BatchNorm, Bias, Scale
+from amct.caffe.engine.layers.losses import Softmax
+from amct.caffe.engine.layers.normalization import LRN, MVN, WITHIN_CHANNEL, GroupNorm, LayerNormalization
 from amct.caffe.onnx.forms.place import Dims, Place, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.caffe.engine.layers.rearrange import Pad, Reorg, Reverse, ShuffleChannel
-from amct.caffe.engine.layers.sorting import Sort, TopK
-from amct.caffe.engine.layers.ssd import Permute
-from amct.caffe.engine.shapes import canonical_axis
+from amct.caffe.engine.layer import canonical_axis
+from amct.caffe.engine.layers.normalization import Permute
+from amct.caffe.engine.layers.shaping import Pad, Reorg, Reverse, ShuffleChannel
+from amct.caffe.engine.layers.tensor_math import Sort, TopK
 from amct.caffe.onnx.forms.place import FLOAT, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 

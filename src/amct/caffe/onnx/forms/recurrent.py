@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
-from amct.caffe.engine.layers.gru import GRU
-from amct.caffe.engine.layers.recurrent import GATES, LSTM, RNN, LSTMUnit, Recurrent
+from amct.caffe.engine.layers.recurrent import GATES, GRU, LSTM, RNN, LSTMUnit, Recurrent
 from amct.caffe.onnx.forms.place import Place, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from amct.caffe.engine.layers.reduction import ASUM, MEAN, SUMSQ, ArgMax, Reduction
+from amct.caffe.engine.layers.tensor_math import ASUM, MEAN, SUMSQ, ArgMax, Reduction
 from amct.caffe.onnx.forms.place import FLOAT, Place, fixed, product
 from amct.caffe.onnx.forms.registry import onnx_form
 

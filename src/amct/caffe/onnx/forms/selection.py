@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.layers.dummy_data import DummyData
-from amct.caffe.engine.layers.input import Parameter
-from amct.caffe.engine.layers.selection import BatchReindex, Filter
+from amct.caffe.engine.layers.combine import BatchReindex, Filter
+from amct.caffe.engine.layers.input import DummyData, Parameter
 from amct.caffe.onnx.forms.place import BOOL, INT64
 from amct.caffe.onnx.forms.registry import onnx_form
 

@@ -1,4 +1,4 @@
-"""HDF5Data: arrays from HDF5 files that are listed in a text file."""
+"""HDF5Data: arrays from HDF5 files that are listed in a text file; HDF5Output: two blobs to an HDF5 file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.atomic import is_file
-from amct.caffe.engine.data_layers.prefetch import PrefetchLayer
+from amct.atomic import is_file, is_folder
+from amct.caffe.engine.data_layers.data import PrefetchLayer
 from amct.caffe.engine.hdf5 import Hdf5File, hdf5_library
-from amct.caffe.engine.registry import register
+from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.weights import is_hdf5
 from amct.errors import FileError, ParseError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from amct.caffe.engine.blob import Shape
-    from amct.caffe.engine.data_layers.prefetch import Arrays, BatchSource
+    from amct.caffe.engine.blob import Blob, Shape
+    from amct.caffe.engine.data_layers.data import Arrays, BatchSource
 
     Rows = npt.NDArray[np.float32]
 
@@ -156,3 +157,61 @@ class HDF5Data(PrefetchLayer):
         seed = self.new_seed() if options.shuffle else None
         source = _RowBatches(files, list(self.parameter.top), batch_size=options.batch_size, seed=seed)
         return source, [(options.batch_size, *shape) for shape in source.row_shapes]
+
+
+_DATASETS = ("data", "label")
+_AXES = 4
+
+
+@register("HDF5Output")
+class HDF5Output(Layer):
+    """Writes datasets ``data`` and ``label`` of four axes each, whatever the bottoms' names.
+
+    Caffe writes one batch and aborts at the second; here later batches are appended.
+    """
+
+    bottom_count = (2, 2)
+    top_count = (0, 0)
+
+    def setup(self, bottoms: list[Shape]) -> None:
+        """Check that the file can be created."""
+        name = self.parameter.hdf5_output_param.file_name
+        if not name:
+            raise self.error("hdf5_output_param needs file_name")
+        self._path = Path(name)
+        if not is_folder(self._path.absolute().parent):
+            raise FileError(f'layer "{self.name}": Failed to open HDF5 file {name}: its folder does not exist')
+        if is_file(self._path) and not is_hdf5(self._path):  # a prototxt of someone else must not replace any file
+            raise FileError(
+                f'layer "{self.name}": {name} exists and is no HDF5 file, so it is not replaced; remove it, or write '
+                "another file_name"
+            )
+        self._is_new = True
+        hdf5_library()
+
+    def reshape(self, bottoms: list[Shape]) -> list[Shape]:
+        """No tops."""
+        if bottoms[0][:1] != bottoms[1][:1]:
+            raise self.error(f"data and label must have the same number of rows, got {bottoms[0]} and {bottoms[1]}")
+        for shape in bottoms:
+            if not 1 <= len(shape) <= _AXES:
+                raise self.error(f"writes blobs of 1 to {_AXES} axes, got {shape}")
+        return []
+
+    def run(self, bottoms: list[Blob], tops: list[Blob]) -> None:
+        """Write the first batch, append later ones."""
+        h5py = hdf5_library()
+        try:
+            with h5py.File(self._path, "w" if self._is_new else "r+") as file:
+                for name, blob in zip(_DATASETS, bottoms, strict=True):
+                    shape = blob.shape + (1,) * (_AXES - len(blob.shape))
+                    values = blob.tensor.detach().to("cpu").contiguous().numpy().reshape(shape)
+                    if self._is_new:
+                        file.create_dataset(name, data=values, maxshape=(None, *shape[1:]))
+                    else:
+                        dataset = file[name]
+                        dataset.resize(len(dataset) + len(values), axis=0)
+                        dataset[-len(values) :] = values
+        except OSError as error:
+            raise FileError(f'layer "{self.name}": {self._path} cannot be written: {error}') from error
+        self._is_new = False

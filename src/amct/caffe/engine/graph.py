@@ -1,25 +1,27 @@
-"""Builds layers and blobs from a NetParameter, as Caffe does in ``Net::Init``.
+"""From a NetParameter to layers and blobs, as Caffe does in ``Net::Init``.
 
-Names, order, automatic tops, shared parameters and gradient flags are those of Caffe; where Caffe aborts the process,
-this raises an error with the same information. Only shapes are computed: no memory is allocated.
+The net is filtered by its include and exclude rules, gets its Split layers and is built layer by layer; then Caffe's
+rule decides what needs gradients. Names, order, automatic tops and shared parameters are those of Caffe; where Caffe
+aborts the process, this raises an error with the same information. Only shapes are computed: no memory is allocated.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.layer import Layer, LayerContext
+from amct.caffe.engine.layer import Layer, LayerContext, implementation_of, layer_class
 from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import new_message
-from amct.caffe.engine.build.needs_backward import decide_backward
-from amct.caffe.engine.registry import implementation_of, layer_class
 from amct.caffe.engine.weights import copy_messages, shape_text
-from amct.errors import ModelError
+from amct.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
+
+    Top = tuple[int, int]  # layer index, top index
 
 PERMISSIVE = 1
 AUTOMATIC_TOP = "(automatic)"
@@ -291,3 +293,160 @@ def _agreed(what: str, first: float | None, second: float | None, name: str) -> 
     if first is not None and second is not None and first != second:
         raise ModelError(f"Shared param '{name}' has mismatched {what}: {first} and {second}")
     return first if second is None else second
+
+
+def meets_rule(state: ProtoMessage, rule: ProtoMessage) -> bool:
+    """Whether a NetState satisfies every condition of one NetStateRule."""
+    if rule.HasField("phase") and rule.phase != state.phase:
+        return False
+    if rule.HasField("min_level") and state.level < rule.min_level:
+        return False
+    if rule.HasField("max_level") and state.level > rule.max_level:
+        return False
+    stages = set(state.stage)
+    return all(stage in stages for stage in rule.stage) and not any(stage in stages for stage in rule.not_stage)
+
+
+def is_included(layer: ProtoMessage, state: ProtoMessage) -> bool:
+    """Whether a layer is part of the net in this state.
+
+    Raises:
+        ModelError: The layer has both include and exclude rules.
+    """
+    if not layer.include and not layer.exclude:
+        return True
+    if layer.include and layer.exclude:
+        raise ModelError(
+            f'layer "{layer.name}": Specify either include rules or exclude rules; not both. Remove one of the two.'
+        )
+    if layer.include:
+        return any(meets_rule(state, rule) for rule in layer.include)
+    return not any(meets_rule(state, rule) for rule in layer.exclude)
+
+
+def filter_net(net: ProtoMessage) -> ProtoMessage:
+    """Remove the layers that the net's ``state`` does not include, in place, and return the net.
+
+    Raises:
+        ModelError: A layer has both include and exclude rules.
+    """
+    dropped = [index for index, layer in enumerate(net.layer) if not is_included(layer, net.state)]
+    for index in reversed(dropped):
+        del net.layer[index]
+    return net
+
+
+def split_layer_name(layer: str, blob: str, top: int) -> str:
+    """The name of the Split layer for top number ``top`` of a layer."""
+    return f"{blob}_{layer}_{top}_split"
+
+
+def split_blob_name(layer: str, blob: str, top: int, reader: int) -> str:
+    """The name of the copy for reader number ``reader``."""
+    return f"{split_layer_name(layer, blob, top)}_{reader}"
+
+
+class _Readers:
+    """The readers of each top. A top is one version of a blob: an in-place layer writes a new version."""
+
+    def __init__(self, layers: list[ProtoMessage]) -> None:
+        self.count: Counter[Top] = Counter()
+        self.source: dict[tuple[int, int], Top] = {}
+        self.loss_weight: dict[Top, float] = {}
+        last: dict[str, Top] = {}
+        for index, layer in enumerate(layers):
+            for position, blob in enumerate(layer.bottom):
+                if blob not in last:
+                    raise ModelError(
+                        f"Unknown bottom blob '{blob}' (layer '{layer.name}', bottom index {position})."
+                        f"{did_you_mean(blob, last)} No layer before it has such a top in this phase."
+                    )
+                self.source[index, position] = last[blob]
+                self.count[last[blob]] += 1
+            for position, blob in enumerate(layer.top):
+                last[blob] = (index, position)
+            for weight, blob in zip(layer.loss_weight, layer.top, strict=False):
+                self.loss_weight[last[blob]] = weight
+                if weight:
+                    self.count[last[blob]] += 1
+
+
+def insert_splits(net: ProtoMessage) -> ProtoMessage:
+    """Change the net, in place, so that each blob has one reader, and return it.
+
+    Raises:
+        ModelError: A layer reads a blob that no layer before it writes.
+    """
+    layers = list(net.layer)
+    readers = _Readers(layers)
+    if max(readers.count.values(), default=0) <= 1:
+        return net
+    used: Counter[Top] = Counter()
+    result = []
+    for index, layer in enumerate(layers):
+        result.append(layer)
+        for position, blob in enumerate(list(layer.bottom)):
+            top = readers.source[index, position]
+            if readers.count[top] > 1:
+                layer.bottom[position] = split_blob_name(layers[top[0]].name, blob, top[1], used[top])
+                used[top] += 1
+        for position, blob in enumerate(layer.top):
+            top = (index, position)
+            if readers.count[top] <= 1:
+                continue
+            weight = readers.loss_weight.get(top, 0.0)
+            split = type(layer)(**_split_fields(layer.name, blob, position, readers.count[top], weight))
+            result.append(split)
+            if weight:
+                layer.ClearField("loss_weight")
+                used[top] += 1
+    whole = type(net)(layer=result)
+    del net.layer[:]
+    net.MergeFrom(whole)
+    return net
+
+
+def _split_fields(layer: str, blob: str, top: int, count: int, loss_weight: float) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "name": split_layer_name(layer, blob, top),
+        "type": "Split",
+        "bottom": [blob],
+        "top": [split_blob_name(layer, blob, top, reader) for reader in range(count)],
+    }
+    if loss_weight:
+        fields["loss_weight"] = [loss_weight] + [0.0] * (count - 1)
+    return fields
+
+
+def decide_backward(graph: Graph) -> None:
+    """Clear ``needs_backward`` of nodes that do not lead to a loss, then set it for ``force_backward``."""
+    under_loss: set[int] = set()
+    skipped: set[int] = set()
+    for node in reversed(graph.nodes):
+        _narrow(node, under_loss, skipped)
+    if graph.force_backward:
+        for node in graph.nodes:
+            node.needs_backward = True
+            node.bottom_needs_gradient = [
+                needs or position not in node.layer.no_gradient
+                for position, needs in enumerate(node.bottom_needs_gradient)
+            ]
+            node.layer.parameter_needs_gradient = [True] * len(node.layer.blobs)
+
+
+def _narrow(node: Node, under_loss: set[int], skipped: set[int]) -> None:
+    weighted = any(weight != 0 for weight in node.layer.loss_weights)
+    contributes = weighted or any(top in under_loss for top in node.tops)
+    all_skipped = all(top in skipped for top in node.tops)
+    if node.needs_backward and all_skipped:
+        node.needs_backward = False
+        node.bottom_needs_gradient = [False] * len(node.bottoms)
+    if not contributes:
+        node.needs_backward = False
+    for position, bottom in enumerate(node.bottoms):
+        if contributes:
+            under_loss.add(bottom)
+        else:
+            node.bottom_needs_gradient[position] = False
+        if not node.bottom_needs_gradient[position]:
+            skipped.add(bottom)

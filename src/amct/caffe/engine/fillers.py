@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Blob, Shape
     from amct.caffe.engine.messages import ProtoMessage
 
+
 FAN_IN, FAN_OUT = 0, 1
 BILINEAR_AXES = 4
 
