@@ -265,7 +265,7 @@ def best_of(functions: dict[str, Callable[[], object]], repetitions: int) -> dic
 def calibration(_: Path) -> Values:
     """Calibration, from the first batch to the last factor, beside the same forwards of the same folded model."""
     import amct.pytorch as amct
-    from amct.config.ptq.quant_config import plan_of
+    from amct.config.python_config import plan_of
     from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
     from amct.pytorch.watch.calibrating import start_calibration

@@ -74,7 +74,7 @@ def network() -> nn.Module:
 
 def prepared_network() -> tuple[PreparedModel, list[torch.Tensor]]:
     """The network with quantized weights, and the batches that are used in turn."""
-    from amct.config.ptq.quant_config import plan_of
+    from amct.config.python_config import plan_of
     from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
 

@@ -16,9 +16,8 @@ from config_meanings import DEFAULTS, LEGAL, MEANINGS
 from pydantic import TypeAdapter
 
 from amct.config import registry
-from amct.config.ptq.caffe_types import CAFFE_TYPES
-from amct.config.ptq.pytorch_types import FILTER_PRUNE_TYPES, PTQ_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
-from amct.config.settings import BatchNormUpdate
+from amct.config.layers import CAFFE_TYPES, FILTER_PRUNE_TYPES, PTQ_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
+from amct.numerics.settings import BatchNormUpdate
 from amct.schema import descriptor
 
 if TYPE_CHECKING:

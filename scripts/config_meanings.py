@@ -9,9 +9,14 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from amct.config.ptq.caffe_types import ACTIVATION_BITS as CAFFE_ACTIVATION_BITS
-from amct.config.ptq.caffe_types import WEIGHT_BITS as CAFFE_WEIGHT_BITS
-from amct.config.ptq.pytorch_types import ARQ_BITS, KV_CACHE_TYPES, MIGRATION_RANGE, PTQ_TYPES
+from amct.config.layers import (
+    ARQ_BITS,
+    CAFFE_ACTIVATION_BITS,
+    CAFFE_WEIGHT_BITS,
+    KV_CACHE_TYPES,
+    MIGRATION_RANGE,
+    PTQ_TYPES,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from ptq_caffe_layers import check_every_layer
 import amct_caffe as amct
 from amct.caffe import equalize_model
 from amct.caffe import pycaffe as caffe
-from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.config.layers import CAFFE_TYPES
 from amct.record import read_caffe_record
 
 ON_BY_DEFAULT = set(CAFFE_TYPES) - set(OFF_BY_DEFAULT)

@@ -9,7 +9,7 @@ from amct.caffe.engine.layers.weighted import InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
 from amct.caffe.ptq.folding import fuse
-from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.config.layers import CAFFE_TYPES
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.affine import fake_quantize
 from amct.numerics.arq import WeightFactors, WeightKind, arq, fake_quantize_weight

@@ -11,7 +11,7 @@ from scipy import signal
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layer import layer_types
-from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.config.layers import CAFFE_TYPES
 from amct.errors import ModelError, UnsupportedLayerError
 
 random = np.random.RandomState(11)

@@ -14,9 +14,9 @@ from ptq_caffe_flow import batch, forward, prototxt, text_flow
 import amct_caffe as amct
 from amct.caffe.engine.net import Net
 from amct.calibration import make_observer
-from amct.config.settings import HfmgSettings
 from amct.errors import ModelError
 from amct.numerics.affine import SymmetricScale
+from amct.numerics.settings import HfmgSettings
 from amct.record import read_caffe_record
 
 NET = """

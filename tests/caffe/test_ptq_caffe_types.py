@@ -11,7 +11,7 @@ from test_ptq_caffe_recurrent import KINDS as RECURRENT
 
 import amct_caffe as amct
 from amct.caffe import quantize
-from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.config.layers import CAFFE_TYPES
 from amct.errors import ModelError
 from amct.record import read_caffe_record
 

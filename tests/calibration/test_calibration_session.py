@@ -14,12 +14,12 @@ import torch
 
 from amct.calibration import CalibrationSession, Stream, make_observer
 from amct.calibration.session import HIDDEN, OPEN_ENDED
-from amct.config.settings import HfmgSettings, IfmrSettings
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 
 def stream(layer, batch_num=1, **more):

@@ -7,8 +7,8 @@ from config_models import layers, marked, places_of
 
 from amct.config.full_config import explain
 from amct.config.prune.compress_pytorch import expand_config, make_plan
-from amct.config.qat.settings import FilterPruneSettings, SelectivePruneSettings
 from amct.errors import ConfigError, ParseError
+from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 
 NETWORK = layers(
     "conv:Conv2d", "bn:BatchNorm2d", "dw:Conv2d", "deconv:ConvTranspose2d", "conv1d:Conv1d", "pool:AvgPool2d",

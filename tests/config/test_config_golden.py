@@ -9,7 +9,7 @@ from config_models import GOLDEN, network_of
 
 from amct.config.ptq import kv_cache
 from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
+from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
 
 REFERENCE = GOLDEN / "amct"
 WITH_CONFIG = sorted(path.parent.name for path in REFERENCE.glob("*/config.json"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.config.full_config import format_json
-from amct.config.json.reader import MAX_DEPTH, read_json
+from amct.config.json_reader import MAX_DEPTH, read_json
 from amct.errors import ParseError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

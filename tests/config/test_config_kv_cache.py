@@ -7,8 +7,8 @@ from config_models import ATTENTION, layers, marked, places_of
 
 from amct.config.full_config import explain
 from amct.config.ptq.kv_cache import default_config, expand_config, make_plan, read_config
-from amct.config.settings import HfmgSettings, IfmrSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ConfigTypeError, ParseError
+from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 
 def listed(*names: str, block: str = "") -> str:

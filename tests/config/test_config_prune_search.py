@@ -6,8 +6,8 @@ import pytest
 from config_models import RETRAIN, layers, marked, places_of
 
 from amct.config.prune.search import PruneSearchParseError, PruneSearchSettings, read_search_config
-from amct.config.qat.settings import FilterPruneSettings
 from amct.errors import ConfigError, ParseError
+from amct.numerics.settings import FilterPruneSettings
 from amct.schema import format_text
 
 FILTER = "prune_config { filter_pruner { balanced_l2_norm_filter_prune { prune_ratio: 0.5 } } }"

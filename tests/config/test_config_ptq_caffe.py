@@ -8,10 +8,10 @@ import pytest
 from config_models import CAFFE_RESNET, layers, marked, places_of
 
 from amct.config.full_config import explain
+from amct.config.layers import CAFFE_TYPES
 from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
-from amct.config.ptq.caffe_types import CAFFE_TYPES
-from amct.config.settings import ArqSettings, BatchNormUpdate, IfmrSettings
 from amct.errors import ConfigError, ConfigTypeError, ParseError
+from amct.numerics.settings import ArqSettings, BatchNormUpdate, IfmrSettings
 
 IFMR = {
     "num_bits": 8,

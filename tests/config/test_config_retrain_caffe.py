@@ -9,8 +9,8 @@ from config_models import layers, marked, places_of
 
 from amct.config.full_config import explain
 from amct.config.qat.caffe import CAFFE_QAT, default_config, expand_config, make_plan, read_config
-from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.errors import ConfigError, ConfigTypeError, ParseError
+from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 
 NETWORK = layers(
     "data:Data", "conv1:Convolution", "bn:BatchNorm", "relu:ReLU", "dw:DepthwiseConv", "up:Deconvolution", "lstm:LSTM",

@@ -9,7 +9,7 @@ from config_models import GOLDEN, RETRAIN, network_of
 
 from amct.config.prune import compress_pytorch
 from amct.config.qat import pytorch as qat_pytorch
-from amct.config.qat.settings import (
+from amct.numerics.settings import (
     ArqRetrainSettings,
     FilterPruneSettings,
     SelectivePruneSettings,

@@ -9,10 +9,9 @@ from config_models import layers
 
 from amct.config import registry
 from amct.config.full_config import explain
-from amct.config.ptq.pytorch_types import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
+from amct.config.layers import FILTER_PRUNE_TYPES, QAT_TYPES, SELECTIVE_PRUNE_TYPES
 from amct.config.qat.pytorch import PYTORCH_QAT, expand_config, make_plan, read_config
-from amct.config.qat.settings import CaffeUlqSettings, UlqSettings
-from amct.config.settings import SettingsError
+from amct.numerics.settings import CaffeUlqSettings, SettingsError, UlqSettings
 from amct.schema import descriptor
 
 NETWORK = layers(

@@ -13,8 +13,8 @@ from config_models import SAMPLES, layers, places_of
 from amct.config.prune import compress_pytorch
 from amct.config.qat import caffe as qat_caffe
 from amct.config.qat import pytorch as qat_pytorch
-from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 from amct.errors import ConfigError, ParseError
+from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 
 NETWORK = layers(
     "Opname:Conv2d", "bn:BatchNorm2d", "conv2:Conv2d", "quant_skip_layers_name_0:Conv2d", "deconv:ConvTranspose2d",

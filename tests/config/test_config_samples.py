@@ -12,8 +12,8 @@ from config_models import CAFFE_RESNET, CAFFE_TWO_CONVS, SAMPLES, layers
 
 from amct.config.ptq import caffe as ptq_caffe
 from amct.config.ptq import pytorch as ptq_pytorch
-from amct.config.settings import SnqSettings
 from amct.errors import ConfigError, ParseError
+from amct.numerics.settings import SnqSettings
 
 NETWORK = layers(
     "Opname:Conv2d", "bn:BatchNorm2d", "conv2:Conv2d", "deconv:ConvTranspose2d", "pool:AvgPool2d", "fc:Linear"

@@ -7,13 +7,10 @@ import dataclasses
 import pytest
 
 from amct.config import registry
-from amct.config.checks import check_settings, show
-from amct.config.layers import LayerInfo, LayerList
-from amct.config.problems import MAX_SUGGESTIONS, ProblemList
-from amct.config.ptq.caffe_types import CAFFE_TYPES
-from amct.config.ptq.pytorch_types import PTQ_TYPES
-from amct.config.settings import AdaRoundSettings, BatchNormUpdate, IfmrSettings, SettingsError
+from amct.config.checks import MAX_SUGGESTIONS, ProblemList, check_settings, show
+from amct.config.layers import CAFFE_TYPES, PTQ_TYPES, LayerInfo, LayerList
 from amct.errors import ConfigError, ConfigTypeError, Position
+from amct.numerics.settings import AdaRoundSettings, BatchNormUpdate, IfmrSettings, SettingsError
 from amct.schema import descriptor
 
 SCHEMAS = {

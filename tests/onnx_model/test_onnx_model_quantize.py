@@ -27,9 +27,9 @@ from onnx_nets import (
 import amct.onnx_model as amct
 import amct.pytorch as torch_door
 from amct.calibration import CalibrationSession
-from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, CalibrationError, ConfigError, ModelError
 from amct.export.onnx import runtime
+from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model import calibrating
 from amct.record import read_record
 from integer_kernels import count_integer_kernels

@@ -20,7 +20,7 @@ import amct.onnx_model
 import amct.pytorch
 from amct import extend
 from amct.calibration import ALONE
-from amct.config.ptq.quant_config import QuantConfig
+from amct.config.python_config import QuantConfig
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.export.qdq.tensor_factors import tensor_factors_text
 from amct.numerics.min_max import MinMaxObserver

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import amct.pytorch as amct
-from amct.config.ptq.quant_config import plan_of
+from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError, ModelError
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.trace import trace

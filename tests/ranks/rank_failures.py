@@ -23,7 +23,7 @@ from torch import distributed
 
 from amct.calibration import CalibrationSession, RecordFiles, Stream, all_ranks
 from amct.calibration.ranks import LOCAL, TIMEOUT
-from amct.config.settings import HfmgSettings, IfmrSettings
+from amct.numerics.settings import HfmgSettings, IfmrSettings
 from amct.record import LayerRecord, Record
 
 BATCHES = 24

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.qat.door import CaffeRetraining, prepare_qat
     from amct.caffe.reporting import report
-    from amct.config.ptq.quant_config import QuantConfig
-    from amct.config.settings import LayerConfig
+    from amct.config.python_config import LayerConfig, QuantConfig
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
@@ -41,8 +40,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "CaffeRecord": "amct.record",
         "CaffeRetraining": "amct.caffe.qat.door",
-        "LayerConfig": "amct.config.settings",
-        "QuantConfig": "amct.config.ptq.quant_config",
+        "LayerConfig": "amct.config.python_config",
+        "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "compare": "amct.caffe.comparing",
         "equalize_model": "amct.caffe.ptq.equalization",

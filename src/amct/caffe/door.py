@@ -23,7 +23,7 @@ from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inpu
 from amct.calibration import ALONE
 from amct.calibration.layer_records import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
-from amct.config.ptq.quant_config import plan_of
+from amct.config.python_config import plan_of
 from amct.errors import ConfigError
 from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from amct.caffe.running import Batch
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
-    from amct.config.ptq.quant_config import AnyConfig
+    from amct.config.python_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel

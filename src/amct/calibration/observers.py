@@ -8,8 +8,8 @@ from amct.config.registry import activation_of
 from amct.numerics.affine import SymmetricScale
 
 if TYPE_CHECKING:
-    from amct.config.settings import ActivationSettings
     from amct.numerics.observer import Observer
+    from amct.numerics.settings import ActivationSettings
 
 
 def make_observer(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amct.calibration.ranks import Arrays
-    from amct.config.settings import ActivationSettings
     from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.numerics.settings import ActivationSettings
     from amct.record import Progress
 
 logger = logging.getLogger(__name__)

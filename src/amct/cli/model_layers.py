@@ -76,8 +76,7 @@ def is_prototxt(model: str) -> bool:
 
 
 def _listed(path: Path) -> tuple[Dialect, LayerList]:
-    from amct.config.layers import LayerInfo, LayerList
-    from amct.config.ptq.caffe_types import CAFFE_TYPES
+    from amct.config.layers import CAFFE_TYPES, LayerInfo, LayerList
 
     layers = []
     for number, line in enumerate(_text(path).splitlines(), 1):

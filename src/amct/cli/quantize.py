@@ -350,8 +350,7 @@ def inspect(
 
 
 def _verdict(layer: LayerInfo, dialect: str) -> str:
-    from amct.config.ptq.caffe_types import CAFFE_TYPES
-    from amct.config.ptq.pytorch_types import PTQ_TYPES
+    from amct.config.layers import CAFFE_TYPES, PTQ_TYPES
 
     if layer.refusal:
         return f"stays float: {layer.refusal}"

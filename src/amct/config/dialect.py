@@ -10,31 +10,32 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amct.config.full_config import FullConfig, LayerBlock
-from amct.config.json.blocks import (
+from amct.config.blocks import (
+    AlgorithmBlock,
+    check_block,
     check_members,
     find_layer,
     is_object,
     known_members,
+    read_algorithm,
     read_algorithm_block,
     read_bool,
     read_json_object,
 )
+from amct.config.checks import ProblemList
+from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import LayerInfo, LayerList
-from amct.config.precedence import DEFAULT, Level, Origin
-from amct.config.problems import ProblemList
-from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
 from amct.schema import ExtraField, descriptor, parse_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from amct.config.json.reader import JsonNode
+    from amct.config.json_reader import JsonNode
     from amct.config.layers import Capability
-    from amct.config.precedence import Blocks, Choice
     from amct.config.registry import Algorithm
-    from amct.config.settings import CheckedSettings
+    from amct.config.simple_config import Blocks, Choice
     from amct.errors import Position
+    from amct.numerics.settings import CheckedSettings
     from amct.schema import Schema, TextMessage
 
 

@@ -9,12 +9,38 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from amct.config.precedence import DEFAULT, Origin
-
 if TYPE_CHECKING:
-    from amct.errors import Problem
+    from amct.errors import Position, Problem
+
+
+class Level(Enum):
+    """The kind of origin of a setting; the value is its text in messages."""
+
+    LAYER = "override of this layer"
+    TYPE = "override of this layer type"
+    COMMON = "common block"
+    GLOBAL = "global field"
+    ARGUMENT = "argument of the call"
+    FILE = "config file"  # a full JSON config, where every layer has its own block
+    RULE = "rule of the layer type"
+    DEFAULT = "built-in default"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The level and position of the origin of a setting."""
+
+    level: Level
+    position: Position | None = None
+
+    def __str__(self) -> str:
+        return f"{self.level.value} ({self.position})" if self.position else self.level.value
+
+
+DEFAULT = Origin(Level.DEFAULT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,19 @@
-"""The layers of a model in the form that configs need, and the capabilities of layer types.
+"""The layers of a model as configs see them, and what each type of PyTorch and Caffe can do.
 
-A front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in model order; this package needs
-nothing else of the model.
+Each front door (PyTorch, Caffe, ONNX) describes its model as a list of ``LayerInfo`` in model order; this package needs
+nothing else of the model. A type that is not in a table is never quantized.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 _MOST_REASONS = 50
 
@@ -114,3 +115,158 @@ class LayerList:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+
+ARQ_BITS = (4, 6, 7, 8)  # of weights, over all types; 6 and 7 need the ability ``odd_bits``
+ADA_BITS = range(2, 9)
+ACTIVATION_BITS = (4, 8, 16)
+MIGRATION_RANGE = (0.2, 0.8)
+
+PTQ_TYPES: Mapping[str, Capability] = MappingProxyType(
+    {
+        "Conv1d": Capability(fusible=True),
+        "Conv2d": Capability(ada=True, odd_bits=True, fusible=True),
+        "Conv3d": Capability(asymmetric=False, int16=False, fusible=True),
+        "Linear": Capability(channel_wise=False, int16_needs_bias=True, ada=True),
+        "ConvTranspose1d": Capability(),
+        "ConvTranspose2d": Capability(ada=True),
+        "AvgPool2d": Capability(channel_wise=False, int16=False, dmq=False, dmq_by_type=False, weights=False),
+        "LSTM": Capability(dmq_by_type=False),
+        "GRU": Capability(dmq_by_type=False),
+    }
+)
+
+KV_CACHE_TYPES = ("Linear",)
+QAT_TYPES: Mapping[str, Capability] = MappingProxyType(
+    {name: capability for name, capability in PTQ_TYPES.items() if capability.weights}
+)
+FILTER_PRUNE_TYPES = ("Conv2d", "Linear")  # other types are pruned only together with the layer before them
+SELECTIVE_PRUNE_TYPES = ("Conv2d", "Linear", "ConvTranspose2d")
+
+
+def can_int16(layer: LayerInfo) -> bool:
+    """Whether a layer can have 16-bit activations."""
+    capability = PTQ_TYPES[layer.type]
+    return capability.int16 and (layer.has_bias or not capability.int16_needs_bias)
+
+
+CAFFE_ACTIVATION_BITS = range(8, 17)
+CAFFE_WEIGHT_BITS = {"arq_quantize": 8, "snq_quantize": 4}
+
+
+_CONVOLUTION = Capability(snq=True, fusible=True)
+_RECURRENT = Capability(channel_wise=False)
+_WITH_WEIGHTS = {
+    "Convolution": _CONVOLUTION,
+    "DepthwiseConv": _CONVOLUTION,
+    "InnerProduct": Capability(channel_wise=False, snq=True, fusible=True),
+    "Deconvolution": _CONVOLUTION,
+    "LSTM": _RECURRENT,
+    "RNN": _RECURRENT,
+    "GRU": _RECURRENT,
+}
+_ON = Capability(weights=False, channel_wise=False)
+_OFF = Capability(weights=False, channel_wise=False, on_by_default=False)
+_FOLDED = Capability(weights=False, channel_wise=False, on_by_default=False, fusible=True)
+_DATA_ONLY = {
+    "PassThrough": _ON,
+    "Pooling": _ON,
+    "PSROIPooling": _ON,
+    "ROIPooling": _ON,
+    "SPP": _ON,
+    "Upsample": _ON,
+    "Eltwise": _ON,
+    "Slice": _ON,
+    "Concat": _ON,
+    "Softmax": _ON,
+    "ROIAlign": _ON,
+    "AbsVal": _OFF,
+    "BNLL": _ON,
+    "CReLU": _ON,
+    "ELU": _ON,
+    "Exp": _ON,
+    "Interp": _ON,
+    "Log": _ON,
+    "LRN": _ON,
+    "Mvm": _ON,
+    "Nms": _ON,
+    "Normalize": _ON,
+    "Power": _ON,
+    "PReLU": _OFF,
+    "Reduction": _ON,
+    "ReLU": _OFF,
+    "Sigmoid": _ON,
+    "Sort": _ON,
+    "Threshold": _ON,
+    "Scale": _FOLDED,
+    "BatchNorm": _FOLDED,
+    "Bias": _FOLDED,
+    "Reshape": _ON,
+    "Reverse": _ON,
+    "ShuffleChannel": _ON,
+    "Crop": _ON,
+    "Axpy": _ON,
+    "Flatten": _ON,
+    "Permute": _ON,
+    "Tile": _ON,
+    "Split": _ON,
+    "ArgMax": _ON,
+    "Clip": _OFF,
+    "Hswish": _ON,
+    "MVN": _ON,
+    "Reorg": _ON,
+    "TanH": _ON,
+    "MatMul": _ON,
+    "RReLU": _OFF,
+    "ReLU6": _OFF,
+    "Swish": _OFF,
+    "GroupNorm": _ON,
+    "ArgMin": _ON,
+    "Sqrt": _ON,
+    "ReduceSum": _ON,
+    "ReduceMean": _ON,
+    "ReduceProd": _ON,
+    "LayerNormalization": _ON,
+    "Gemm": _ON,
+    "Ceil": _ON,
+    "Pad": _OFF,
+    "Equal": _OFF,
+    "Greater": _OFF,
+    "ReduceMax": _OFF,
+    "ReduceMin": _OFF,
+    "Sign": _OFF,
+    "Cos": _OFF,
+    "Sin": _OFF,
+    "TopK": _OFF,
+    "Unpooling": _OFF,
+    "Erf": _OFF,
+}
+
+_TYPES = _WITH_WEIGHTS | _DATA_ONLY
+CAFFE_TYPES: Mapping[str, Capability] = MappingProxyType(_TYPES)
+
+CAFFE_RETRAIN_TYPES: Mapping[str, Capability] = MappingProxyType(
+    {
+        name: CAFFE_TYPES[name]
+        for name in (
+            "Convolution", "DepthwiseConv", "InnerProduct", "Deconvolution",
+            "PassThrough", "Pooling", "PSROIPooling", "ROIPooling", "SPP", "Upsample", "Eltwise", "Slice", "Concat",
+            "Softmax", "ROIAlign", "AbsVal", "BNLL", "CReLU", "ELU", "Exp", "Interp", "Log", "LRN", "Mvm", "Nms",
+            "Normalize", "Power", "PReLU", "Reduction", "ReLU", "Sigmoid", "Sort", "Threshold", "Scale", "BatchNorm",
+            "Bias", "Reshape", "ShuffleChannel", "Crop", "Axpy", "Flatten", "Permute", "Tile", "Split", "ArgMax",
+            "Clip", "Hswish", "MVN", "Reorg", "TanH", "MatMul", "RReLU", "ReLU6",
+        )
+    }
+)  # fmt: skip
+"""The types that the guide lists for quantization-aware training, with the defaults of post-training quantization."""
+
+
+def add_data_type(name: str, *, on_by_default: bool) -> None:
+    """Make the data of a new layer type, that of an extension, quantizable."""
+    assert name not in CAFFE_TYPES
+    _TYPES[name] = _ON if on_by_default else _OFF
+
+
+def remove_data_type(name: str) -> None:
+    """Remove a layer type of an extension, if it is quantizable."""
+    _TYPES.pop(name, None)

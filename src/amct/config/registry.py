@@ -12,31 +12,29 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from amct.config.checks import checked_settings
-from amct.config.qat.settings import (
+from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
+from amct.numerics.settings import (
+    AdaRoundSettings,
     ArqRetrainSettings,
+    ArqSettings,
     CaffeArqRetrainSettings,
     CaffeUlqSettings,
     FilterPruneSettings,
+    HfmgSettings,
+    IfmrSettings,
     SelectivePruneSettings,
+    SnqSettings,
     UlqRetrainSettings,
     UlqSettings,
 )
-from amct.config.settings import (
-    AdaRoundSettings,
-    ArqSettings,
-    HfmgSettings,
-    IfmrSettings,
-    SnqSettings,
-)
-from amct.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from amct.schema import ExtraField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from amct.config.settings import ActivationSettings
     from amct.numerics.affine import SymmetricScale
     from amct.numerics.observer import Observer
+    from amct.numerics.settings import ActivationSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from amct.config.ptq.quant_config import QuantConfig
-    from amct.config.settings import ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
+    from amct.config.python_config import LayerConfig, QuantConfig
+    from amct.numerics.settings import ArqSettings, HfmgSettings, IfmrSettings
     from amct.onnx_model.comparing import compare, measure
     from amct.onnx_model.door import quantize
     from amct.pipeline.quantized_model import QuantizedModel
@@ -36,11 +36,11 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "ArqSettings": "amct.config.settings",
-        "HfmgSettings": "amct.config.settings",
-        "IfmrSettings": "amct.config.settings",
-        "LayerConfig": "amct.config.settings",
-        "QuantConfig": "amct.config.ptq.quant_config",
+        "ArqSettings": "amct.numerics.settings",
+        "HfmgSettings": "amct.numerics.settings",
+        "IfmrSettings": "amct.numerics.settings",
+        "LayerConfig": "amct.config.python_config",
+        "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
         "compare": "amct.onnx_model.comparing",

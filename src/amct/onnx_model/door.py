@@ -8,8 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from amct.calibration import ALONE
-from amct.config.ptq.quant_config import plan_of
-from amct.config.settings import AdaRoundSettings
+from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
 from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
@@ -19,6 +18,7 @@ from amct.export.onnx.messages import model_opset, parameter_bytes, tensor_array
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.settings import AdaRoundSettings
 from amct.onnx_model.batches import onnx_batches, sample_count
 from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
-    from amct.config.ptq.quant_config import AnyConfig
+    from amct.config.python_config import AnyConfig
     from amct.export.binding import LayerBinding
     from amct.export.onnx.layer import Layer
     from amct.numerics.observer import TensorObserver

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import CalibrationResult, CalibrationSession, Ranks
     from amct.config.plan import Plan
-    from amct.config.ptq.quant_config import AnyConfig
+    from amct.config.python_config import AnyConfig
     from amct.export.saving import SavedContent, SaveRequest
     from amct.model import Skip
     from amct.pipeline.batches import Batches, BatchInputs

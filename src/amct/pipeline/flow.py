@@ -20,7 +20,7 @@ from amct.pipeline.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:
     from amct.config.plan import Plan
-    from amct.config.ptq.quant_config import AnyConfig
+    from amct.config.python_config import AnyConfig
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import Door
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from amct.config.ptq.quant_config import QuantConfig
-    from amct.config.qat.qat_config import QatConfig
-    from amct.config.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings, LayerConfig
+    from amct.config.python_config import LayerConfig, QatConfig, QuantConfig
+    from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.comparing import compare
     from amct.pytorch.door import IoOptions, quantize
@@ -49,16 +48,16 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "AdaRoundSettings": "amct.config.settings",
-        "ArqSettings": "amct.config.settings",
-        "HfmgSettings": "amct.config.settings",
-        "IfmrSettings": "amct.config.settings",
+        "AdaRoundSettings": "amct.numerics.settings",
+        "ArqSettings": "amct.numerics.settings",
+        "HfmgSettings": "amct.numerics.settings",
+        "IfmrSettings": "amct.numerics.settings",
         "IoOptions": "amct.pytorch.door",
-        "LayerConfig": "amct.config.settings",
+        "LayerConfig": "amct.config.python_config",
         "PrunedModel": "amct.pytorch.pruning.pruned_model",
-        "QatConfig": "amct.config.qat.qat_config",
+        "QatConfig": "amct.config.python_config",
         "QatModel": "amct.pytorch.qat.model",
-        "QuantConfig": "amct.config.ptq.quant_config",
+        "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",
         "compare": "amct.pytorch.comparing",

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amct.calibration import ALONE
-from amct.config.ptq.quant_config import plan_of
-from amct.config.settings import AdaRoundSettings
+from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError
+from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
 from amct.pipeline.fingerprints import fingerprint
 from amct.pytorch.batches import torch_batches
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.plan import Plan
-    from amct.config.ptq.quant_config import AnyConfig
+    from amct.config.python_config import AnyConfig
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.flow import AnyResume
     from amct.pipeline.passes import Passes

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from amct.calibration import ALONE
-from amct.config.settings import AdaRoundSettings
 from amct.errors import ArgumentError, ExportError, ModelError
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.runtime import as_tensor
+from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.door import Calibration
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights

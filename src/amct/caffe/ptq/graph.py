@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
 from amct.caffe.ptq.folding import FusionReport
-from amct.config.ptq.caffe_types import CAFFE_TYPES
+from amct.config.layers import CAFFE_TYPES
 from amct.errors import ArgumentTypeError, CalibrationError
 from amct.record import CaffeRecord, RecordLayer
 

@@ -10,8 +10,8 @@ from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
 from amct.caffe.uninplace import free_name
 from amct.config.registry import settings_to_dict
-from amct.config.settings import IfmrSettings
 from amct.model import TensorIndex
+from amct.numerics.settings import IfmrSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence

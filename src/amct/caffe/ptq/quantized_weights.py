@@ -11,12 +11,12 @@ import torch
 from amct.caffe.model import RECURRENT_TYPES
 from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
-from amct.config.settings import ArqSettings, SnqSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors
+from amct.numerics.settings import ArqSettings, SnqSettings
 from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.snq import SnqSettings as Clustering
 from amct.numerics.weight_grid import bias_integers, dequantized_bias, lowest_scale
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.config.settings import WeightRounding, WeightScale, WeightSettings
+    from amct.numerics.settings import WeightRounding, WeightScale, WeightSettings
 
 logger = logging.getLogger(__name__)
 

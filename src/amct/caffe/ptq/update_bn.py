@@ -18,7 +18,7 @@ from amct.errors import CalibrationError, FileError
 if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.graph import QuantGraph
-    from amct.config.settings import BatchNormUpdate
+    from amct.numerics.settings import BatchNormUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from amct.record import CaffeRecord, write_record
 
 if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
-    from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
+    from amct.config.plan import RetrainLayerPlan, RetrainPlan
 
 logger = logging.getLogger(__name__)
 

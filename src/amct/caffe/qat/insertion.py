@@ -11,14 +11,14 @@ from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.layers.retrain import CLIP_SIZES
 from amct.caffe.engine.messages import new_message
 from amct.caffe.ptq.insertion import input_layer, taken_names, watched_blobs
-from amct.config.qat.settings import CaffeArqRetrainSettings, CaffeUlqSettings
+from amct.numerics.settings import CaffeArqRetrainSettings, CaffeUlqSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
-    from amct.config.qat.plan import RetrainLayerPlan
+    from amct.config.plan import RetrainLayerPlan
 
     Input = tuple[str, int]
     """A layer and the index of one of its bottoms."""

@@ -27,10 +27,10 @@ from amct.caffe.qat.inference_net import inference_model
 from amct.caffe.running import build_net
 from amct.caffe.uninplace import remove_in_place
 from amct.config.plan import config_text
-from amct.config.settings import ArqSettings
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.options import ExportOptions, Placement, Target
 from amct.export.saving import SavedContent, SaveRequest
+from amct.numerics.settings import ArqSettings
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
-    from amct.config.qat.plan import RetrainPlan
+    from amct.config.plan import RetrainPlan
     from amct.export.check.reference import Reference
 
 logger = logging.getLogger(__name__)

@@ -13,25 +13,29 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from amct.config.checks import ProblemList
 from amct.config.dialect import warn_of_refused
 from amct.config.full_config import FullConfig, LayerBlock
-from amct.config.layers import LayerInfo, LayerList
-from amct.config.plan import settings_of
-from amct.config.problems import ProblemList
-from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
-from amct.config.prune.pruners import METHODS, NAME_KEY
-from amct.config.ptq.pytorch_types import QAT_TYPES, SELECTIVE_PRUNE_TYPES
-from amct.config.qat.dialect import SWITCH_KEY, QatExpander
-from amct.config.qat.plan import CompressionPlan, PruneLayerPlan, PrunePlan
+from amct.config.layers import QAT_TYPES, SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
+from amct.config.plan import CompressionPlan, PruneLayerPlan, PrunePlan, settings_of
+from amct.config.prune.pruners import METHODS, NAME_KEY, PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
+from amct.config.qat.dialect import (
+    PRUNE_BLOCK,
+    QUANT_BLOCKS,
+    SWITCH_KEY,
+    QatExpander,
+    RetrainSimple,
+    read_retrain_simple,
+    sets,
+)
 from amct.config.qat.pytorch import PYTORCH_QAT
-from amct.config.qat.simple import PRUNE_BLOCK, QUANT_BLOCKS, RetrainSimple, read_retrain_simple, sets
-from amct.config.text.names import named
+from amct.config.simple_config import named
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.config.text.names import Named
+    from amct.config.simple_config import Named
 
 
 def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo], *, quantize: bool = True) -> FullConfig:

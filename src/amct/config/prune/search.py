@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, StrictBool
 
-from amct.config.checks import check_settings
-from amct.config.layers import LayerList
-from amct.config.plan import settings_of
-from amct.config.problems import ProblemList
-from amct.config.prune.expand import PRUNE_KEY, PRUNE_SWITCH_KEY, PRUNE_TYPE_KEY, PruneExpander
-from amct.config.prune.pruners import FILTER, NAME_KEY, read_pruner
-from amct.config.ptq.pytorch_types import QAT_TYPES
-from amct.config.qat.plan import PruneLayerPlan
-from amct.config.qat.pytorch import PYTORCH_QAT
-from amct.config.qat.simple import (
+from amct.config.checks import ProblemList, check_settings
+from amct.config.layers import QAT_TYPES, LayerList
+from amct.config.plan import PruneLayerPlan, settings_of
+from amct.config.prune.pruners import (
+    FILTER,
+    NAME_KEY,
+    PRUNE_KEY,
+    PRUNE_SWITCH_KEY,
+    PRUNE_TYPE_KEY,
+    PruneExpander,
+    read_pruner,
+)
+from amct.config.qat.dialect import (
     LAYER_OVERRIDES,
     PRUNE_BLOCK,
     QUANT_BLOCKS,
@@ -31,8 +34,9 @@ from amct.config.qat.simple import (
     read_retrain_simple,
     sets,
 )
-from amct.config.settings import CheckedSettings
+from amct.config.qat.pytorch import PYTORCH_QAT
 from amct.errors import ParseError
+from amct.numerics.settings import CheckedSettings
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:

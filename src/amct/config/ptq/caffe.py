@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from amct.config.blocks import AlgorithmBlock, known_members
 from amct.config.checks import check_settings
 from amct.config.dialect import QuantBlock, label
-from amct.config.json.blocks import known_members
-from amct.config.precedence import Level, Origin
-from amct.config.ptq.caffe_types import ACTIVATION_BITS, CAFFE_TYPES, WEIGHT_BITS
+from amct.config.full_config import Level, Origin
+from amct.config.layers import CAFFE_ACTIVATION_BITS, CAFFE_TYPES, CAFFE_WEIGHT_BITS
 from amct.config.ptq.dialect import DATA_KEY, WEIGHT_KEY, PtqDialect
 from amct.config.registry import CAFFE_WEIGHT
-from amct.config.settings import (
+from amct.numerics.settings import (
     AtLeastOne,
     BatchNormUpdate,
     CheckedSettings,
@@ -25,18 +25,16 @@ from amct.config.settings import (
     WeightRounding,
     WeightScale,
 )
-from amct.config.text.algorithm_blocks import AlgorithmBlock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    from amct.config.checks import ProblemList
     from amct.config.full_config import LayerBlock
-    from amct.config.json.reader import JsonNode
+    from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
-    from amct.config.precedence import Choice
-    from amct.config.problems import ProblemList
     from amct.config.ptq.dialect import Note
-    from amct.config.text.simple_config import SimpleConfig
+    from amct.config.simple_config import Choice, SimpleConfig
     from amct.schema import TextMessage
 
 UPDATE_KEY = "bn_update_config"
@@ -68,7 +66,7 @@ class CaffePtq(PtqDialect):
     globals = _Globals
     optional_globals = frozenset({"joint_quant", *UPDATE_KEYS, "weight_rounding", "weight_scale"})
     part_name = "layer"
-    activation_bits = ACTIVATION_BITS
+    activation_bits = CAFFE_ACTIVATION_BITS
     balances = False
     weight_rounding = "error_cancelling"
     weight_scale = "full_range"
@@ -94,10 +92,10 @@ class CaffePtq(PtqDialect):
 
     def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
         """Bit widths that no activation, or no weight of the algorithm, can have."""
-        if (bits := block.activation.given.get("num_bits", 8)) not in ACTIVATION_BITS:
+        if (bits := block.activation.given.get("num_bits", 8)) not in CAFFE_ACTIVATION_BITS:
             yield f"{DATA_KEY}.num_bits", f"activations can have 8 to 16 bits, got {bits}"
         algorithm = block.weight.algorithm.name
-        only = WEIGHT_BITS[algorithm]
+        only = CAFFE_WEIGHT_BITS[algorithm]
         if (bits := block.weight.given.get("num_bits", only)) != only:
             yield f"{WEIGHT_KEY}.num_bits", f"{algorithm} gives weights {only} bits, got {bits}"
 

@@ -7,27 +7,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from amct.config import registry
-from amct.config.checks import show
+from amct.config.blocks import AlgorithmBlock, check_skip_fusion
+from amct.config.checks import ProblemList, show
 from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
-from amct.config.full_config import FullConfig, LayerBlock
-from amct.config.json.blocks import check_skip_fusion
-from amct.config.layers import LayerInfo, LayerList
+from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
+from amct.config.layers import MIGRATION_RANGE, LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
-from amct.config.precedence import DEFAULT, Level, Origin
-from amct.config.problems import ProblemList
-from amct.config.ptq.pytorch_types import MIGRATION_RANGE
-from amct.config.settings import BatchNormUpdate
-from amct.config.text.algorithm_blocks import AlgorithmBlock
-from amct.config.text.names import Named, without_repeats
-from amct.config.text.simple_config import SimpleConfig, check_simple_config, read_simple_config
+from amct.config.simple_config import Named, SimpleConfig, check_simple_config, read_simple_config, without_repeats
+from amct.numerics.settings import BatchNormUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from amct.config.json.reader import JsonNode
-    from amct.config.precedence import Choice
-    from amct.config.settings import WeightRounding, WeightScale, WeightSettings
+    from amct.config.json_reader import JsonNode
+    from amct.config.simple_config import Choice
     from amct.errors import Position
+    from amct.numerics.settings import WeightRounding, WeightScale, WeightSettings
     from amct.schema import ExtraField, TextMessage
 
     Note = Callable[[str, Position | None], None]

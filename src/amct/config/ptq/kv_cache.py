@@ -8,25 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import check_settings, nowhere, show
-from amct.config.full_config import FullConfig, LayerBlock
-from amct.config.json.blocks import (
+from amct.config.blocks import (
+    AlgorithmBlock,
+    check_block,
     check_members,
     is_object,
     known_members,
+    read_algorithm,
     read_algorithm_block,
     read_json_object,
 )
-from amct.config.json.reader import JsonNode
-from amct.config.layers import LayerInfo, LayerList
+from amct.config.checks import ProblemList, check_settings, nowhere, show
+from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
+from amct.config.json_reader import JsonNode
+from amct.config.layers import KV_CACHE_TYPES, LayerInfo, LayerList
 from amct.config.plan import settings_of
-from amct.config.precedence import DEFAULT, Choice, Level, Origin, read_overrides
-from amct.config.problems import ProblemList
-from amct.config.ptq.pytorch_types import KV_CACHE_TYPES
 from amct.config.registry import activation_algorithms, find_algorithm
-from amct.config.settings import ActivationSettings, AtLeastOne, CheckedSettings, Switch
-from amct.config.text.algorithm_blocks import AlgorithmBlock, check_block, read_algorithm
-from amct.config.text.names import Named, check_layer_names, named, read_names, without_repeats
+from amct.config.simple_config import (
+    Choice,
+    Named,
+    check_layer_names,
+    named,
+    read_names,
+    read_overrides,
+    without_repeats,
+)
 from amct.errors import (
     ArgumentTypeError,
     CalibrationArgumentError,
@@ -35,6 +41,7 @@ from amct.errors import (
     ConfigTypeError,
     did_you_mean,
 )
+from amct.numerics.settings import ActivationSettings, AtLeastOne, CheckedSettings, Switch
 from amct.schema import descriptor, parse_text
 
 if TYPE_CHECKING:

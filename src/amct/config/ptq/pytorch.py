@@ -8,30 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.precedence import Level, Origin
+from amct.config.full_config import Level, Origin
+from amct.config.layers import ACTIVATION_BITS, ADA_BITS, ARQ_BITS, MIGRATION_RANGE, PTQ_TYPES, can_int16
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
-from amct.config.ptq.pytorch_types import (
-    ACTIVATION_BITS,
-    ADA_BITS,
-    ARQ_BITS,
-    MIGRATION_RANGE,
-    PTQ_TYPES,
-    can_int16,
-)
 from amct.config.registry import PYTORCH_WEIGHT
-from amct.config.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
+from amct.numerics.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from amct.config.blocks import AlgorithmBlock
+    from amct.config.checks import ProblemList
     from amct.config.dialect import QuantBlock
     from amct.config.full_config import LayerBlock
     from amct.config.layers import LayerInfo
-    from amct.config.precedence import Choice
-    from amct.config.problems import ProblemList
     from amct.config.ptq.dialect import Note
-    from amct.config.text.algorithm_blocks import AlgorithmBlock
-    from amct.config.text.simple_config import SimpleConfig
+    from amct.config.simple_config import Choice, SimpleConfig
     from amct.schema import TextMessage
 
 MODE_KEY = "fakequant_precision_mode"

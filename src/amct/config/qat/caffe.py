@@ -10,19 +10,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from amct.config.dialect import QuantBlock
-from amct.config.ptq.caffe_types import RETRAIN_TYPES
-from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect
-from amct.config.qat.settings import bits_of
-from amct.config.qat.simple import DATA_BLOCK, WEIGHT_BLOCK, part
+from amct.config.layers import CAFFE_RETRAIN_TYPES
+from amct.config.qat.dialect import DATA_BLOCK, DATA_KEY, WEIGHT_BLOCK, WEIGHT_KEY, QatDialect, part
 from amct.config.registry import CAFFE_RETRAIN_ACTIVATION, CAFFE_RETRAIN_WEIGHT
-from amct.config.settings import AtLeastOne, CheckedSettings, Version
+from amct.numerics.settings import AtLeastOne, CheckedSettings, Version, bits_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from amct.config.blocks import AlgorithmBlock
     from amct.config.layers import LayerInfo
-    from amct.config.precedence import Choice
-    from amct.config.text.algorithm_blocks import AlgorithmBlock
+    from amct.config.simple_config import Choice
 
 DST_TYPES = {DATA_KEY: ("INT8", "INT16"), WEIGHT_KEY: ("INT8",)}
 
@@ -38,7 +36,7 @@ class CaffeQat(QatDialect):
 
     message = "AMCTCaffeProto.AMCTRetrainConfig"
     schema = "caffe_config"
-    types = RETRAIN_TYPES
+    types = CAFFE_RETRAIN_TYPES
     activations = CAFFE_RETRAIN_ACTIVATION
     weight = CAFFE_RETRAIN_WEIGHT
     globals = _Globals

@@ -8,21 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.ptq.pytorch_types import QAT_TYPES, can_int16
-from amct.config.qat.dialect import DATA_KEY, WEIGHT_KEY, QatDialect
-from amct.config.qat.simple import PRUNE_BLOCK, sets
+from amct.config.layers import QAT_TYPES, can_int16
+from amct.config.qat.dialect import DATA_KEY, PRUNE_BLOCK, WEIGHT_KEY, QatDialect, sets
 from amct.config.registry import RETRAIN_ACTIVATION, RETRAIN_WEIGHT
-from amct.config.settings import AtLeastOne, CheckedSettings, Version
+from amct.numerics.settings import AtLeastOne, CheckedSettings, Version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from amct.config.checks import ProblemList
     from amct.config.dialect import QuantBlock
     from amct.config.full_config import FullConfig
-    from amct.config.json.reader import JsonNode
+    from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
-    from amct.config.problems import ProblemList
-    from amct.config.qat.simple import RetrainSimple
+    from amct.config.qat.dialect import RetrainSimple
     from amct.schema import TextMessage
 
 MODE_KEY = "fakequant_precision_mode"

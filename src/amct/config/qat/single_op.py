@@ -14,10 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from amct.config.checks import check_settings, nowhere, show
-from amct.config.problems import ProblemList
-from amct.config.qat.settings import DecimalAboveZero, DecimalBelowZero, bits_of
-from amct.config.settings import AtLeastOne, CheckedSettings, SettingsError, Switch
+from amct.config.checks import ProblemList, check_settings, nowhere, show
+from amct.numerics.settings import (
+    AtLeastOne,
+    CheckedSettings,
+    DecimalAboveZero,
+    DecimalBelowZero,
+    SettingsError,
+    Switch,
+    bits_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,11 +19,11 @@ from torch.nn import functional
 from amct import progress
 from amct.calibration import ALONE
 from amct.calibration.ranks import Meeting, fingerprint
-from amct.config.settings import AdaRoundSettings
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, RowShare, adaround
 from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
 from amct.numerics.integer import ConvolutionGeometry
+from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error
 from amct.pytorch.adaround.activation_after import activation_after
 from amct.pytorch.adaround.output_cache import OutputCache

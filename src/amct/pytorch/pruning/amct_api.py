@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from amct.config.qat.plan import CompressionPlan
+    from amct.config.plan import CompressionPlan
     from amct.pytorch.capture.trace import Traced
 
 logger = logging.getLogger(__name__)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from amct.config.layers import LayerInfo, LayerList
-from amct.config.ptq.pytorch_types import SELECTIVE_PRUNE_TYPES
-from amct.config.qat.settings import FilterPruneSettings
+from amct.config.layers import SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
 from amct.errors import ModelError
 from amct.model import Skip
 from amct.numerics.pruning.channels import balanced_l2_scores, lowest_channels, remaining_channels
+from amct.numerics.settings import FilterPruneSettings
 from amct.pytorch.capture.program_reader import read_program
 from amct.pytorch.pruning.amct_reach import Chain, ChainFinder
 from amct.record import PruneNode, PruneRecord
@@ -20,7 +19,7 @@ from amct.record import PruneNode, PruneRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.config.qat.plan import PrunePlan
+    from amct.config.plan import PrunePlan
     from amct.pytorch.capture.program_reader import Program
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.amct_reach import Link

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amct.config.qat.settings import SelectivePruneSettings
 from amct.errors import ModelError, RecordError
 from amct.model import Skip
+from amct.numerics.settings import SelectivePruneSettings
 from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
 from amct.pytorch.pruning.compensation import compensate
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from amct.config.qat.plan import PrunePlan
+    from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.amct_reach import Chain
     from amct.pytorch.watch.layer_hooks import Arguments

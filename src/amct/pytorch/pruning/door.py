@@ -10,9 +10,9 @@ from torch import nn
 
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
-from amct.config.qat.settings import FilterPruneSettings
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordError
 from amct.numerics.pruning.channels import ASCEND_CHANNELS
+from amct.numerics.settings import FilterPruneSettings
 from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
@@ -31,7 +31,7 @@ from amct.record import Record, read_record
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from amct.config.qat.plan import PrunePlan
+    from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.pruning.selection import Cell
     from amct.pytorch.watch.layer_hooks import Arguments

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from amct.config.qat.plan import RetrainPlan
+    from amct.config.plan import RetrainPlan
     from amct.pytorch.preparation import TorchPreparation
     from amct.record import PruneRecord
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amct.config.qat.settings import UlqRetrainSettings
 from amct.errors import ModelError
+from amct.numerics.settings import UlqRetrainSettings
 from amct.pipeline.preparation import enabled_layers
 from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.folding import fuse
@@ -26,7 +26,7 @@ from amct.pytorch.qat.signs import not_negative
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from amct.config.qat.plan import RetrainLayerPlan, RetrainPlan
+    from amct.config.plan import RetrainLayerPlan, RetrainPlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.qat.model import QatModel
 

@@ -15,12 +15,12 @@ from torch import nn
 from amct.calibration import CalibrationSession
 from amct.calibration.session import Stream
 from amct.config.plan import OPEN_ENDED
-from amct.config.settings import IfmrSettings
 from amct.errors import ExportError, TrainingError
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.arq import WeightFactors, from_channels_first
 from amct.numerics.fold import ChannelAffine
 from amct.numerics.min_max import MinMaxObserver
+from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.deployed import fold_into_integers
 from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.config.qat.plan import RetrainPlan
+    from amct.config.plan import RetrainPlan
     from amct.export.binding import TensorFactors
     from amct.pipeline.weights import WeightPart
     from amct.pytorch.door import IoOptions

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct import log
-from amct.config.qat.qat_config import retrain_plan_of
+from amct.config.python_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.export.options import Target
 from amct.pytorch.batches import torch_batches
@@ -22,7 +22,7 @@ from amct.pytorch.qat.placement import train_placement
 from amct.pytorch.qat.start import start_activations, start_weights
 
 if TYPE_CHECKING:
-    from amct.config.qat.qat_config import AnyQatConfig
+    from amct.config.python_config import AnyQatConfig
     from amct.pipeline.batches import BatchInputs
     from amct.pytorch.qat.model import QatModel
 

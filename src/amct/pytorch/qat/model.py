@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from amct.config.qat.plan import RetrainPlan
+    from amct.config.plan import RetrainPlan
     from amct.model import Skip
     from amct.pipeline.batches import BatchInputs
     from amct.pytorch.preparation import TorchPreparation

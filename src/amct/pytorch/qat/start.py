@@ -11,9 +11,9 @@ import torch
 from amct.calibration import CalibrationSession
 from amct.calibration.session import HIDDEN, INPUT, Stream
 from amct.config.plan import OPEN_ENDED
-from amct.config.settings import IfmrSettings
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 from amct.pytorch.qat.functional import trained_parts
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.quantizers import ActivationQuantizer

@@ -22,11 +22,11 @@ from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
-from amct.config.settings import IfmrSettings
 from amct.errors import AmctError, CalibrationError, FileError
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 from amct.record import read_caffe_record, update_inputs
 from amct.schema import shortest_float
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.blob import Shape
     from amct.calibration import CalibrationResult, Ranks
-    from amct.config.settings import ActivationSettings
     from amct.numerics.observer import ActivationFactors, Observer, TensorObserver
+    from amct.numerics.settings import ActivationSettings
     from amct.record import Progress
 
 

@@ -1,36 +1,52 @@
-"""The config of post-training quantization as a Python object, and the plan from a config of any form."""
+"""Configs as Python objects, and the plan from a config of any form."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from amct.atomic import read_bytes
-from amct.config.checks import check_settings
+from amct.config.checks import ProblemList, check_settings
+from amct.config.full_config import DEFAULT, Level, Origin
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
-from amct.config.precedence import DEFAULT, Blocks, Choice, Level, Origin
-from amct.config.problems import ProblemList
 from amct.config.ptq.pytorch import PYTORCH
-from amct.config.settings import (
+from amct.config.qat.pytorch import PYTORCH_QAT
+from amct.config.simple_config import Blocks, Choice, Named, SimpleConfig
+from amct.errors import ArgumentError, ArgumentTypeError, Position
+from amct.numerics.settings import (
+    ActivationSettings,
     AtLeastOne,
     CheckedSettings,
-    LayerConfig,
     Names,
     Switch,
     WeightRounding,
     WeightScale,
+    WeightSettings,
 )
-from amct.config.text.names import Named
-from amct.config.text.simple_config import SimpleConfig
-from amct.errors import ArgumentTypeError, Position
 
 if TYPE_CHECKING:
     from amct.config.layers import LayerList
-    from amct.config.plan import Plan
+    from amct.config.plan import Plan, RetrainPlan
     from amct.config.ptq.dialect import PtqDialect
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Quantization settings of layers; missing ones take their defaults.
+
+    Attributes:
+        weights: ``ArqSettings``; ``AdaRoundSettings`` (PyTorch) or ``SnqSettings`` (Caffe).
+        activations: ``IfmrSettings``, ``HfmgSettings`` (PyTorch, ONNX), or the settings of a registered algorithm.
+        migration_strength: 0.2 to 0.8 balances the layer with DMQ before it is quantized (PyTorch, ONNX).
+    """
+
+    weights: WeightSettings | None = None
+    activations: ActivationSettings | None = None
+    migration_strength: float | None = None
+
 
 SOURCE = "config"
 _ENTRIES = ("common", "types", "layers")
@@ -195,3 +211,96 @@ def _choice(entry: LayerConfig, level: Level, place: str) -> Choice:
     if entry == LayerConfig() and level is Level.COMMON:
         return Choice(None, DEFAULT)
     return Choice(None, Origin(level, Position(f"{SOURCE}.{place}")), entry)
+
+
+SOURCE = "config"
+WeightTraining = Literal["learned", "measured"]
+_ALGORITHMS = {"learned": "ulq_retrain", "measured": "arq_retrain"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QatConfig:
+    """What to train quantized, and with how many bits.
+
+    Attributes:
+        weight_bits: 4 or 8.
+        activation_bits: 4, 8 or 16.
+        layers: By layer name: other bits of weights and activations.
+        types: By layer type, such as "Linear": other bits.
+        skip_layers: Layers that stay float.
+        skip_layer_types: Types that stay float.
+        weight_scales: "learned" (``ulq_retrain``), or "measured" in every step (``arq_retrain``).
+    """
+
+    weight_bits: int = 8
+    activation_bits: int = 8
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    types: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    skip_layers: tuple[str, ...] = ()
+    skip_layer_types: tuple[str, ...] = ()
+    weight_scales: WeightTraining = "learned"
+
+    def text(self) -> str:
+        """The same as a simple config.
+
+        Raises:
+            ArgumentError: A field has an illegal value.
+        """
+        if self.weight_scales not in _ALGORITHMS:
+            raise ArgumentError(f'weight_scales: expected "learned" or "measured", got {self.weight_scales!r}')
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        for name, values in (("skip_layers", self.skip_layers), ("skip_layer_types", self.skip_layer_types)):
+            yield from (f"{name}: {json.dumps(value)}" for value in values)
+        yield self._blocks(self.weight_bits, self.activation_bits)
+        for message, key, entries in (
+            ("override_layer_types", "layer_type", self.types),
+            ("override_layer_configs", "layer_name", self.layers),
+        ):
+            for name, (weight, activation) in entries.items():
+                yield f"{message} {{ {key}: {json.dumps(name)} {self._blocks(weight, activation)} }}"
+
+    def _blocks(self, weight: int, activation: int) -> str:
+        data = f"ulq_quantize {{ dst_type: {_type('activation_bits', activation, (4, 8, 16))} }}"
+        weights = f"{_ALGORITHMS[self.weight_scales]} {{ dst_type: {_type('weight_bits', weight, (4, 8))} }}"
+        return f"retrain_data_quant_config {{ {data} }} retrain_weight_quant_config {{ {weights} }}"
+
+
+def _type(name: str, bits: int, legal: tuple[int, ...]) -> str:
+    if bits not in legal:
+        raise ArgumentError(f"{name}: expected {', '.join(map(str, legal[:-1]))} or {legal[-1]}, got {bits}")
+    return f"INT{bits}"
+
+
+AnyQatConfig = QatConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def retrain_plan_of(config: AnyQatConfig, layers: LayerList) -> RetrainPlan:
+    """The plan of a model from a config of any form.
+
+    Args:
+        config: A simple config or a JSON file, the content of a JSON config as a dict, a ``QatConfig``, or None.
+        layers: The model's layers.
+
+    Raises:
+        ArgumentTypeError: The config is of another type.
+        ParseError, ConfigError: The config has mistakes; all of them are listed.
+        FileError: The file cannot be read.
+    """
+    dialect = PYTORCH_QAT
+    if config is None:
+        config = QatConfig()
+    if isinstance(config, QatConfig):
+        full = dialect.expand_config(config.text(), SOURCE, layers)
+    elif isinstance(config, Mapping):
+        full = dialect.read_config(json.dumps(config), SOURCE, layers)
+    elif isinstance(config, (str, os.PathLike)):
+        content, source = read_bytes(config), os.fspath(config)
+        reader = dialect.read_config if content.lstrip()[:1] == b"{" else dialect.expand_config
+        full = reader(content, source, layers)
+    else:
+        raise ArgumentTypeError(
+            f"config: expected the path of a .cfg or .json, a dict, a QatConfig or None, got {type(config).__name__}"
+        )
+    return dialect.make_plan(full, layers)
