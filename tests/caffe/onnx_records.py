@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
-from amct.caffe.engine.layers.weighted import InnerProduct
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, InnerProduct
 from amct.caffe.engine.net import Net
 from amct.caffe.model import read_model
 from amct.caffe.ptq.folding import fuse

@@ -8,7 +8,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.blob import Blob
-from amct.caffe.engine.layers import convolution
+from amct.caffe.engine.layers import weighted
 from amct.caffe.engine.net import Net
 from amct.errors import ArgumentError, ModelError
 
@@ -243,20 +243,20 @@ def test_without_the_packed_kernels_everything_still_agrees(write, monkeypatch):
     path = write(text(IN_PLACE, more="group: 2"))
     data = np.random.RandomState(1).randn(2, 8, 40, 40)
     fast = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
-    monkeypatch.setattr(convolution, "can_pack", lambda: False)
+    monkeypatch.setattr(weighted, "can_pack", lambda: False)
     plain = randomize(caffe.Net(path, caffe.TEST)).forward(data=data)["conv"]
     np.testing.assert_allclose(plain, fast, **TOLERANCE)
 
 
 def test_packed_kernels_are_not_used_where_they_do_not_compute(monkeypatch):
-    convolution.can_pack.cache_clear()
+    weighted.can_pack.cache_clear()
 
     def broken(*_):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(convolution.torch.ops.mkldnn, "_convolution_pointwise", broken)
-    assert convolution.can_pack() is False
-    convolution.can_pack.cache_clear()
+    monkeypatch.setattr(weighted.torch.ops.mkldnn, "_convolution_pointwise", broken)
+    assert weighted.can_pack() is False
+    weighted.can_pack.cache_clear()
 
 
 def test_a_net_can_change_its_input_size_between_merged_forwards(write):

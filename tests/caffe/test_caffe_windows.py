@@ -11,8 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from amct.caffe.engine.layers import pooling
-from amct.caffe.engine.layers.convolution import Window
-from amct.caffe.engine.layers.pooling import PoolWindow, average_pool, max_pool, max_pool_values
+from amct.caffe.engine.layers.pooling import PoolWindow, Window, average_pool, max_pool, max_pool_values
 from amct.caffe.engine.messages import parse_message
 from amct.caffe.engine.net import Net
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from amct.caffe.engine.blob import current_device
 from amct.caffe.engine.layer import TEST, count
-from amct.caffe.engine.layers.convolution import Convolution, Deconvolution
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution
 from amct.caffe.engine.plan import bind_plan
 from amct.errors import ArgumentError
 

@@ -12,9 +12,8 @@ import torch
 
 from amct.caffe.engine.blob import Blob
 from amct.caffe.engine.layer import Layer, count, find_layer_class, layer_class, register
-from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, DepthwiseConv, _BaseConvolution
 from amct.caffe.engine.layers.quantization import InputFactors
-from amct.caffe.engine.layers.weighted import InnerProduct
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution, DepthwiseConv, InnerProduct, _BaseConvolution
 from amct.errors import AmctError
 from amct.numerics.arq import WeightKind, from_channels_first
 from amct.numerics.snq import CLUSTERS, decode, unpack_nibbles

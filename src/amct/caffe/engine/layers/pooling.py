@@ -1,7 +1,8 @@
-"""Pooling with Caffe's window rules, and SPP, which is built from it.
+"""Windows over images: those of convolutions, Pooling with Caffe's window rules, and SPP, which is built from it.
 
-The output size is rounded up (unless ``round_mode`` is FLOOR or ``ceil_mode`` false); a last window that would start
-in the padding is dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded image.
+The output size of a pooling is rounded up (unless ``round_mode`` is FLOOR or ``ceil_mode`` false); a last window that
+would start in the padding is dropped; MAX ignores the padding; AVE divides by the area of the window inside the padded
+image.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from amct.caffe.engine.layer import Call
     from amct.caffe.engine.messages import ProtoMessage
 
+    Convolve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+SPATIAL_AXES = 2
+"""Of images: rows and columns."""
 MAX, AVE, STOCHASTIC = 0, 1, 2
 FLOOR = 1
 LOWEST = torch.finfo(torch.float32).min
@@ -302,3 +307,68 @@ class SPP(Layer):
         pool = average_pool if self.options.pool == AVE else max_pool_values
         levels = [pool(bottoms[0], window) for window in self.windows]
         return [levels[0]] if self.levels == 1 else [torch.cat([level.flatten(1) for level in levels], 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Kernel, stride, padding and dilation along each spatial axis."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def output(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """floor((size + 2 * pad - dilation * (kernel - 1) - 1) / stride) + 1 for each axis."""
+        return tuple(
+            (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
+            for size, kernel, stride, pad, dilation in zip(
+                sizes, self.kernel, self.stride, self.pad, self.dilation, strict=True
+            )
+        )
+
+    def transposed_output(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad for each axis."""
+        return tuple(
+            stride * (size - 1) + dilation * (kernel - 1) + 1 - 2 * pad
+            for size, kernel, stride, pad, dilation in zip(
+                sizes, self.kernel, self.stride, self.pad, self.dilation, strict=True
+            )
+        )
+
+
+def read_window(layer: Layer, options: ProtoMessage, axes: int) -> Window:
+    """Read kernel, stride, padding and dilation from a ConvolutionParameter for ``axes`` spatial axes.
+
+    Raises:
+        ModelError: Sizes are missing, zero, given twice, or of the wrong number.
+    """
+    kernel = _sizes(layer, options, "kernel_size", ("kernel_h", "kernel_w"), axes, None)
+    stride = _sizes(layer, options, "stride", ("stride_h", "stride_w"), axes, 1)
+    pad = _sizes(layer, options, "pad", ("pad_h", "pad_w"), axes, 0)
+    dilation = _sizes(layer, options, "dilation", None, axes, 1)
+    for name, sizes in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
+        if any(size <= 0 for size in sizes):
+            raise layer.error(f"{name}: Filter dimensions must be nonzero, got {sizes}")
+    return Window(kernel=kernel, stride=stride, pad=pad, dilation=dilation)
+
+
+def _sizes(
+    layer: Layer, options: ProtoMessage, name: str, pair: tuple[str, str] | None, axes: int, default: int | None
+) -> tuple[int, ...]:
+    given = list(getattr(options, name))
+    if pair is not None and (options.HasField(pair[0]) or options.HasField(pair[1])):
+        if axes != SPATIAL_AXES:
+            raise layer.error(
+                f"{pair[0]} & {pair[1]} can only be used for 2D convolution, this one has {axes} spatial axes"
+            )
+        if given:
+            raise layer.error(f"Either {name} or {pair[0]}/{pair[1]} should be specified; not both")
+        return getattr(options, pair[0]), getattr(options, pair[1])
+    if not given and default is not None:
+        return (default,) * axes
+    if len(given) not in (1, axes):
+        raise layer.error(
+            f"{name} must be specified once, or once per spatial dimension ({axes}), got {len(given)} value(s)"
+        )
+    return tuple(given * axes if len(given) == 1 else given)[:axes]

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from amct import log
-from amct.caffe.engine.layer import Layer, register
+from amct.caffe.engine.layer import IMAGE_BLOB_AXES, Layer, register
 from amct.caffe.engine.layers.ifmr import IfmrLayerObserver, check_named_record
-from amct.caffe.engine.layers.weighted import FakeQuantized
+from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IMAGE_AXES = 4
 RETRAIN_TYPES = ("RetrainDataQuant", "RetrainWeightQuant")
 CLIP_SIZES = (1, 1, 2)
 """The blobs of RetrainDataQuant: upper clip, lower clip, the last legal pair of both; equal ones are not found yet."""
@@ -189,7 +188,9 @@ class RetrainDataQuant(_RetrainLayer):
         factors = clip_factors([blob.tensor for blob in self.blobs], self.bits)
         assert factors is not None, "a net whose clips are unknown does not run in the TEST phase"
         shape = self.bottom_blobs[0].shape
-        sizes = dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_AXES else {}
+        sizes = (
+            dict(zip(("channels", "height", "width"), shape[1:], strict=True)) if len(shape) == IMAGE_BLOB_AXES else {}
+        )
         data = DataFactors(index=self.options.index, scale=factors[0], offset=factors[1], num_bits=self.bits, **sizes)
         return entry.with_input(data)
 

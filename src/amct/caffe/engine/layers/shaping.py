@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from amct.caffe.engine.layer import Layer, canonical_axis, count, register, require_image
-from amct.caffe.engine.layers.convolution import IMAGE_AXES, read_window
+from amct.caffe.engine.layers.pooling import SPATIAL_AXES, read_window
 from amct.caffe.engine.layers.tensor_math import TensorOperator
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ class Im2col(Layer):
         """Read the window."""
         options = self.parameter.convolution_param
         self.axis = canonical_axis(options.axis, len(bottoms[0]), self.name)
-        if len(bottoms[0]) - self.axis - 1 != IMAGE_AXES:
+        if len(bottoms[0]) - self.axis - 1 != SPATIAL_AXES:
             raise self.error(f"needs two spatial axes after axis {self.axis}, got shape {bottoms[0]}")
-        self.window = read_window(self, options, IMAGE_AXES)
+        self.window = read_window(self, options, SPATIAL_AXES)
 
     def reshape(self, bottoms: list[Shape]) -> list[Shape]:
         """(..., C * kernel area, windows along H, windows along W)."""

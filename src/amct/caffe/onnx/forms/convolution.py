@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.caffe.engine.layers.convolution import Convolution, Deconvolution, Window
 from amct.caffe.engine.layers.shaping import Im2col
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution
 from amct.caffe.onnx.forms.place import Place, fixed
 from amct.caffe.onnx.forms.registry import onnx_form
 
 if TYPE_CHECKING:
+    from amct.caffe.engine.layers.pooling import Window
     from amct.caffe.onnx.forms.writer import Attribute
 
 
