@@ -17,10 +17,10 @@ from amct.errors import ArgumentError, ExportError
 from amct.export.binding import bindings_by_name
 from amct.pytorch.capture.trace import Traced, trace
 from amct.pytorch.folding import fuse
-from amct.pytorch.onnx.float_onnx import FloatOnnx, float_onnx
+from amct.pytorch.onnx.float_onnx import TracedOnnx, float_onnx
 
 
-def exported(model: nn.Module, data, *, opset: int = 18, do_fusion: bool = True, **names) -> tuple[Traced, FloatOnnx]:
+def exported(model: nn.Module, data, *, opset: int = 18, do_fusion: bool = True, **names) -> tuple[Traced, TracedOnnx]:
     traced = trace(model, data, **names)
     return traced, float_onnx(traced, fuse(traced, do_fusion=do_fusion), opset=opset)
 
@@ -50,7 +50,7 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda item: item.name)
-def each(request) -> tuple[Case, nn.Module, Traced, FloatOnnx]:
+def each(request) -> tuple[Case, nn.Module, Traced, TracedOnnx]:
     model = request.param.model()
     traced, result = exported(model, request.param.inputs())
     return request.param, model, traced, result

@@ -26,7 +26,7 @@ from amct.export.onnx.checked import (
 )
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.light import light_copy, with_weights_beside
-from amct.export.onnx.messages import first_line
+from amct.export.onnx.messages import first_line, fresh_name
 from amct.export.onnx.pool_padding import with_explicit_pool_padding
 from amct.export.onnx.sizes import check_sizes
 from amct.memory import give_back_freed
@@ -196,12 +196,7 @@ def _name_nodes(proto: ModelProto) -> None:
             unnamed.append(node)
     for node in unnamed:
         output = next((name for name in node.output if name), "")
-        base = node.name or f"{node.op_type}_{output}"
-        name, number = base, 1
-        while name in taken:
-            name, number = f"{base}_{number}", number + 1
-        node.name = name
-        taken.add(name)
+        node.name = fresh_name(node.name or f"{node.op_type}_{output}", taken)
 
 
 def _declare_shapes(proto: ModelProto) -> ModelProto:

@@ -27,7 +27,7 @@ from amct.pytorch.folding import Fused, fuse
 from amct.pytorch.functional.layers import layer_module
 from amct.pytorch.layer_weights import put_weights, weight_parts
 from amct.pytorch.model_copy import as_array, copy_model, own_parameters
-from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, FloatOnnx, float_onnx
+from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
 from amct.pytorch.watch.calibrating import start_calibration
 from amct.pytorch.watch.intermediate_tensors import find_tensors
 
@@ -103,7 +103,7 @@ class TorchPreparation(Preparation):
             own_parameters(model, self.fused.model)
         return model
 
-    def float_onnx(self, opset: int = DEFAULT_OPSET) -> FloatOnnx:
+    def float_onnx(self, opset: int = DEFAULT_OPSET) -> TracedOnnx:
         """The folded model as ONNX: float weights, except where the integers do not follow from weight and scale.
 
         Raises:
@@ -119,14 +119,14 @@ class TorchPreparation(Preparation):
         return float_onnx(self.traced, replace(self.fused, model=model), opset=opset, kept=self.kept)
 
     @cached_property
-    def default_onnx(self) -> FloatOnnx | ExportError:
+    def default_onnx(self) -> TracedOnnx | ExportError:
         """The float ONNX model in the default opset, or the error that prevents it."""
         try:
             return self.float_onnx()
         except ExportError as error:
             return error
 
-    def intermediate_watch(self, onnx: FloatOnnx) -> TensorWatch | None:
+    def intermediate_watch(self, onnx: TracedOnnx) -> TensorWatch | None:
         """The tensors to observe for the fast placement of the QDQ file; None if that placement is impossible."""
         placed = self.placed_tensors(onnx)
         if placed is None:
@@ -135,7 +135,7 @@ class TorchPreparation(Preparation):
         inputs = {node.name: node.input[0] for node in onnx.model.graph.node if node.input}
         return replace(watch, given=self.layer_inputs(inputs))
 
-    def placed_tensors(self, onnx: FloatOnnx) -> FastTensors | None:
+    def placed_tensors(self, onnx: TracedOnnx) -> FastTensors | None:
         """What the fast placement of the QDQ file quantizes beside what layers read; None if it is impossible."""
         return self.fast_placement(
             onnx.model,
@@ -148,7 +148,7 @@ class TorchPreparation(Preparation):
     def start_calibration(self, ranks: Ranks = ALONE) -> Calibration:
         """Start a calibration of a copy of the model with fake-quantized weights."""
         onnx = self.default_onnx
-        intermediate = self.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
+        intermediate = self.intermediate_watch(onnx) if isinstance(onnx, TracedOnnx) else None
         calibrated = start_calibration(
             self, intermediate=intermediate, ranks=ranks, called_once=self.layers_called_once
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import onnx
@@ -26,13 +25,12 @@ from amct.caffe.engine.layers.input import DummyData, Input, Parameter
 from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net
-from amct.caffe.onnx.forms.place import FollowsBatchError, Place
-from amct.caffe.onnx.forms.registry import form_of
-from amct.caffe.onnx.forms.writer import OnnxWriter
+from amct.caffe.onnx.forms.place import FollowsBatchError, Place, form_of
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
 from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ExportError, did_you_mean
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.messages import reads
+from amct.export.onnx.writer import GraphWriter, check_valid
 from amct.export.writer import check_opset, save_model
 
 if TYPE_CHECKING:
@@ -48,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OPSET = 18
 BATCH = "batch"
-_FILE_VERSIONS = MappingProxyType({16: 8, 17: 8, 18: 8, 19: 9, 20: 9, 21: 10})  # opset -> IR version, from ONNX
 _ENDS = frozenset(
     {
         "Accuracy", "DetectionEvaluate", "DetectionOutput", "HDF5Output", "SmoothL1Loss", "MultiBoxLoss",
@@ -67,7 +64,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FloatOnnx:
+class NetOnnx:
     """A float ONNX model and its relation to the net.
 
     Attributes:
@@ -92,7 +89,7 @@ def float_onnx(
     outputs: Sequence[str] | None = None,
     dynamic_batch: bool = True,
     kept: KeptWeights | None = None,
-) -> FloatOnnx:
+) -> NetOnnx:
     """Convert a net to ONNX, in memory.
 
     Args:
@@ -166,7 +163,7 @@ class _Export:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.writer = OnnxWriter(self.opset, taken=self.net.graph.blob_names, kept=self.kept)
+        self.writer = GraphWriter(self.opset, taken=self.net.graph.blob_names, kept=self.kept)
         self._current: dict[int, str] = {}
         """The tensor that holds the content of a blob (by index) at this point of the net."""
         self._made: dict[str, tuple[int, str]] = {}
@@ -178,13 +175,13 @@ class _Export:
         self._bottoms: dict[str, tuple[str, ...]] = {}
         self._ends: list[str] = []
 
-    def run(self) -> FloatOnnx:
+    def run(self) -> NetOnnx:
         """Write all layers and assemble the model."""
         for node in self._needed():
             self._write(node)
         names = self._final_names()
         results = self._results(names)
-        _rename(self.writer, names)
+        self.writer.rename(names)
         model = self._model(names, results)
         sources = {
             names.get(tensor, tensor): TensorSource(blob=self.net.graph.blob_names[blob], layer=layer)
@@ -193,7 +190,7 @@ class _Export:
         bottoms = {
             layer: tuple(names.get(tensor, tensor) for tensor in tensors) for layer, tensors in self._bottoms.items()
         }
-        return FloatOnnx(
+        return NetOnnx(
             model=model,
             nodes=dict(self._nodes),
             bottoms=bottoms,
@@ -325,28 +322,21 @@ class _Export:
 
     def _model(self, names: Mapping[str, str], results: Mapping[str, str]) -> ModelProto:
         writer = self.writer
-        read = {name for node in writer.nodes for name in node.input} | _captured(writer)
+        read = {name for node in writer.nodes for name in reads(node)}
         produced = {name for node in writer.nodes for name in node.output}
         between = [
             self._declared(names.get(tensor, tensor), tensor)
             for tensor in self._dims
             if names.get(tensor, tensor) in produced and names.get(tensor, tensor) not in results
         ]
-        graph = helper.make_graph(
-            writer.nodes,
+        model = writer.model(
             self.net.name or "net",
             [self._declared(name, name) for name in self.inputs if name in read],
             [self._declared(name, tensor) for name, tensor in results.items()],
             [tensor for name, tensor in writer.initializers.items() if name in read],
-            value_info=between,
+            between,
         )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)])
-        model.ir_version = _FILE_VERSIONS[self.opset]
-        model.producer_name = "amct"
-        try:
-            onnx.checker.check_model(light_copy(model))
-        except onnx.checker.ValidationError as error:
-            raise ExportError(f'the ONNX model of net "{self.net.name}" is not valid: {error}') from error
+        check_valid(model, f'the ONNX model of net "{self.net.name}" is not valid')
         return model
 
     def _declared(self, name: str, tensor: str) -> onnx.ValueInfoProto:
@@ -364,22 +354,3 @@ def _no_form(layer: Layer) -> str:
         f'layer "{layer.name}" ({layer.type}): there is no ONNX form of this layer type. End the file before it '
         f"(outputs=[...] names the blobs to end at), or give its class a method to_onnx(self, place)"
     )
-
-
-def _captured(writer: OnnxWriter) -> set[str]:
-    """Tensors that the bodies of Scan nodes read."""
-    return {
-        name
-        for node in writer.nodes
-        for attribute in node.attribute
-        for inner in attribute.g.node
-        for name in inner.input
-    }
-
-
-def _rename(writer: OnnxWriter, names: Mapping[str, str]) -> None:
-    for node in writer.nodes:
-        for values in (node.input, node.output):
-            for position, name in enumerate(values):
-                if name in names:
-                    values[position] = names[name]

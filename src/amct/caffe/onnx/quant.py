@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.caffe.onnx.graph import DEFAULT_OPSET, FloatOnnx, float_onnx
+from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
 from amct.export.formats import export_formats
@@ -135,7 +135,7 @@ def tensors_to_observe(
     return tuple(name for name in wanted if name in exported.sources and exported.sources[name].blob == name)
 
 
-def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
+def _kind(exported: NetOnnx, layer: Layer) -> LayerKind | None:
     """The exporter's kind of a layer; None for data-only layers."""
     kind = KIND_OF_CAFFE_TYPE.get(layer.type)
     if kind is None or kind.is_recurrent:
@@ -146,7 +146,7 @@ def _kind(exported: FloatOnnx, layer: Layer) -> LayerKind | None:
     return kind if is_exported else None
 
 
-def _bindings(exported: FloatOnnx, layer: Layer) -> list[LayerBinding]:
+def _bindings(exported: NetOnnx, layer: Layer) -> list[LayerBinding]:
     """One binding per bottom: a convolution of several bottoms has the nodes ``<layer>``, ``<layer>.1`` and so on."""
     kind = _kind(exported, layer)
     if kind is None or layer.name not in exported.nodes:
@@ -163,7 +163,7 @@ def _node_name(layer: str, index: int) -> str:
 class _Parts:
     """The factors of a record, sorted into layers, tensors and skipped layers for the exporter."""
 
-    exported: FloatOnnx
+    exported: NetOnnx
     net: Net
     bindings: list[LayerBinding] = field(default_factory=list)
     factors: dict[str, LayerFactors] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class _Parts:
             self.data_only.setdefault(layer.name, []).append((bottoms[data.index], factors))
 
 
-def _with_data_only(result: ExportedModel, exported: FloatOnnx, parts: _Parts, target: Target) -> ExportedModel:
+def _with_data_only(result: ExportedModel, exported: NetOnnx, parts: _Parts, target: Target) -> ExportedModel:
     """Quantize the inputs of data-only layers with the factors of the record."""
     if not parts.data_only:
         return result

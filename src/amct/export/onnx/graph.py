@@ -23,6 +23,7 @@ from amct.export.onnx.messages import (
     copy_fields,
     make_attribute,
     model_opset,
+    new_node,
     reads,
     stored_bytes,
     tensor_array,
@@ -281,11 +282,8 @@ class OnnxGraph(TensorIndex[NodeProto]):
                 f'cannot add {op_type} "{name}": the ONNX graph already has a node of this name; '
                 "was the model exported before? Start from the float model"
             )
-        node = helper.make_node(
-            op_type, list(inputs), list(outputs or [self._fresh_tensor(f"{name}.output0")]), name=name
-        )
-        for key, value in attributes.items():
-            node.attribute.append(make_attribute(key, value))
+        results = list(outputs or [self._fresh_tensor(f"{name}.output0")])
+        node = new_node(op_type, inputs, results, attributes, name)
         self.nodes.append(node)
         self._index(node)
         self._constant_depths.clear()

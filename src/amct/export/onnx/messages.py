@@ -12,7 +12,7 @@ from amct.errors import ExportError
 from amct.export.onnx.kept_weights import kept_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from google.protobuf.message import Message
     from numpy.typing import NDArray
@@ -42,6 +42,26 @@ def make_attribute(name: str, value: object) -> AttributeProto:
         empty.type = AttributeProto.STRINGS if name == "activations" else AttributeProto.FLOATS
         return empty
     return helper.make_attribute(name, value)
+
+
+def new_node(
+    operator: str, inputs: Iterable[str], outputs: Iterable[str], attributes: Mapping[str, object], name: str = ""
+) -> NodeProto:
+    """A node of a standard operator; attributes that are None are left out."""
+    node = NodeProto(op_type=operator, input=inputs, output=outputs)
+    if name:
+        node.name = name
+    node.attribute.extend(make_attribute(key, value) for key, value in attributes.items() if value is not None)
+    return node
+
+
+def fresh_name(name: str, taken: set[str]) -> str:
+    """The name, with a number appended if it is taken; it is taken afterwards."""
+    candidate, number = name, 1
+    while candidate in taken:
+        candidate, number = f"{name}_{number}", number + 1
+    taken.add(candidate)
+    return candidate
 
 
 def copied_node(node: NodeProto) -> NodeProto:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,24 @@ class IoNames:
     def described_axes(self) -> str:
         """The dynamic axes as text for a message."""
         return ", ".join(f'"{name}" {sorted(axes)}' for name, axes in self.axes.items() if name in self.inputs)
+
+
+def check_chosen_names(names: IoNames, outputs: int, stored: Collection[str]) -> None:
+    """Check the names of inputs and outputs against the number of outputs and the names of parameters.
+
+    Raises:
+        ExportError: more names than outputs, or a name that is already a parameter's.
+    """
+    if len(names.outputs) > outputs:
+        raise ExportError(
+            f"output_names: the model has {outputs} outputs, got {len(names.outputs)} names "
+            f"({', '.join(names.outputs)})"
+        )
+    clashes = {*names.inputs, *names.outputs}.intersection(stored)
+    if clashes:
+        raise ExportError(
+            f'"{min(clashes)}" is the name of a parameter of the model; choose another input or output name'
+        )
 
 
 def _checked_names(argument: str, names: object) -> tuple[str, ...]:

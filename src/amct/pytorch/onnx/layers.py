@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amct.errors import ExportError
 from amct.export.binding import further_node
 from amct.export.onnx.graph import OnnxGraph
+from amct.model.kinds import LayerKind
+from amct.numerics.arq import reorder_gates
 from amct.pytorch.functional.layers import layer_module, layer_name
 from amct.pytorch.model_copy import as_array
-from amct.pytorch.onnx.names import SCOPES
-from amct.pytorch.onnx.recurrent import onnx_parameters
+from amct.pytorch.onnx.lowering.writer import SCOPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from onnx import ModelProto, NodeProto
 
-    from amct.model.kinds import LayerKind
     from amct.pytorch.folding import Fused
 
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -123,6 +123,16 @@ def _main_nodes(layer: str, nodes: Iterable[NodeProto], operators: tuple[str, ..
     return found
 
 
+def _recurrent_parameters(module: nn.RNNBase) -> tuple[Tensor, Tensor, Tensor | None]:
+    """W ``[1, gates · hidden, input]``, R ``[1, gates · hidden, hidden]``, B ``[1, 2 · gates · hidden]`` or None."""
+    order = (LayerKind.LSTM if isinstance(module, nn.LSTM) else LayerKind.GRU).onnx_gates
+    weights = [reorder_gates(getattr(module, name).detach(), order) for name in ("weight_ih_l0", "weight_hh_l0")]
+    if not module.bias:
+        return weights[0][None], weights[1][None], None
+    biases = [reorder_gates(getattr(module, name).detach(), order) for name in ("bias_ih_l0", "bias_hh_l0")]
+    return weights[0][None], weights[1][None], torch.cat(biases)[None]
+
+
 class _Placing:
     def __init__(self, model: ModelProto) -> None:
         self.graph = OnnxGraph(model)
@@ -135,7 +145,7 @@ class _Placing:
     def complete(self, node: NodeProto, nodes: Sequence[NodeProto], layer: str, module: nn.Module) -> None:
         """Give a main node of a layer its weight and bias as initializers; ``nodes`` are all of the layer."""
         if isinstance(module, nn.RNNBase):
-            for index, (name, tensor) in enumerate(zip("WRB", onnx_parameters(module), strict=True), start=1):
+            for index, (name, tensor) in enumerate(zip("WRB", _recurrent_parameters(module), strict=True), start=1):
                 self._put(node, index, f"{layer}.{name}", tensor)
             self.graph.set_attribute(node, "hidden_size", module.hidden_size)
         elif node.op_type == "MatMul":

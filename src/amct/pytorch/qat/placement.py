@@ -16,7 +16,7 @@ from torch import nn
 from amct.export.binding import TensorFactors
 from amct.numerics.affine import integer_range
 from amct.pytorch.functional.layers import child_path, functional_layers
-from amct.pytorch.onnx.float_onnx import FloatOnnx
+from amct.pytorch.onnx.float_onnx import TracedOnnx
 from amct.pytorch.qat.deployment import observe_tensors
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import (
@@ -60,7 +60,7 @@ class _Place:
 def watched(preparation: TorchPreparation) -> TensorWatch | None:
     """The tensors between layers that the fast file quantizes; None if that placement is impossible."""
     onnx = preparation.default_onnx
-    return preparation.intermediate_watch(onnx) if isinstance(onnx, FloatOnnx) else None
+    return preparation.intermediate_watch(onnx) if isinstance(onnx, TracedOnnx) else None
 
 
 def _places(preparation: TorchPreparation, watch: TensorWatch) -> Iterator[_Place]:
@@ -122,7 +122,7 @@ def train_placement(
 def _share(model: nn.Module, preparation: TorchPreparation) -> None:
     """Let all readers of a layer's input read it quantized, where the file has it as integers."""
     onnx = preparation.default_onnx
-    assert isinstance(onnx, FloatOnnx)
+    assert isinstance(onnx, TracedOnnx)
     placed = preparation.placed_tensors(onnx)
     assert placed is not None
     layers = quantized_layers(model)
@@ -152,7 +152,7 @@ def _add(module: nn.Module, place: _Place, factors: TensorFactors, *, fixed_min:
 def _is_not_negative(preparation: TorchPreparation, tensor: str) -> bool:
     """Whether a ReLU makes a tensor: the exporter lets its integers begin at zero."""
     onnx, graph = preparation.default_onnx, preparation.traced.graph
-    assert isinstance(onnx, FloatOnnx)
+    assert isinstance(onnx, TracedOnnx)
     assert graph is not None
     return any(not_negative(graph, own) for own, name in onnx.tensors.items() if name == tensor)
 

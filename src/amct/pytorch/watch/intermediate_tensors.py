@@ -181,7 +181,7 @@ def find_tensors(
         traced: the model, with a program.
         fusions: the batch norm folded into each layer, whose output the layer now computes.
         wanted: ONNX names.
-        onnx_names: the ONNX name of each activation of the topology (``FloatOnnx.tensors``).
+        onnx_names: the ONNX name of each activation of the topology (``TracedOnnx.tensors``).
     """
     assert traced.graph is not None
     hooked: dict[str, tuple[str, int]] = {}

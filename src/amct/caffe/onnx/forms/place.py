@@ -1,9 +1,12 @@
-"""The interface of a form: the tensors and shapes of its layer, and methods that write nodes."""
+"""The ONNX form of a layer: how one is registered, and the place in the graph where it writes its nodes."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -12,15 +15,17 @@ from amct.caffe.engine.layer import Layer
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from amct.caffe.onnx.forms.writer import Attribute, OnnxWriter
+    from amct.export.onnx.writer import GraphWriter
+
 
 Dims: TypeAlias = tuple[int | None, ...]
 """A shape; None is a size that depends on the batch size."""
 LayerT = TypeVar("LayerT", bound=Layer, covariant=True)
+FormT = TypeVar("FormT", bound="Callable[..., None]")
 
 FLOAT, INT64, BOOL = 1, 7, 9
 """Element types, as numbered by ONNX."""
@@ -45,7 +50,7 @@ class Place(Generic[LayerT]):
     tops: list[str]
     bottom_dims: list[Dims]
     top_dims: list[Dims]
-    writer: OnnxWriter
+    writer: GraphWriter
 
     def __post_init__(self) -> None:
         self.aliases: dict[int, str] = {}
@@ -55,23 +60,23 @@ class Place(Generic[LayerT]):
         """The first bottom."""
         return self.bottoms[0]
 
-    def top(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> None:
+    def top(self, operator: str, *inputs: str, index: int = 0, **attributes: object) -> None:
         """Write a top by one node with the layer's name."""
         self.writer.node(operator, self._name(index), inputs, [self.tops[index]], **attributes)
 
-    def step(self, part: str, operator: str, *inputs: str, **attributes: Attribute) -> str:
+    def step(self, part: str, operator: str, *inputs: str, **attributes: object) -> str:
         """Add an intermediate node called ``<layer>.<part>``; returns its output."""
-        return self.writer.node(operator, f"{self.layer.name}.{part}", inputs, **attributes)
+        return self.writer.node(operator, f"{self.layer.name}.{part}", inputs, (), **attributes)
 
-    def main(self, operator: str, *inputs: str, index: int = 0, **attributes: Attribute) -> str:
+    def main(self, operator: str, *inputs: str, index: int = 0, **attributes: object) -> str:
         """Add the node with the layer's name where its output is not yet the top; returns its output."""
-        return self.writer.node(operator, self._name(index), inputs, **attributes)
+        return self.writer.node(operator, self._name(index), inputs, (), **attributes)
 
     def _name(self, index: int) -> str:
         return self.layer.name if index == 0 else f"{self.layer.name}.{index}"
 
     def node(
-        self, operator: str, part: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Attribute
+        self, operator: str, part: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: object
     ) -> None:
         """Add a node with several outputs; an empty ``part`` gives it the layer's name."""
         name = f"{self.layer.name}.{part}" if part else self.layer.name
@@ -86,14 +91,16 @@ class Place(Generic[LayerT]):
         array = np.asarray(value)
         if array.dtype.kind == "f":
             array = array.astype(np.float32)
-        return self.writer.constant(f"{self.layer.name}.{part}", array)
+        return self.writer.store(f"{self.layer.name}.{part}", array)
 
     def parameter(self, index: int, part: str, shape: Sequence[int] | None = None, *, transposed: bool = False) -> str:
-        """A parameter of the layer as a constant, reshaped or transposed on request."""
+        """A parameter of the layer as a constant, reshaped or transposed on request; layers may share one."""
         blob = self.layer.blobs[index]
         own = blob.shape[::-1] if transposed else blob.shape
         wanted = tuple(own if shape is None else shape)
-        return self.writer.parameter(blob, f"{self.layer.name}.{part}", wanted, transposed=transposed)
+        value = blob.tensor.detach().cpu().numpy().astype(np.float32, copy=False)
+        value = (value.T if transposed else value).reshape(wanted)
+        return self.writer.store(f"{self.layer.name}.{part}", value, (id(blob.values), transposed, wanted))
 
     def arithmetic(self, tensor: str, steps: Sequence[tuple[str, str, float]]) -> None:
         """Apply operators with a constant second operand in sequence, ``(part, operator, operand)``."""
@@ -152,3 +159,48 @@ def product(dims: Sequence[int | None]) -> int | None:
     """The number of values; None if it depends on the batch size."""
     known = [size for size in dims if size is not None]
     return math.prod(known) if len(known) == len(dims) else None
+
+
+# -- registration ------------------------------------------------------------------------------------------------------
+
+_COMPUTING = frozenset({"run", "forward", "function", "compute", "convolve", "step", "reduce"})
+"""Methods that define what a layer computes."""
+
+_forms: dict[type[Layer], Callable[[Any], None]] = {}
+
+
+def onnx_form(*classes: type[Layer]) -> Callable[[FormT], FormT]:
+    """Register a function as the ONNX form of layer classes and their subclasses."""
+
+    def register(form: FormT) -> FormT:
+        for layer_class in classes:
+            if layer_class in _forms:
+                raise TypeError(f"{layer_class.__name__} already has an ONNX form")
+            _forms[layer_class] = form
+        return form
+
+    return register
+
+
+@cache
+def _load_all() -> None:
+    package = importlib.import_module("amct.caffe.onnx.forms")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def form_of(layer_class: type[Layer]) -> Callable[[Place[Any]], None] | None:
+    """What writes a layer of a class as ONNX: its own ``to_onnx``, or the form of the nearest base class.
+
+    A subclass that computes something of its own does not have the form of its base.
+    """
+    own = getattr(layer_class, "to_onnx", None)
+    if own is not None:
+        return lambda place: own(place.layer, place)
+    _load_all()
+    for base in layer_class.__mro__:
+        if base in _forms:
+            return _forms[base]
+        if _COMPUTING.intersection(vars(base)):
+            return None
+    return None

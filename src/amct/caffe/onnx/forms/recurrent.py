@@ -10,8 +10,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from amct.caffe.engine.layers.recurrent import GATES, GRU, LSTM, RNN, LSTMUnit, Recurrent
-from amct.caffe.onnx.forms.place import Place, fixed
-from amct.caffe.onnx.forms.registry import onnx_form
+from amct.caffe.onnx.forms.place import Place, fixed, onnx_form
 
 
 @onnx_form(LSTM)

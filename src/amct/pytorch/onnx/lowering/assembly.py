@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from amct.errors import ExportError
+from amct.export.onnx.messages import fresh_name
 from amct.pytorch.model_copy import as_array
-from amct.pytorch.onnx.lowering.sizes import Size, expression, is_static
-from amct.pytorch.onnx.lowering.writer import ONNX_TYPES
-from amct.pytorch.onnx.names import SCOPES, check_chosen_names, fresh_name
+from amct.pytorch.onnx.io_names import check_chosen_names
+from amct.pytorch.onnx.lowering.writer import ONNX_TYPES, Size, expression, is_static
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,15 +62,19 @@ class Assembly:
         self._drop_unused(outputs)
         self._choose_names(outputs, names)
         self._labels = self._labels_of(names)
-        model = ModelProto(producer_name="amct")
-        model.opset_import.append(helper.make_opsetid("", self._writer.opset))
+        own = {value.name for value in outputs}
+        nodes = self._writer.nodes
+        between = [self._writer.declared[name] for node in nodes for name in node.output if name not in own]
+        stored = self._initializers()
+        self._name_nodes()
+        self._writer.rename(self._final)
+        inputs, declared, between = (
+            [self._declaration(each) for each in values] for values in (self._inputs, outputs, between)
+        )
+        model = self._writer.model("main_graph", inputs, declared, stored, between)
         graph = model.graph
-        graph.name = "main_graph"
-        graph.input.extend(map(self._declaration, self._inputs))
-        graph.output.extend(map(self._declaration, outputs))
         for name, axes in names.axes.items():
             _label_output(graph, name, axes, names.outputs)
-        self._fill(graph, {value.name for value in outputs})
         existing = {name for node in graph.node for name in node.output} | {value.name for value in graph.input}
         tensors = {origin: self._final.get(value.name, "") for origin, value in values.items()}
         return Lowered(model=model, tensors={origin: name for origin, name in tensors.items() if name in existing})
@@ -83,7 +87,7 @@ class Assembly:
         own: list[Value] = []
         for value, operation in outputs:
             if value.name in seen:
-                self._writer.enter(f"output_{len(own)}_copy", (), None)
+                self._writer.enter((), None)
                 value = self._writer.add("Identity", value, dtype=value.dtype, shape=value.shape)
             own.append(value)
             seen.add(value.name)
@@ -93,10 +97,10 @@ class Assembly:
     def _drop_unused(self, outputs: Sequence[Value]) -> None:
         needed = {value.name for value in outputs}
         kept = []
-        for written in reversed(self._writer.nodes):
-            if needed.intersection(written.proto.output):
-                kept.append(written)
-                needed.update(written.proto.input)
+        for node in reversed(self._writer.nodes):
+            if needed.intersection(node.output):
+                kept.append(node)
+                needed.update(node.input)
         self._writer.nodes = kept[::-1]
 
     # -- names -----------------------------------------------------------------------------------------------------
@@ -111,10 +115,10 @@ class Assembly:
         for temporary, operation in self._results.items():
             if temporary not in self._final:
                 self._final[temporary] = fresh_name(operation, taken)
-        for temporary in [name for written in self._writer.nodes for name in written.proto.output]:
+        for temporary in [name for node in self._writer.nodes for name in node.output]:
             if temporary not in self._final:
                 self._final[temporary] = fresh_name(f"val_{len(self._final)}", taken)
-        for temporary in self._writer.stored:
+        for temporary in self._writer.initializers:
             self._final[temporary] = fresh_name(f"constant_{temporary.removeprefix('%c')}", taken)
 
     def _labels_of(self, names: IoNames) -> dict[str, str]:
@@ -127,28 +131,23 @@ class Assembly:
 
     # -- the graph -------------------------------------------------------------------------------------------------
 
-    def _fill(self, graph: GraphProto, outputs: set[str]) -> None:
-        used: set[str] = set()
+    def _name_nodes(self) -> None:
+        """Name each node after its result, or number it."""
         taken: set[str] = set()
-        for written in self._writer.nodes:
-            node = written.proto
-            used.update(node.input)
-            last = self._final[node.output[0]]
-            is_result = node.output[0] in self._results
-            node.name = fresh_name(f"node_{last}" if is_result else f"node_{node.op_type}_{len(taken)}", taken)
-            for output in node.output:
-                if output not in outputs:
-                    graph.value_info.append(self._declaration(self._writer.declared[output]))
-            node.input[:] = [self._final.get(name, "") for name in node.input]
-            node.output[:] = [self._final[name] for name in node.output]
-            node.metadata_props.add(key=SCOPES, value=repr(list(written.scopes)))
-        graph.node.extend(written.proto for written in self._writer.nodes)
-        for temporary, (name, tensor, later) in self._parameters.items():
-            if temporary in used:
-                graph.initializer.append(_without_values(name, tensor) if later else _stored(name, tensor))
-        for temporary, array in self._writer.stored.items():
-            if temporary in used:
-                graph.initializer.append(numpy_helper.from_array(array, self._final[temporary]))
+        for node in self._writer.nodes:
+            result = node.output[0]
+            wanted = f"node_{self._final[result]}" if result in self._results else f"node_{node.op_type}_{len(taken)}"
+            node.name = fresh_name(wanted, taken)
+
+    def _initializers(self) -> list[TensorProto]:
+        """Parameters and constants that nodes read."""
+        used = {name for node in self._writer.nodes for name in node.input}
+        found = [
+            _without_values(name, tensor) if later else numpy_helper.from_array(as_array(tensor), name)
+            for temporary, (name, tensor, later) in self._parameters.items()
+            if temporary in used
+        ]
+        return [*found, *(tensor for name, tensor in self._writer.initializers.items() if name in used)]
 
     def _declaration(self, value: Value) -> ValueInfoProto:
         sizes = [self._size(size) for size in value.shape]
@@ -169,10 +168,6 @@ def _label_output(graph: GraphProto, name: str, axes: Mapping[int, str], outputs
         if axis >= len(dims):
             raise ExportError(f'dynamic_axes["{name}"]: axis {axis} does not exist, it has {len(dims)} axes')
         dims[axis].dim_param = label
-
-
-def _stored(name: str, tensor: Tensor) -> TensorProto:
-    return numpy_helper.from_array(as_array(tensor), name)
 
 
 def _without_values(name: str, tensor: Tensor) -> TensorProto:

@@ -205,7 +205,7 @@ class _Lowering:
         writer = self.writer
         stack = node.meta.get("nn_module_stack") or {}
         scopes = (*(path for path, _ in stack.values()), node.name)
-        writer.enter(node.name, scopes, node.meta["val"])
+        writer.enter(scopes, node.meta["val"])
         known = writer.count
         result = RULES.apply(writer, target._schema.name, arguments, defaults)
         if isinstance(result, Value):

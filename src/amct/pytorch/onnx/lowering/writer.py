@@ -1,4 +1,4 @@
-"""Writes the nodes and constants of a lowered program, and gives them their names.
+"""Writes the nodes and constants of a lowered program; rules write with it.
 
 Tensors have temporary names until the graph is complete: then those that are results of the program's operations get
 the names of these, the others are numbered.
@@ -6,24 +6,26 @@ the names of these, the others are numbered.
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from onnx import NodeProto, TensorProto
+from onnx import TensorProto
 from torch import Tensor
 
-from amct.export.onnx.messages import make_attribute
+from amct.export.onnx.messages import new_node
+from amct.export.onnx.writer import GraphWriter
 from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.lowering.registry import NotLoweredError
-from amct.pytorch.onnx.lowering.sizes import Size, Sizes, expression, is_static
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
 
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""The metadata of a node: the modules whose calls contain it, outermost first, and the operation it is made of."""
 ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT, torch.float64: TensorProto.DOUBLE, torch.float16: TensorProto.FLOAT16,
     torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32, torch.int16: TensorProto.INT16,
@@ -74,47 +76,33 @@ Result = Value | list[Value]
 Number = int | float | bool
 
 
-@dataclass(eq=False)
-class WrittenNode:
-    """A node with the scopes of the operation that it belongs to; its tensors have temporary names."""
-
-    proto: NodeProto
-    scopes: tuple[str, ...]
-    operation: str
-
-
-class Writer:
+class Writer(GraphWriter):
     """The graph so far, with the operations that most rules need."""
 
     def __init__(self, opset: int) -> None:
-        self.opset = opset
-        self.nodes: list[WrittenNode] = []
+        super().__init__(opset)
         self.declared: dict[str, Value] = {}
-        self.stored: dict[str, NDArray[Any]] = {}
         self.sizes = Sizes(self)
         self.result: Any = None
         """What torch says about the result of the operation that is being lowered: a tensor without values, or more."""
         self._scopes: tuple[str, ...] = ()
-        self._operation = ""
-        self._constants: dict[tuple[Any, ...], str] = {}
         self.count = 0
         """How many tensors nodes have made: their temporary names are % and their number."""
 
     # -- places ----------------------------------------------------------------------------------------------------
 
-    def enter(self, operation: str, scopes: tuple[str, ...], result: object) -> None:
-        """The nodes that follow belong to an operation of the program, which has this result."""
-        self._operation, self._scopes, self.result = operation, scopes, result
+    def enter(self, scopes: tuple[str, ...], result: object) -> None:
+        """The nodes that follow belong to these modules and operation of the program, which has this result."""
+        self._scopes, self.result = scopes, result
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """A context for nodes that belong to no operation, because several may read them."""
-        before = self._operation, self._scopes
-        self._operation, self._scopes = "", ()
+        before, self._scopes = self._scopes, ()
         try:
             yield
         finally:
-            self._operation, self._scopes = before
+            self._scopes = before
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -148,19 +136,18 @@ class Writer:
         **attributes: object,
     ) -> list[Value]:
         """Add a node with several outputs, given by type and shape; without a shape, that of the result."""
-        proto = NodeProto(op_type=operator)
-        proto.input.extend("" if value is None else self.name_of(value) for value in inputs)
-        while proto.input and not proto.input[-1]:
-            del proto.input[-1]
-        proto.attribute.extend(make_attribute(name, value) for name, value in attributes.items() if value is not None)
+        given = ["" if value is None else self.name_of(value) for value in inputs]
+        while given and not given[-1]:
+            given.pop()
         made = []
         for dtype, shape in outputs:
             self.count += 1
             value = Value(f"%{self.count}", dtype, tuple(self.shape if shape is None else shape))
             made.append(value)
             self.declared[value.name] = value
-            proto.output.append(value.name)
-        self.nodes.append(WrittenNode(proto, self._scopes, self._operation))
+        node = new_node(operator, given, [value.name for value in made], attributes)
+        node.metadata_props.add(key=SCOPES, value=repr(list(self._scopes)))
+        self.nodes.append(node)
         return made
 
     def name_of(self, value: Value) -> str:
@@ -169,12 +156,8 @@ class Writer:
             return value.name
         assert value.constant is not None
         array = as_array(value.constant)
-        key = (str(array.dtype), array.shape, array.tobytes())
-        if key not in self._constants:
-            name = f"%c{len(self._constants)}"
-            self._constants[key] = name
-            self.stored[name] = array.copy()  # an operation in place may change the tensor for later readers
-        return self._constants[key]
+        # The values are copied: an operation in place may change the tensor for later readers.
+        return self.store(f"%c{len(self.initializers)}", array, (str(array.dtype), array.shape, array.tobytes()))
 
     def constant(self, value: Tensor | Number | Sequence[Number], dtype: torch.dtype | None = None) -> Value:
         """A constant; a number has the type of the result unless one is given."""
@@ -284,3 +267,99 @@ def broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
 def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
     """Whether two shapes are equal, also where their sizes are dynamic."""
     return len(one) == len(other) and all(expression(a) == expression(b) for a, b in zip(one, other, strict=True))
+
+
+Size = int | torch.SymInt
+
+_OPERATORS = {
+    "Add": "Add", "Mul": "Mul", "FloorDiv": "Div", "CleanDiv": "Div", "IntTrueDiv": "Div", "Mod": "Mod",
+    "PythonMod": "Mod", "Max": "Max", "Min": "Min",
+}  # fmt: skip
+"""Classes of sympy and torch for expressions of sizes, which are not negative, so that Div rounds down."""
+
+
+def expression(size: Size) -> Any:  # noqa: ANN401  a sympy expression
+    """The expression of a dynamic size; equal sizes have equal expressions."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def is_static(size: object) -> bool:
+    """Whether a size is a number."""
+    return isinstance(size, int) and not isinstance(size, bool)
+
+
+def static(sizes: Sequence[object], what: str) -> list[int]:
+    """Sizes that must be numbers.
+
+    Raises:
+        NotLoweredError: one is dynamic.
+    """
+    if not all(map(is_static, sizes)):
+        raise NotLoweredError(f"{what} depends on a dynamic size")
+    return [int(size) for size in sizes]  # type: ignore[call-overload]
+
+
+class Sizes:
+    """Writes dynamic sizes as int64 tensors with one element, each once."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._sources: dict[Any, tuple[Value, int]] = {}
+        self._written: dict[Any, Value] = {}
+
+    def add_input(self, value: Value) -> None:
+        """Note the dynamic axes of an input of the graph."""
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                self._sources.setdefault(expression(size), (value, axis))
+
+    def tensor(self, size: Size) -> Value:
+        """A size as a tensor of shape [1].
+
+        Raises:
+            NotLoweredError: it depends on values of tensors, or on an operation without a rule.
+        """
+        return self._of(expression(size))
+
+    def shape(self, sizes: Sequence[Size]) -> Value:
+        """A shape as a tensor; -1 stands for what is left over in a reshape."""
+        if all(map(is_static, sizes)):
+            return self._writer.ints(static(sizes, "a shape"))
+        parts: list[Value] = []
+        known: list[int] = []
+        for size in sizes:
+            if is_static(size):
+                known.append(int(size))
+                continue
+            if known:
+                parts.append(self._writer.ints(known))
+                known = []
+            parts.append(self.tensor(size))
+        if known:
+            parts.append(self._writer.ints(known))
+        if len(parts) == 1:
+            return parts[0]
+        return self._writer.add("Concat", *parts, axis=0, dtype=torch.int64, shape=(len(sizes),))
+
+    def _of(self, wanted: Any) -> Value:  # noqa: ANN401  a sympy expression or a number
+        if isinstance(wanted, int) or wanted.is_Integer:
+            return self._writer.ints([int(wanted)])
+        if wanted not in self._written:
+            with self._writer.shared():
+                self._written[wanted] = self._compute(wanted)
+        return self._written[wanted]
+
+    def _compute(self, wanted: Any) -> Value:  # noqa: ANN401  a sympy expression
+        writer = self._writer
+        if wanted in self._sources:
+            value, axis = self._sources[wanted]
+            return writer.add("Shape", value, start=axis, end=axis + 1, dtype=torch.int64, shape=(1,))
+        kind = type(wanted).__name__
+        if kind in ("Pow", "PowByNatural") and wanted.args[1].is_Integer and wanted.args[1] > 0:
+            return functools.reduce(writer.mul, [self._of(wanted.args[0])] * int(wanted.args[1]))
+        if kind not in _OPERATORS:
+            raise NotLoweredError(f"a size that is computed as {wanted}")
+        parts = [self._of(part) for part in wanted.args]
+        return functools.reduce(
+            lambda one, other: writer.add(_OPERATORS[kind], one, other, dtype=torch.int64, shape=(1,)), parts
+        )

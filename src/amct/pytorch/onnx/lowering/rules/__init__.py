@@ -1,39 +1,6 @@
-"""The lowering rules by family; importing them fills the table."""
+"""The lowering rules, one family per file; importing this package fills the table."""
 
 from amct.pytorch.onnx.lowering.registry import RULES
-from amct.pytorch.onnx.lowering.rules import (
-    activations,
-    attention,
-    convolution,
-    creation,
-    elementwise,
-    indexing,
-    joining,
-    normalization,
-    padding,
-    pooling,
-    products,
-    recurrent,
-    reductions,
-    resampling,
-    shaping,
-)
+from amct.pytorch.onnx.lowering.rules import elementwise, indexing, normalization, products, shaping, windows
 
-__all__ = [
-    "RULES",
-    "activations",
-    "attention",
-    "convolution",
-    "creation",
-    "elementwise",
-    "indexing",
-    "joining",
-    "normalization",
-    "padding",
-    "pooling",
-    "products",
-    "recurrent",
-    "reductions",
-    "resampling",
-    "shaping",
-]
+__all__ = ["RULES", "elementwise", "indexing", "normalization", "products", "shaping", "windows"]

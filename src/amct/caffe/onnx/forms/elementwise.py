@@ -1,11 +1,14 @@
-"""Element-wise functions, and CReLU."""
+"""Element-wise functions, matrix products, comparisons and reductions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from amct.caffe.engine.layers import activations
-from amct.caffe.onnx.forms.registry import onnx_form
+import numpy as np
+
+from amct.caffe.engine.layers import activations, tensor_math
+from amct.caffe.engine.layers.tensor_math import ASUM, MEAN, SUMSQ, ArgMax, Reduction
+from amct.caffe.onnx.forms.place import FLOAT, fixed, onnx_form, product
 
 if TYPE_CHECKING:
     from amct.caffe.onnx.forms.place import Place
@@ -175,3 +178,132 @@ def crelu(place: Place[activations.CReLU]) -> None:
         place.top("LeakyRelu", both, alpha=float(options.negative_slope))
     else:
         place.top("Relu", both)
+
+
+_REDUCTIONS = {
+    tensor_math.ReduceSum: "ReduceSum",
+    tensor_math.ReduceMean: "ReduceMean",
+    tensor_math.ReduceMax: "ReduceMax",
+    tensor_math.ReduceMin: "ReduceMin",
+    tensor_math.ReduceProd: "ReduceProd",
+}
+
+
+@onnx_form(tensor_math.MatMul)
+def matmul(place: Place[tensor_math.MatMul]) -> None:
+    """MatMul, after a Transpose of transposed operands."""
+    options = place.layer.parameter.matmul_param
+    operands = []
+    for name, bottom, dims, is_transposed in (
+        ("left", place.bottoms[0], place.bottom_dims[0], options.transpose_a),
+        ("right", place.bottoms[1], place.bottom_dims[1], options.transpose_b),
+    ):
+        *lead, rows, columns = range(len(dims))
+        operands.append(place.step(name, "Transpose", bottom, perm=[*lead, columns, rows]) if is_transposed else bottom)
+    place.top("MatMul", *operands)
+
+
+@onnx_form(tensor_math.Mvm)
+def mvm(place: Place[tensor_math.Mvm]) -> None:
+    """MatMul with a matrix of one column."""
+    last = place.value("last", [-1])
+    column = place.step("column", "Unsqueeze", place.bottoms[1], last)
+    place.top("Squeeze", place.step("product", "MatMul", place.bottom, column), last)
+
+
+@onnx_form(tensor_math.Gemm)
+def gemm(place: Place[tensor_math.Gemm]) -> None:
+    """Gemm."""
+    options = place.layer.parameter.gemm_param
+    attributes: dict[str, Any] = {
+        "alpha": float(options.alpha),
+        "transA": int(options.trans_a),
+        "transB": int(options.trans_b),
+    }
+    if len(place.bottoms) > tensor_math.MATRIX_AXES:
+        attributes["beta"] = float(options.beta)
+    place.top("Gemm", *place.bottoms, **attributes)
+
+
+@onnx_form(tensor_math.Equal, tensor_math.Greater)
+def comparison(place: Place[Any]) -> None:
+    """Equal or Greater, cast to float."""
+    operator = "Equal" if isinstance(place.layer, tensor_math.Equal) else "Greater"
+    place.top("Cast", place.step("holds", operator, *place.bottoms), to=FLOAT)
+
+
+@onnx_form(tensor_math.Axpy)
+def axpy(place: Place[tensor_math.Axpy]) -> None:
+    """Mul and Add."""
+    factor, x, y = place.bottoms
+    dims = place.bottom_dims[1]
+    factor = place.reshaped(factor, (*dims[:2], *(1,) * (len(dims) - 2)), "factor")
+    place.top("Add", place.step("product", "Mul", factor, x), y)
+
+
+@onnx_form(*_REDUCTIONS)
+def reduce(place: Place[Any]) -> None:
+    """The ONNX reduction of the same name."""
+    layer = place.layer
+    if layer.axes:
+        place.alias(place.reduced("reduced", _REDUCTIONS[type(layer)], place.bottom, layer.axes, keep=layer.keep))
+    else:
+        place.alias(place.bottom)
+
+
+@onnx_form(tensor_math.ArgMin)
+def arg_min(place: Place[tensor_math.ArgMin]) -> None:
+    """ArgMin, cast to float."""
+    options = place.layer.parameter.argmin_param
+    attributes = {
+        "axis": int(options.axis),
+        "keepdims": int(options.keepdims),
+        "select_last_index": int(options.select_last_index),
+    }
+    place.top("Cast", place.step("place", "ArgMin", place.bottom, **attributes), to=FLOAT)
+
+
+_REDUCTION_OPERATORS = {ASUM: "ReduceL1", SUMSQ: "ReduceSumSquare", MEAN: "ReduceMean"}
+
+
+@onnx_form(Reduction)
+def reduction(place: Place[Reduction]) -> None:
+    """The reduction over all axes from ``axis`` on, times coeff."""
+    options, axes = place.layer.parameter.reduction_param, range(place.layer.axis, len(place.bottom_dims[0]))
+    operator = _REDUCTION_OPERATORS.get(options.operation, "ReduceSum")
+    result = place.reduced("reduced", operator, place.bottom, list(axes), keep=False)
+    if options.coeff == 1:
+        place.alias(result)
+    else:
+        place.top("Mul", result, place.value("coeff", float(options.coeff)))
+
+
+@onnx_form(ArgMax)
+def arg_max(place: Place[ArgMax]) -> None:
+    """TopK of the reversed values, because on a tie TopK returns the first index and Caffe the last."""
+    layer, options = place.layer, place.layer.options
+    values, axis = place.bottom, layer.axis
+    if axis is None:
+        values, axis = place.step("rows", "Flatten", values, axis=1), 1
+        length = product(place.bottom_dims[0][1:])
+    else:
+        length = place.bottom_dims[0][axis]
+    (length,) = fixed([length])
+    edges = [
+        place.value(name, [edge])
+        for name, edge in (("from", -1), ("to", np.iinfo(np.int64).min), ("axis", axis), ("step", -1))
+    ]
+    turned = place.step("turned", "Slice", values, *edges)
+    found, order = (place.writer.tensor(f"{layer.name}.{part}") for part in ("values", "order"))
+    place.node("TopK", "top_k", [turned, place.value("count", [int(options.top_k)])], [found, order], axis=axis)
+    if layer.axis is not None and options.out_max_val:
+        place.alias(found)
+        return
+    places = place.step("places", "Sub", place.value("last", np.int64(length - 1)), order)
+    if layer.axis is not None:
+        place.top("Cast", places, to=FLOAT)
+        return
+    result = place.step("numbers", "Cast", places, to=FLOAT)
+    if options.out_max_val:
+        result = place.step("both", "Concat", result, found, axis=1)
+    place.top_reshaped(result)

@@ -1,0 +1,369 @@
+"""Rules of convolutions, poolings, paddings and resizings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amct.pytorch.onnx.lowering.registry import NotLoweredError, rule
+from amct.pytorch.onnx.lowering.rules.products import transposed
+from amct.pytorch.onnx.lowering.writer import Size, is_static, static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from amct.pytorch.onnx.lowering.writer import Number, Value, Writer
+
+
+def spread(value: int | Sequence[int], rank: int) -> list[int]:
+    """A setting for each spatial axis; torch stores one number for all of them."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * rank if len(values) == 1 else values
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(
+    to: Writer,
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Value:
+    """A convolution; padding "same" may differ between both ends by one."""
+    rank = weight.rank - 2
+    kernel = static(weight.shape[2:], "the kernel of a convolution")
+    dilations = spread(dilation, rank)
+    if isinstance(padding, str):
+        totals = [step * (size - 1) if padding == "same" else 0 for step, size in zip(dilations, kernel, strict=True)]
+        pads = [*(total // 2 for total in totals), *(total - total // 2 for total in totals)]
+    else:
+        pads = spread(padding, rank) * 2
+    return _convolved(
+        to, "Conv", x, weight, bias,
+        dilations=dilations, group=groups, kernel_shape=kernel, pads=pads, strides=spread(stride, rank),
+    )  # fmt: skip
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(
+    to: Writer,
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Value:
+    """A transposed convolution."""
+    rank = weight.rank - 2
+    extra = spread(output_padding, rank)
+    return _convolved(
+        to, "ConvTranspose", x, weight, bias,
+        dilations=spread(dilation, rank), group=groups, pads=spread(padding, rank) * 2, strides=spread(stride, rank),
+        kernel_shape=static(weight.shape[2:], "the kernel of a convolution"),
+        output_padding=extra if any(extra) else None,
+    )  # fmt: skip
+
+
+@rule("convolution")
+def any_convolution(
+    to: Writer,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Value:
+    """The operator behind all convolutions."""
+    if transposed:
+        return transposed_convolution(to, x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return convolution(to, x, weight, bias, stride, padding, dilation, groups)
+
+
+def _convolved(to: Writer, operator: str, x: Value, weight: Value, bias: Value | None, **settings: Any) -> Value:
+    if x.dtype is not weight.dtype:
+        raise NotLoweredError(f"a convolution of {x.dtype} with {weight.dtype}")
+    if x.rank == weight.rank:
+        return to.add(operator, x, weight, bias, **settings)
+    found = to.add(operator, to.unsqueeze(x, [0]), weight, bias, shape=[1, *to.shape], **settings)
+    return to.squeeze(found, [0])
+
+
+_RANKS = {f"{kind}_pool{rank}d": rank for kind in ("max", "avg") for rank in (1, 2, 3)}
+
+
+def _with_batch(to: Writer, x: Value, rank: int) -> Value:
+    """The tensor with a batch axis, which torch lets users leave out."""
+    return x if x.rank == rank + 2 else to.unsqueeze(x, [0])
+
+
+def _finished(to: Writer, x: Value) -> Value:
+    return x if x.rank == len(to.shape) else to.squeeze(x, [0])
+
+
+def _beyond(x: Value, shape: Sequence[Size], kernel: list[int], stride: list[int], before: list[int]) -> list[int]:
+    """How many positions the last window needs behind the end of each axis, where torch rounds sizes up."""
+    sizes = static(x.shape[-len(kernel) :], "a pooling that rounds sizes up")
+    results = static(shape[-len(kernel) :], "a pooling that rounds sizes up")
+    return [
+        max((result - 1) * step + window - size - pad, pad)
+        for size, result, window, step, pad in zip(sizes, results, kernel, stride, before, strict=True)
+    ]
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
+def max_pool(
+    to: Writer,
+    x: Value,
+    kernel_size: int | Sequence[int],
+    operator: str,
+    stride: int | Sequence[int] = (),
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> Value:
+    """The maximum of each window."""
+    rank = _RANKS[operator]
+    kernel, before, dilations = (spread(each, rank) for each in (kernel_size, padding, dilation))
+    strides = spread(stride, rank) or kernel
+    after = before
+    if ceil_mode:
+        windows = [step * (size - 1) + 1 for size, step in zip(kernel, dilations, strict=True)]
+        after = _beyond(x, to.shape, windows, strides, before)
+        if any(pad >= size for pad, size in zip(after, kernel, strict=True)):
+            raise NotLoweredError("a pooling whose last window is mostly outside")
+    given = _with_batch(to, x, rank)
+    shape = [*given.shape[:2], *to.shape[-rank:]]
+    settings: dict[str, Any] = {
+        "dilations": dilations,
+        "kernel_shape": kernel,
+        "pads": [*before, *after],
+        "strides": strides,
+    }
+    return _finished(to, to.add("MaxPool", given, shape=shape, **settings))
+
+
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices")
+def max_pool_with_places(
+    to: Writer,
+    x: Value,
+    kernel_size: Sequence[int],
+    operator: str,
+    stride: Sequence[int] = (),
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+) -> list[Value]:
+    """The maximum of each window; its place has no rule."""
+    to.result = to.result[0]
+    return [max_pool(to, x, kernel_size, operator.removesuffix("_with_indices"), stride, padding, dilation, ceil_mode)]
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def average_pool(
+    to: Writer,
+    x: Value,
+    kernel_size: int | Sequence[int],
+    operator: str,
+    stride: int | Sequence[int] = (),
+    padding: int | Sequence[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Value:
+    """The mean of each window, over the zeros of the padding too unless these are not to count.
+
+    torch never counts what is beyond the padding because sizes are rounded up: there the zeros are an operator of their
+    own, so that the pooling counts none.
+    """
+    rank = _RANKS[operator]
+    kernel, before = spread(kernel_size, rank), spread(padding, rank)
+    strides = spread(stride, rank) or kernel
+    after = _beyond(x, to.shape, kernel, strides, before) if ceil_mode else before
+    counted = count_include_pad and any(before)
+    given = _with_batch(to, x, rank)
+    shape = [*given.shape[:2], *to.shape[-rank:]]
+    if counted and after != before:
+        amounts = to.ints([0, 0, *before, 0, 0, *before])
+        padded = [*given.shape[:2], *(size + 2 * pad for size, pad in zip(given.shape[2:], before, strict=True))]
+        given = to.add("Pad", given, amounts, shape=padded)
+        before, after, counted = [0] * rank, [b - a for a, b in zip(before, after, strict=True)], False
+    settings: dict[str, Any] = {"kernel_shape": kernel, "pads": [*before, *after], "strides": strides}
+    found = to.add("AveragePool", given, shape=shape, count_include_pad=int(counted), **settings)
+    return _finished(to, found)
+
+
+# -- adaptive ----------------------------------------------------------------------------------------------------------
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def adaptive_average_pool(to: Writer, x: Value, output_size: Sequence[int]) -> Value:
+    """The mean of everything, of equal windows, or of windows of different sizes (a product with their weights)."""
+    rank = len(spread(output_size, 1))
+    axes = list(range(x.rank - rank, x.rank))
+    results = static(to.shape[-rank:], "an adaptive pooling")
+    if all(size == 1 for size in results):
+        return to.reduce("ReduceMean", x, axes)
+    sizes = static(x.shape[-rank:], "an adaptive pooling")
+    if sizes == results:
+        return x
+    if all(size % result == 0 for size, result in zip(sizes, results, strict=True)):
+        kernel = [size // result for size, result in zip(sizes, results, strict=True)]
+        given = _with_batch(to, x, rank)
+        shape = [*given.shape[:2], *results]
+        return _finished(to, to.add("AveragePool", given, shape=shape, kernel_shape=kernel, strides=kernel))
+    if rank > 2:
+        raise NotLoweredError("an adaptive pooling of three axes to windows of different sizes")
+    last = to.constant(_window_means(sizes[-1], results[-1]).to(x.dtype))
+    found = to.add("MatMul", x, last, shape=[*x.shape[:-1], results[-1]])
+    if rank == 1:
+        return found
+    rows = to.constant(_window_means(sizes[0], results[0]).to(x.dtype))
+    return to.add("MatMul", transposed(to, rows), found)
+
+
+def _window_means(size: int, result: int) -> torch.Tensor:
+    """The matrix [size, result] whose columns take the mean of torch's windows."""
+    weights = torch.zeros(size, result, dtype=torch.float64)
+    for place in range(result):
+        start, end = place * size // result, -(-(place + 1) * size // result)
+        weights[start:end, place] = 1 / (end - start)
+    return weights
+
+
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(to: Writer, x: Value, output_size: Sequence[int]) -> list[Value]:
+    """The maximum of everything or of equal windows; its place has no rule."""
+    to.result = to.result[0]
+    rank = len(spread(output_size, 1))
+    results = static(to.shape[-rank:], "an adaptive pooling")
+    sizes = x.shape[-rank:]
+    if all(size == 1 for size in results):
+        return [to.reduce("ReduceMax", x, list(range(x.rank - rank, x.rank)))]
+    known = static(sizes, "an adaptive pooling")
+    if any(size % result for size, result in zip(known, results, strict=True)):
+        raise NotLoweredError("an adaptive maximum over windows of different sizes")
+    kernel = [size // result for size, result in zip(known, results, strict=True)]
+    given = _with_batch(to, x, rank)
+    shape = [*given.shape[:2], *results]
+    return [_finished(to, to.add("MaxPool", given, shape=shape, kernel_shape=kernel, strides=kernel))]
+
+
+_MODES = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+@rule("pad")
+def padded(to: Writer, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
+    """Positions added at both ends of the last axes; torch lists the last axis first."""
+    amounts = static(pad, "padding")
+    if not any(amounts):
+        return x
+    places = len(amounts) // 2
+    front = [0] * (x.rank - places)
+    pads = [*front, *amounts[::2][::-1], *front, *amounts[1::2][::-1]]
+    if mode != "constant" and min(pads) < 0:
+        raise NotLoweredError(f"padding of {pads} in the mode {mode}")
+    filling = to.constant(value or 0, x.dtype) if mode == "constant" else None
+    return to.add("Pad", x, to.ints(pads), filling, mode=_MODES[mode])
+
+
+@rule("constant_pad_nd")
+def padded_with_a_value(to: Writer, x: Value, pad: Sequence[int], value: Number = 0) -> Value:
+    """One value at both ends."""
+    return padded(to, x, pad, "constant", value)
+
+
+@rule("reflection_pad1d", "reflection_pad2d", "reflection_pad3d")
+def reflected(to: Writer, x: Value, padding: Sequence[int]) -> Value:
+    """The values next to the ends, mirrored."""
+    return padded(to, x, padding, "reflect")
+
+
+@rule("replication_pad1d", "replication_pad2d", "replication_pad3d")
+def replicated(to: Writer, x: Value, padding: Sequence[int]) -> Value:
+    """The values at the ends."""
+    return padded(to, x, padding, "replicate")
+
+
+def _resized(to: Writer, x: Value, factors: Sequence[float | None] | None, **settings: Any) -> Value:
+    """Resize to the sizes of the result; by given factors if these are not just what the sizes say."""
+    rank = x.rank - 2
+    given = [None] * rank if factors is None else list(factors)
+    exact = all(
+        factor is None or (is_static(size) and is_static(result) and size * factor == result)
+        for factor, size, result in zip(given, x.shape[2:], to.shape[2:], strict=True)
+    )
+    if exact:
+        return to.add("Resize", x, None, None, to.sizes.shape(to.shape), **settings)
+    if any(factor is None for factor in given):
+        raise NotLoweredError("a resizing with a factor for some axes only")
+    scales = torch.tensor([1.0, 1.0, *given], dtype=torch.float32)
+    return to.add("Resize", x, None, to.constant(scales), **settings)
+
+
+def _factors(x: Value, scale_factors: Sequence[float] | None, single: Sequence[float | None]) -> Sequence[float] | None:
+    """The factor of each axis behind the channels, given as a list or one by one; None: the sizes decide.
+
+    Raises:
+        NotLoweredError: Some axes have no factor.
+    """
+    factors = scale_factors or [each for each in single if each is not None]
+    if factors and len(factors) != x.rank - 2:
+        raise NotLoweredError("a resizing with a factor for some axes only")
+    return factors or None
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+      "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")  # fmt: skip
+def nearest(
+    to: Writer,
+    x: Value,
+    operator: str,
+    output_size: Sequence[Size] | None = None,
+    scale_factors: Sequence[float] | None = None,
+    scales: float | None = None,
+    scales_d: float | None = None,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Value:
+    """The nearest value: rounded down from the upper left corner, or from the middle of a position."""
+    del output_size
+    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
+    modes = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    if "exact" in operator:
+        modes = {"coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
+    return _resized(to, x, factors, mode="nearest", **modes)
+
+
+@rule("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
+def interpolated(
+    to: Writer,
+    x: Value,
+    operator: str,
+    align_corners: bool,
+    output_size: Sequence[Size] | None = None,
+    scale_factors: Sequence[float] | None = None,
+    scales: float | None = None,
+    scales_d: float | None = None,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Value:
+    """Interpolation, linear or by cubic polynomials with torch's coefficient."""
+    del output_size
+    factors = _factors(x, scale_factors, (scales, scales_d, scales_h, scales_w))
+    mode = "align_corners" if align_corners else "half_pixel"
+    if align_corners:
+        factors = None  # the corners are given by the sizes
+    settings: dict[str, object] = {"coordinate_transformation_mode": mode}
+    if "cubic" in operator:
+        return _resized(to, x, factors, mode="cubic", cubic_coeff_a=-0.75, **settings)
+    return _resized(to, x, factors, mode="linear", **settings)
