@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     )
     from amct.caffe.ptq.convert import convert_model
     from amct.caffe.ptq.save import save_model
-    from amct.caffe.pycaffe.install import install_as_caffe
+    from amct.caffe.pycaffe.runtime import install_as_caffe
     from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model
     from amct.caffe.qat.save import save_quant_retrain_model
     from amct.caffe.uninplace import uninplace_model
@@ -51,7 +51,7 @@ __getattr__, __dir__ = lazy_names(
         "create_quant_retrain_config": "amct.caffe.qat.amct_api",
         "create_quant_retrain_model": "amct.caffe.qat.amct_api",
         "init": "amct.caffe.amct_api",
-        "install_as_caffe": "amct.caffe.pycaffe.install",
+        "install_as_caffe": "amct.caffe.pycaffe.runtime",
         "save_model": "amct.caffe.ptq.save",
         "save_quant_retrain_model": "amct.caffe.qat.save",
         "set_cpu_mode": "amct.caffe.amct_api",

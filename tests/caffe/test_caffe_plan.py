@@ -290,16 +290,16 @@ def test_only_parameters_shapes_and_device_bind_a_step_again(write):
     data = np.random.RandomState(1).randn(2, 8, 40, 40)
     net.forward(data=data)
     (plan,) = net._plans.values()
-    bound = [step.bound for step in plan.steps]
-    assert [step.node.layer.name for step in plan.steps if step.bound is None] == ["in"]
+    bound = [step.call for step in plan.steps]
+    assert [step.node.layer.name for step in plan.steps if step.call is None] == ["in"]
     net.forward(data=2 * data)
-    assert [step.bound for step in plan.steps] == bound
+    assert [step.call for step in plan.steps] == bound
     net.params["a"][0].data[...] *= 2
     net.forward()
-    assert [step.bound is old for step, old in zip(plan.steps, bound, strict=True)].count(False) == 1
+    assert [step.call is old for step, old in zip(plan.steps, bound, strict=True)].count(False) == 1
     net.blobs["data"].reshape(1, 8, 40, 40)
     net.forward()
-    assert not any(step.bound is old for step, old in zip(plan.steps[1:], bound[1:], strict=True))
+    assert not any(step.call is old for step, old in zip(plan.steps[1:], bound[1:], strict=True))
 
 
 def lean_pair(write, **options):
@@ -317,9 +317,9 @@ def test_a_bound_pass_gives_the_same_as_its_steps(write):
     for seed in (1, 2):
         data = np.random.RandomState(seed).randn(2, 8, 40, 40)
         (plan,) = lean._plans.values()
-        bound = plan.bound
+        bound = plan.repeat
         np.testing.assert_allclose(lean.forward(data=data)["h"], reference.forward(data=data)["h"], **TOLERANCE)
-        assert plan.bound is bound is not None
+        assert plan.repeat is bound is not None
     with pytest.raises(ArgumentError, match="freed after its last use"):
         _ = lean.blobs["a"].data
 
@@ -365,7 +365,7 @@ def test_a_bound_pass_that_fails_names_the_layer(write, monkeypatch):
 
     monkeypatch.setattr(layer, "forward", broken)
     (plan,) = lean._plans.values()
-    assert plan.bound is not None
+    assert plan.repeat is not None
     with pytest.raises(ModelError, match=r'layer "d" \(Power\): cannot run on its bottoms .*no memory for this'):
         lean.forward()
 

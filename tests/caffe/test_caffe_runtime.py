@@ -10,7 +10,7 @@ import torch
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe.onnx.session_pass import SessionPass
-from amct.caffe.pycaffe import runtime_choice
+from amct.caffe.pycaffe import net as pycaffe_net
 from amct.errors import ArgumentError
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
@@ -40,7 +40,7 @@ layer { name: "pool" type: "Convolution" bottom: "data" top: "pool" convolution_
 
 
 def runs_in_session(net):
-    return any(isinstance(plan.bound, SessionPass) for plan in net._plans.values())
+    return any(isinstance(plan.repeat, SessionPass) for plan in net._plans.values())
 
 
 def randomized(path, **options):
@@ -57,7 +57,7 @@ def pair(write, **options):
     path = write(NET)
     fast = randomized(path, runtime="onnxruntime", **{"keep_blobs": False, **options})
     fast.forward(data=np.ones((2, 3, 20, 20)))
-    assert all(isinstance(plan.bound, SessionPass) for plan in fast._plans.values())
+    assert all(isinstance(plan.repeat, SessionPass) for plan in fast._plans.values())
     return fast, randomized(path)
 
 
@@ -75,10 +75,10 @@ def check_equal(fast, net, data, **options):
 def test_results_are_those_of_the_engine(write):
     fast, net = pair(write)
     (plan,) = fast._plans.values()
-    session = plan.bound
+    session = plan.repeat
     for seed in (1, 2, 3):
         check_equal(fast, net, images(seed))
-    assert plan.bound is session
+    assert plan.repeat is session
     with pytest.raises(ArgumentError, match="freed after its last use"):
         _ = fast.blobs["sum"].data
 
@@ -198,7 +198,7 @@ PARAMETERS = 8 * 27 + 8 + 8 + 8 + 8 * 8 + 8
 def test_only_nets_of_small_convolutions_and_few_parameters_run_there_unasked(
     write, monkeypatch, limit, value, is_small
 ):
-    monkeypatch.setattr(runtime_choice, limit, value)
+    monkeypatch.setattr(pycaffe_net, limit, value)
     path = write(NET)
     fast, net = randomized(path, keep_blobs=False), randomized(path)
     check_equal(fast, net, images())
@@ -216,7 +216,7 @@ layer { name: "up" type: "Deconvolution" bottom: "data" top: "up"
 def test_the_products_of_a_deconvolution_are_those_of_its_bottom(write, monkeypatch):
     path, data = write(DECONVOLUTION), np.ones((1, 4, 5, 5))
     for limit, is_small in ((4 * 5 * 5 * 1 * 2 * 2, True), (4 * 5 * 5 * 1 * 2 * 2 - 1, False)):
-        monkeypatch.setattr(runtime_choice, "SMALL_CONVOLUTION", limit)
+        monkeypatch.setattr(pycaffe_net, "SMALL_CONVOLUTION", limit)
         net = randomized(path, keep_blobs=False)
         net.forward(data=data)
         assert runs_in_session(net) == is_small
@@ -239,12 +239,12 @@ def test_a_net_that_changes_all_the_time_stays_in_the_engine_in_the_end(write):
     path = write(NET)
     fast, net = randomized(path, keep_blobs=False), randomized(path)
     in_session = []
-    for count in range(1, runtime_choice.MOST_SESSIONS + 3):
+    for count in range(1, pycaffe_net.MOST_SESSIONS + 3):
         for each in (fast, net):
             each.blobs["data"].reshape(count, 3, 20, 20)
         check_equal(fast, net, images(count, count))
         in_session.append(runs_in_session(fast))
-    assert in_session == [True] * runtime_choice.MOST_SESSIONS + [False] * 2
+    assert in_session == [True] * pycaffe_net.MOST_SESSIONS + [False] * 2
 
 
 def test_a_net_without_an_onnx_form_stays_in_the_engine_silently(write, caplog, monkeypatch):

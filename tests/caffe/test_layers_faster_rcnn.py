@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from amct.caffe import pycaffe as caffe
-from amct.caffe.pycaffe.install import install_as_caffe
+from amct.caffe.pycaffe.runtime import install_as_caffe
 from amct.errors import ModelError
 
 pytestmark = [pytest.mark.assets, pytest.mark.usefixtures("python_layers")]

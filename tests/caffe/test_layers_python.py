@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from amct.caffe import pycaffe as caffe
-from amct.caffe.pycaffe.install import install_as_caffe
+from amct.caffe.pycaffe.runtime import install_as_caffe
 from amct.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("layers")

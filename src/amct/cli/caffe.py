@@ -170,7 +170,7 @@ def run(
     import runpy
 
     from amct.caffe.engine.layers.python_layer import allow_python_layers
-    from amct.caffe.pycaffe.install import install_as_caffe
+    from amct.caffe.pycaffe.runtime import install_as_caffe
 
     if not script.is_file():
         raise FileError(f"{script}: there is no such script")

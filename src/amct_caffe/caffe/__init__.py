@@ -5,7 +5,7 @@ from __future__ import annotations
 from amct.caffe.pycaffe import *  # noqa: F403 - everything pycaffe has
 from amct.caffe.pycaffe import __all__ as _names
 from amct.caffe.pycaffe import __version__
-from amct.caffe.pycaffe.install import alias_modules
+from amct.caffe.pycaffe.runtime import alias_modules
 
 alias_modules(__name__)
 

@@ -15,7 +15,7 @@ from amct.caffe.engine.graph import GraphBuilder, filter_net, insert_splits
 from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.limits import NetMemory, check_net_memory, size_check
 from amct.caffe.engine.messages import located_in, read_message
-from amct.caffe.engine.plan import BoundStep, Plan, Step, bind_plan, build_plan, parameters_of
+from amct.caffe.engine.plan import Plan, Step, build_plan
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.errors import AmctError, ArgumentError, ModelError, did_you_mean
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from amct.caffe.engine.graph import Graph, LearnableParameter, Node
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.plan import BoundPass
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +149,7 @@ class Net:
         watched = self._callbacks["before_forward"] or self._callbacks["after_forward"]
         kept = frozenset() if self._kept is None else frozenset(self._index_of(name) for name in keep)
         plan = self._plan(start, last, kept, literal=bool(watched))
-        if plan.bound is not None and _run_bound(plan):
+        if plan.repeat is not None and _repeated(plan):
             return 0.0
         if self._kept is not None or not watched:  # a callback may read blobs not written yet
             self._free(plan.stale)
@@ -166,7 +165,7 @@ class Net:
                 for callback in after:
                     callback(step.node.index)
         if not watched:
-            plan.bound = self._bind(plan, is_whole=start == 0 and last == len(self.graph.nodes) - 1)
+            self._bind(plan, is_whole=start == 0 and last == len(self.graph.nodes) - 1)
         return loss
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
@@ -269,24 +268,21 @@ class Net:
             plan = self._plans[key] = build_plan(self.graph, start, end, literal=literal, kept=kept)
         return plan
 
-    def _bind(self, plan: Plan, *, is_whole: bool) -> BoundPass | None:
-        """The plan that was just run, as a pass that can be repeated; ``is_whole`` if it has all layers of the net."""
+    def _bind(self, plan: Plan, *, is_whole: bool) -> None:
+        """Find a way to repeat the pass that was just run; ``is_whole`` if the plan has all layers of the net."""
         del is_whole
-        return bind_plan(plan)
+        plan.bind()
 
     def _blobs(self, indices: list[int]) -> list[Blob]:
         return [self.graph.blobs[index] for index in indices]
 
     def _run_step(self, step: Step, memory: NetMemory) -> None:
-        layer, bound = step.node.layer, step.bound
-        if bound is None or memory.is_counting or not bound.is_current():
+        layer = step.node.layer
+        if step.call is None or memory.is_counting or not step.unchanged:
             self._reshape_step(step, memory)
-            bound = step.bound = None
+            step.call = None
         try:
-            if bound is None:
-                self._compute(step)
-            else:
-                bound.run()
+            self._compute(step)
         except (RuntimeError, MemoryError, ArithmeticError) as error:  # sizes that do not fit, no memory, empty blobs
             if isinstance(error, AmctError) or layer.type == "Python":  # errors of the user's own code stay as they are
                 raise
@@ -299,28 +295,27 @@ class Net:
         shapes = [blob.shape for blob in step.bottoms]
         is_new = shapes != step.shapes
         if is_new:
-            for each in [step.node] if step.chain is None else step.chain.nodes:
-                self._reshape_node(each)
+            for node in step.nodes:
+                self._reshape_node(node)
         if is_new or memory.is_counting:
             memory.count_until(step)
         step.shapes = shapes
 
     def _compute(self, step: Step) -> None:
         node, layer = step.node, step.node.layer
-        if step.chain is None and node.needs_backward and layer.uses_autograd:
+        if step.call is not None or step.chain is not None:
+            step.run()
+        elif node.needs_backward and layer.uses_autograd:
             record = record_forward(node, step.bottoms)
             self._records[node.index] = record
             for blob, value in zip(step.tops, record.tops, strict=True):
                 blob.set_tensor(value.detach())
-        elif step.chain is None and not layer.replaces_tops:
+        elif layer.replaces_tops:
+            step.run()
+        else:
             layer.run(step.bottoms, step.tops)
             for blob in step.release:
                 blob.values.release()
-        else:
-            bound = BoundStep(step)
-            bound.run()
-            if not any(blob.values.is_exposed for blob in parameters_of(step)):
-                step.bound = bound
 
     def _reshape_node(self, node: Node) -> None:
         layer = node.layer
@@ -369,17 +364,17 @@ def build_graph(
     return GraphBuilder(insert_splits(filter_net(net)), allow_python=allow_python).build()
 
 
-def _run_bound(plan: Plan) -> bool:
+def _repeated(plan: Plan) -> bool:
     """Run the whole plan at once, if nothing has changed; else its steps have to be run one by one."""
-    assert plan.bound is not None
+    assert plan.repeat is not None
     try:
-        if plan.bound.is_current():
+        if plan.unchanged:
             with torch.no_grad():
-                plan.bound.run()
+                plan.repeat()
             return True
     except (RuntimeError, MemoryError, ArithmeticError) as error:  # running the steps names the layer
-        logger.debug("a bound plan failed: %s", error)
-    plan.bound = None
+        logger.debug("a pass could not be repeated: %s", error)
+    plan.repeat = None
     return False
 
 

@@ -19,44 +19,38 @@ from amct.export.onnx.messages import first_line
 from amct.export.onnx.runtime import as_tensor, open_session, quiet_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import onnx
-    import onnxruntime
 
     from amct.caffe.engine.blob import Blob
     from amct.caffe.engine.net import Net
-    from amct.caffe.engine.plan import BoundPlan
+    from amct.caffe.engine.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 
-def session_pass(
-    net: Net, bound: BoundPlan, bind: Callable[[], BoundPlan | None], *, is_demanded: bool
-) -> SessionPass | None:
-    """The whole net in onnxruntime, after its first pass; None if it cannot run there, and the log says why.
+def repeat_in_session(net: Net, plan: Plan, *, is_demanded: bool) -> bool:
+    """Let a plan repeat its pass in onnxruntime; False if it cannot run there, and the log says why.
 
     Args:
         net: A net of the TEST phase that frees its blobs.
-        bound: Its plan of all layers, bound by the engine.
-        bind: Binds the plan again: exporting the net takes arrays of its parameters, which counts as a change.
+        plan: Its plan of all layers, bound after its first pass.
         is_demanded: Whether the user wants onnxruntime: then a net that cannot run there is worth a warning.
     """
-    blobs = net.named_blobs()
-    kept = {id(blob) for blob in bound.stored}
-    outputs = {name: blob for name, blob in blobs.items() if id(blob) in kept}
+    kept = {id(blob) for blob in plan.results()}
+    outputs = {name: blob for name, blob in net.named_blobs().items() if id(blob) in kept}
     try:
-        model = _whole_model(net, list(outputs))
-        threads = torch.get_num_threads()
-        session = open_session(model, threads=threads)
-        inputs = {value.name: blobs[value.name] for value in model.graph.input}
-        found = SessionPass(session, threads, bind() or bound, inputs, outputs)
-        found.run()
+        session = SessionPass(_whole_model(net, list(outputs)), net, outputs)
+        session()
     except (AmctError, RuntimeError) as error:
         level = logging.WARNING if is_demanded else logging.DEBUG
         logger.log(level, 'net "%s" runs without onnxruntime: %s', net.name, error)
-        return None
-    return found
+        plan.bind()
+        return False
+    if plan.bind():  # again: exporting the net took arrays of its parameters, which counts as a change
+        plan.repeat = session
+    return True
 
 
 def _whole_model(net: Net, outputs: list[str]) -> onnx.ModelProto:
@@ -78,30 +72,23 @@ def _whole_model(net: Net, outputs: list[str]) -> onnx.ModelProto:
 
 
 class SessionPass:
-    """A session, and the bound plan that tells whether it still computes what the net would."""
+    """A whole net in onnxruntime; a call computes its outputs."""
 
-    def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        threads: int,
-        bound: BoundPlan,
-        inputs: Mapping[str, Blob],
-        outputs: Mapping[str, Blob],
-    ) -> None:
-        self._session, self._threads, self._bound = session, threads, bound
-        self._inputs, self._outputs = dict(inputs), dict(outputs)
+    def __init__(self, model: onnx.ModelProto, net: Net, outputs: Mapping[str, Blob]) -> None:
+        self._threads = torch.get_num_threads()
+        self._session = open_session(model, threads=self._threads)
+        self._inputs = {value.name: net.blob(value.name) for value in model.graph.input}
+        self._outputs = dict(outputs)
         self._options = quiet_options()
 
-    def is_current(self) -> bool:
-        """Whether nothing has changed since the session was made."""
-        return self._bound.is_current() and torch.get_num_threads() == self._threads
-
-    def run(self) -> None:
+    def __call__(self) -> None:
         """Compute the outputs.
 
         Raises:
-            RuntimeError: onnxruntime failed.
+            RuntimeError: onnxruntime failed, or torch uses another number of threads than when the session was made.
         """
+        if torch.get_num_threads() != self._threads:
+            raise RuntimeError("the number of threads has changed")
         feeds = {name: blob.data for name, blob in self._inputs.items()}
         try:
             results = self._session.run(list(self._outputs), feeds, self._options)

@@ -1,4 +1,9 @@
-"""``caffe.Net``: the engine's net with pycaffe's arguments, dictionaries and return values."""
+"""``caffe.Net``: the engine's net with pycaffe's arguments, dictionaries and return values; in torch or onnxruntime.
+
+Torch takes 20 to 30 µs to begin any convolution. A net of small convolutions spends up to half of its time there, so
+one that frees its blobs runs in onnxruntime, unless the user chose. The choice follows from the net and its shapes,
+never from a clock.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,14 @@ import numpy as np
 
 from amct.atomic import is_file
 from amct.caffe.engine import weights as weight_files
+from amct.caffe.engine.blob import current_device
+from amct.caffe.engine.layer import TEST, count
 from amct.caffe.engine.layers.input import MemoryData
 from amct.caffe.engine.layers.python_layer import BlobList
+from amct.caffe.engine.layers.weighted import Convolution, Deconvolution
 from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net as EngineNet
-from amct.caffe.engine.plan import bind_plan
 from amct.caffe.proto_merge import custom_schema
-from amct.caffe.pycaffe.runtime_choice import RuntimeChoice
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.blob import Blob, FloatArray
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.engine.plan import BoundPass, Plan
+    from amct.caffe.engine.plan import Plan
 
     Arrays = dict[str, FloatArray]
 
@@ -86,8 +92,11 @@ class Net(EngineNet):
         if weights is not None:
             self.copy_from(weights)
 
-    def _bind(self, plan: Plan, *, is_whole: bool) -> BoundPass | None:
-        return bind_plan(plan) if self._runtime is None or not is_whole else self._runtime.bind(self, plan)
+    def _bind(self, plan: Plan, *, is_whole: bool) -> None:
+        if self._runtime is None or not is_whole:
+            plan.bind()
+        else:
+            self._runtime.bind(self, plan)
 
     @classmethod
     def from_parameter(cls, parameter: ProtoMessage, **options: Any) -> Net:  # noqa: ANN401 - the engine Net's own
@@ -379,3 +388,68 @@ def _read_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> dict
                 f"Net: {name} must be a path, got {type(options[name]).__name__}: expected {_SIGNATURE}"
             )
     return options
+
+
+TORCH, ONNXRUNTIME = "torch", "onnxruntime"
+#: Torch computes so many products in about six times the time that it takes to begin.
+SMALL_CONVOLUTION = 2**23
+#: onnxruntime copies the parameters, several times while it loads them: 64 MiB are few.
+FEW_PARAMETERS = 2**24
+#: Loading a net takes as long as some passes: one whose shapes or parameters change all the time runs in torch.
+MOST_SESSIONS = 4
+
+
+class RuntimeChoice:
+    """The runtime of one net.
+
+    Args:
+        net: The net.
+        runtime: The user's choice, or None.
+        frees_blobs: Whether the net frees blobs after their last reader.
+
+    Raises:
+        ArgumentError: There is no such runtime, or the net cannot run in it.
+    """
+
+    def __init__(self, net: EngineNet, runtime: object, *, frees_blobs: bool) -> None:
+        if runtime not in (None, TORCH, ONNXRUNTIME):
+            raise ArgumentError(f'Net: runtime: expected None, "{TORCH}" or "{ONNXRUNTIME}", got {runtime!r}')
+        can_run = frees_blobs and net.phase == TEST
+        if runtime == ONNXRUNTIME and not can_run:
+            raise ArgumentError(
+                f'Net: runtime="{ONNXRUNTIME}" computes only inputs, outputs and blobs named in keep_blobs: it needs '
+                "keep_blobs=False (or names) and phase caffe.TEST"
+            )
+        self._is_demanded = runtime == ONNXRUNTIME
+        self._sessions_left = MOST_SESSIONS if can_run and runtime != TORCH else 0
+
+    def bind(self, net: EngineNet, plan: Plan) -> None:
+        """Find a way to repeat a plan of all layers of the net, which was just run."""
+        if not plan.bind() or not self._wants_session(net):
+            return
+        from amct.caffe.onnx.session_pass import repeat_in_session  # onnx and onnxruntime take a while to import
+
+        if not repeat_in_session(net, plan, is_demanded=self._is_demanded):
+            self._sessions_left = 0
+        elif not self._is_demanded:
+            self._sessions_left -= 1
+
+    def _wants_session(self, net: EngineNet) -> bool:
+        if not self._sessions_left or current_device().type != "cpu":
+            return False
+        return self._is_demanded or (_has_small_convolutions(net) and _has_few_parameters(net))
+
+
+def _has_small_convolutions(net: EngineNet) -> bool:
+    """Whether the net's convolutions, of which there is one at least, are small on average, in its current shapes."""
+    products = [
+        count(net.graph.blobs[index].shape) * count(node.layer.weight_shape()[1:])
+        for node in net.graph.nodes
+        if isinstance(node.layer, Convolution | Deconvolution)
+        for index in (node.bottoms if node.layer.transposed else node.tops)
+    ]
+    return 0 < sum(products) <= SMALL_CONVOLUTION * len(products)
+
+
+def _has_few_parameters(net: EngineNet) -> bool:
+    return sum(count(blob.shape) for layer in net.layers for blob in layer.blobs) <= FEW_PARAMETERS
