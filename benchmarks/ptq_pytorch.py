@@ -266,9 +266,9 @@ def calibration(_: Path) -> Values:
     """Calibration, from the first batch to the last factor, beside the same forwards of the same folded model."""
     import amct.pytorch as amct
     from amct.config.python_config import plan_of
+    from amct.pytorch.calibrating import start_calibration
     from amct.pytorch.capture.cached_trace import cached_trace
     from amct.pytorch.preparation import prepare
-    from amct.pytorch.watch.calibrating import start_calibration
 
     data = batches()
     traced = cached_trace(

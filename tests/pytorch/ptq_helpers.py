@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import amct_pytorch as amct
-from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.inputs import example_inputs
 
 
 class Small(nn.Module):

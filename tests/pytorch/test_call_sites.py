@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from amct.pytorch.watch.call_sites import CallSite, OperationWatch
+from amct.pytorch.call_sites import CallSite, OperationWatch
 
 
 class Block(nn.Module):

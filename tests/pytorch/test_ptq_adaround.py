@@ -14,9 +14,7 @@ from torch.nn import functional
 
 import amct.pytorch as amct
 from amct.errors import CalibrationError
-from amct.pytorch.adaround.activation_after import activation_after
-from amct.pytorch.adaround.layers import _collect, _FloatOutputs
-from amct.pytorch.adaround.output_cache import OutputCache
+from amct.pytorch.adaround import OutputCache, _collect, _FloatOutputs, activation_after
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
 

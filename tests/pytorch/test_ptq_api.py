@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import amct.pytorch as amct
 from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, CalibrationError, ConfigError, ModelError
-from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.trace import trace
+from amct.pytorch.inputs import torch_batches
 from amct.record import read_record
 
 

@@ -23,8 +23,8 @@ from amct.errors import ModelError, RecordError
 from amct.export.check.batch import batch_path, read_batch
 from amct.export.qdq.tensor_factors import read_tensor_factors
 from amct.memory import uncollected
+from amct.pytorch import intermediate_tensors
 from amct.pytorch.capture import cached_trace as caching
-from amct.pytorch.watch import intermediate_tensors
 from amct.record import read_record
 
 

@@ -12,9 +12,9 @@ from ptq_goldens import AMCT, golden_net
 import amct_pytorch as amct
 from amct.config.ptq.pytorch import make_plan, read_config
 from amct.errors import CalibrationError
+from amct.pytorch.calibrating import start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.preparation import prepare
-from amct.pytorch.watch.calibrating import start_calibration
 from amct.record import read_record
 
 ONE_ROUNDING = 1e-5

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from amct.pytorch.capture import cached_trace as caching
-from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.fingerprint import NotComparableError, fingerprint
+from amct.pytorch.capture.cached_trace import NotComparableError, cached_trace, fingerprint
 
 EXAMPLE = torch.ones(2, 4)
 

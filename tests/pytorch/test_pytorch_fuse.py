@@ -9,9 +9,9 @@ from pytorch_nets import CASES, Case, DataDependent, ResNet, case, lively
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import example_inputs
 
 
 def outputs(model: nn.Module, data) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from pytorch_nets import Attention, Conv1d3d, Keywords, OneDict
 from torch import nn
 
 from amct.errors import ExportError, ModelError
-from amct.pytorch.capture.example_inputs import example_inputs
+from amct.pytorch.inputs import example_inputs
 from amct.pytorch.onnx.io_names import IoNames
 
 X, Y = torch.randn(2, 6), torch.randn(2, 4)

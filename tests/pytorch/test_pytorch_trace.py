@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch_release import SINCE_2_8
 
 from amct.errors import ArgumentTypeError, ExportError, ModelError
-from amct.pytorch.capture.operators import AMCT_OPERATORS
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.capture.trace import trace
+from amct.pytorch.user_model import AMCT_OPERATORS
 
 IMAGE = (2, 3, 6, 6)
 

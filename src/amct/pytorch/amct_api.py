@@ -31,11 +31,10 @@ from amct.export.check.reference import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest, save_files
+from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
-from amct.pytorch.watch.balancing import balancing_model
-from amct.pytorch.watch.calibrating import start_calibration
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
@@ -289,3 +288,28 @@ def _recorded_balance(plan: Plan, record_path: Path) -> dict[str, Tensor]:
             )
         found[layer.name] = torch.tensor(factors, dtype=torch.float32)
     return found
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (nn.Module,),
+    "config_file": FILE,
+    "config_defination": FILE,
+    "record_file": FILE,
+    "pth_file": FILE,
+    "save_path": FILE,
+    "state_dict_name": (str, type(None)),
+}
+"""An argument of one name has the same types in every function."""
+
+
+def start_function(function: str, **arguments: object) -> None:
+    """Start the log and check the arguments of a function.
+
+    Raises:
+        ArgumentTypeError: An argument has the wrong type; the message names the function.
+    """
+    log.start("amct_pytorch")
+    check_types(function, {name: (value, _TYPES[name]) for name, value in arguments.items()})

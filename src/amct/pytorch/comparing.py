@@ -13,17 +13,14 @@ from amct.errors import ArgumentTypeError, ModelError
 from amct.pipeline.compare import measure
 from amct.pipeline.door import ModelOutput
 from amct.pipeline.quantized_model import QuantizedModel
-from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.example_inputs import example_inputs
-from amct.pytorch.capture.returned_tensors import tensors_in
-from amct.pytorch.capture.vectorized import all_values
+from amct.pytorch.capture.capturable import all_values, tensors_in
+from amct.pytorch.capture.functional_layers import find_functional_layers, layer_module
 from amct.pytorch.folding import fuse
-from amct.pytorch.functional.finding import find_functional_layers
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.inputs import example_inputs, torch_batches
+from amct.pytorch.layer_hooks import given_input
 from amct.pytorch.onnx.float_onnx import float_onnx
-from amct.pytorch.watch.layer_hooks import given_input
+from amct.pytorch.user_model import copy_model, unwrap
 from amct.report.filling import input_key
 from amct.report.measuring import OUTPUT
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import OnTensor
     from amct.pipeline.weights import LayerWeights
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.layer_hooks import Arguments
 
 
 class TorchRun:

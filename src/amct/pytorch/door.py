@@ -14,12 +14,11 @@ from amct.errors import ArgumentError, ArgumentTypeError
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
 from amct.pipeline.fingerprints import fingerprint
-from amct.pytorch.batches import torch_batches
+from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.operators import refuse_operators
-from amct.pytorch.model_copy import unwrap
+from amct.pytorch.inputs import torch_batches
 from amct.pytorch.preparation import TorchPreparation, prepare
-from amct.pytorch.watch.balancing import balance_of
+from amct.pytorch.user_model import refuse_operators, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from amct.pipeline.passes import Passes
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

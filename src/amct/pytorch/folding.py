@@ -10,10 +10,10 @@ from torch import nn
 from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.numerics.fold import ChannelAffine, fold_after
+from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.layer_types import BATCH_NORMS, layer_type
 from amct.pytorch.capture.program_graph import call_name
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.model_copy import copy_model
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -18,18 +18,18 @@ from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.door import Calibration
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
-from amct.pytorch.adaround.layers import learn_rounding
-from amct.pytorch.batches import torch_batches
-from amct.pytorch.capture.returned_tensors import tensors_in, with_tensors
+from amct.pytorch.adaround import learn_rounding
+from amct.pytorch.calibrating import start_calibration
+from amct.pytorch.capture.capturable import tensors_in, with_tensors
+from amct.pytorch.capture.functional_layers import layer_module
+from amct.pytorch.capture.layer_types import put_weights, weight_parts
 from amct.pytorch.comparing import TorchRun, torch_output
-from amct.pytorch.fake_quant import fake_quant_copy
 from amct.pytorch.folding import Fused, fuse
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.layer_weights import put_weights, weight_parts
-from amct.pytorch.model_copy import as_array, copy_model, own_parameters
+from amct.pytorch.inputs import torch_batches
+from amct.pytorch.intermediate_tensors import find_tensors
+from amct.pytorch.layer_hooks import fake_quant_copy
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, TracedOnnx, float_onnx
-from amct.pytorch.watch.calibrating import start_calibration
-from amct.pytorch.watch.intermediate_tensors import find_tensors
+from amct.pytorch.user_model import as_array, copy_model, own_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from amct.pipeline.door import ComparedModel, ModelOutput
     from amct.pipeline.weights import LayerWeights
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.watch.intermediate_tensors import TensorWatch
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.intermediate_tensors import TensorWatch
+    from amct.pytorch.layer_hooks import Arguments
     from amct.record import Record
 
 AdaRoundMode = Literal["plain", "fast"]

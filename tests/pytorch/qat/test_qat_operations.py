@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amct.pytorch as amct
 from amct.export.qdq.tensor_factors import read_tensor_factors
-from amct.pytorch.functional.layers import layer_module
+from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import OperationQuantizer
 

@@ -1,4 +1,4 @@
-"""The quantizable layer types of torch.nn: AMCT names, properties, and settings that prevent quantization."""
+"""The quantizable layer types of torch.nn: AMCT names, properties, what prevents quantization, and their weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 from amct.model import LayerFacts
+from amct.model.kinds import KIND_OF_TORCH_TYPE
+from amct.pipeline.weights import WeightPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +167,31 @@ def _rnn_setting_problem(module: nn.RNNBase) -> str | None:
     if module.proj_size != 0:
         return f"proj_size is {module.proj_size}; only 0 can be quantized"
     return None
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def weight_parts(module: nn.Module) -> tuple[WeightPart, ...]:
+    """The float weights of a layer of a quantizable type, named by attribute; none for average pooling."""
+    kind = KIND_OF_TORCH_TYPE.get(quantizable_type(module) or "")
+    if kind is None or not kind.has_weights:
+        return ()
+    return tuple(
+        WeightPart(
+            name=name,
+            tensor=getattr(module, name).detach(),
+            kind=kind.weight_kind,
+            groups=1 if kind.is_recurrent else getattr(module, "groups", 1),
+            gates=kind.gates,
+            torch_gates=kind if kind.is_recurrent else None,
+            balanced=name != "weight_hh_l0",
+        )
+        for name in (("weight_ih_l0", "weight_hh_l0") if kind.is_recurrent else ("weight",))
+    )
+
+
+def put_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set other weights, given by attribute, in a module of a copied model."""
+    for attribute, weight in weights.items():
+        setattr(module, attribute, nn.Parameter(weight, requires_grad=False))

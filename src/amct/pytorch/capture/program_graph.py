@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from amct.model import Graph, Node
+from amct.pytorch.capture.functional_layers import named_layers
 from amct.pytorch.capture.layer_types import is_layer, layer_type, type_name
-from amct.pytorch.functional.layers import named_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

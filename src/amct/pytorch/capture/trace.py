@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from amct.config.layers import LayerInfo, LayerList
 from amct.errors import ArgumentTypeError, ExportError, ModelError
 from amct.model import Graph, LayerFacts, Skip
-from amct.pytorch.capture.example_inputs import ExampleInputs, example_inputs
+from amct.pytorch.capture.functional_layers import functional_layers, layer_module, named_layers
 from amct.pytorch.capture.layer_types import (
     LAYER_TYPES,
     layer_facts,
@@ -27,15 +27,12 @@ from amct.pytorch.capture.layer_types import (
     setting_problem,
     type_name,
 )
-from amct.pytorch.capture.operators import refuse_operators
-from amct.pytorch.capture.parametrizations import with_plain_weights
 from amct.pytorch.capture.program import CaptureFailure, capture, uncompiled
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
-from amct.pytorch.capture.program_reader import Program, read_program, unused_modules
-from amct.pytorch.capture.side_effects import side_effects
-from amct.pytorch.functional.layers import functional_layers, layer_module, named_layers
-from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.capture.program_reader import Program, read_program, side_effects, unused_modules
+from amct.pytorch.inputs import ExampleInputs, example_inputs
 from amct.pytorch.onnx.io_names import IoNames
+from amct.pytorch.user_model import copy_model, refuse_operators, unwrap, with_plain_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -25,9 +25,8 @@ from amct.config.layers import LayerInfo, LayerList
 from amct.config.ptq.kv_cache import LAYERS_ARGUMENT, default_config, expand_config, make_plan, read_config
 from amct.errors import ArgumentTypeError, CalibrationError, MissingDefinitionError, MissingFileError
 from amct.pytorch.capture.layer_types import type_name
-from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.kv_cache.watching import watch_outputs
-from amct.pytorch.model_copy import unwrap
+from amct.pytorch.user_model import refuse_operators, unwrap
 from amct.record import Record
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from amct.calibration.layer_records import kv_cache_entries, kv_cache_stream
 from amct.config.ptq.kv_cache import plan_from_parameters
 from amct.errors import CalibrationArgumentError
 from amct.pytorch.kv_cache.watching import observe_output, warn_if_incomplete
-from amct.pytorch.watch.layer_hooks import hidden_from_modes
+from amct.pytorch.layer_hooks import hidden_from_modes
 from amct.record import Record, update
 
 if TYPE_CHECKING:

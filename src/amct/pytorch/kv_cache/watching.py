@@ -17,14 +17,14 @@ from amct.calibration import ALONE, CalibrationSession
 from amct.calibration.layer_records import kv_cache_stream
 from amct.calibration.session import OUTPUT
 from amct.errors import CalibrationError
-from amct.pytorch.watch.layer_hooks import hidden_from_modes, run_own_model_in_context
+from amct.pytorch.layer_hooks import hidden_from_modes, run_own_model_in_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.ptq.kv_cache import KvCachePlan
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.layer_hooks import Arguments
     from amct.record import Progress
 
 logger = logging.getLogger(__name__)

@@ -23,15 +23,15 @@ from amct.export.onnx.pool_padding import with_explicit_pool_padding, with_separ
 from amct.export.onnx.writer import check_valid
 from amct.export.writer import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
+from amct.pytorch.capture.functional_layers import layer_name
 from amct.pytorch.capture.program import quiet_exporters
-from amct.pytorch.functional.layers import layer_name
-from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import lower
 from amct.pytorch.onnx.lowering.registry import NotLoweredError
 from amct.pytorch.onnx.opset import lower_opset
 from amct.pytorch.onnx.torch_exporter import exported_by_torch, original_names, root_cause
+from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -18,9 +18,9 @@ from amct.export.binding import further_node
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.kinds import LayerKind
 from amct.numerics.arq import reorder_gates
-from amct.pytorch.functional.layers import layer_module, layer_name
-from amct.pytorch.model_copy import as_array
+from amct.pytorch.capture.functional_layers import layer_module, layer_name
 from amct.pytorch.onnx.lowering.writer import SCOPES
+from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

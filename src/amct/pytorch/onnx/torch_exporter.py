@@ -15,14 +15,13 @@ import torch
 
 from amct.errors import ExportError
 from amct.export.onnx.messages import fresh_name
-from amct.pytorch.capture.program import failure_of, quiet_exporters
+from amct.pytorch.capture.functional_layers import layer_name
+from amct.pytorch.capture.program import failure_of, plain_name, quiet_exporters
 from amct.pytorch.capture.program_reader import place_in_code
-from amct.pytorch.capture.program_rewrites import plain_name
-from amct.pytorch.functional.layers import layer_name
-from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.io_names import check_chosen_names
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import LARGEST_CONSTANT
+from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -289,7 +288,7 @@ _Value = Any  # of the exporter's graph, or None
 
 
 def _translations() -> Mapping[Any, Callable[..., Any]]:
-    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.recurrent``.
+    """The torch.onnx translation table for the operations of ``amct.pytorch.capture.capturable``.
 
     The weights are placeholders: ``layers.py`` replaces them later.
     """

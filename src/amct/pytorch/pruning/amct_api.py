@@ -23,21 +23,20 @@ from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
 from amct.export.save_path import SavePath
-from amct.pytorch.amct_arguments import start_function
+from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.example_inputs import example_inputs
-from amct.pytorch.capture.operators import refuse_operators
 from amct.pytorch.door import IoOptions
-from amct.pytorch.model_copy import unwrap
+from amct.pytorch.inputs import example_inputs
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import apply_plan, restore_plan
 from amct.pytorch.pruning.saving import save_float
 from amct.pytorch.pruning.sparse import mask_records
 from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
 from amct.pytorch.qat.amct_api import save_trained
-from amct.pytorch.qat.building import build
 from amct.pytorch.qat.checkpoint import load_state
+from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
+from amct.pytorch.user_model import refuse_operators, unwrap
 from amct.record import Record, read_record, write_record
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import torch
 from amct.errors import ModelError, RecordError
 from amct.model import Skip
 from amct.numerics.settings import SelectivePruneSettings
-from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
 from amct.pytorch.pruning.compensation import compensate
 from amct.pytorch.pruning.cutting import cut_channels
 from amct.pytorch.pruning.measuring.input_moments import InputMoments, measure_inputs, mixes
 from amct.pytorch.pruning.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.amct_reach import Chain
-    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)

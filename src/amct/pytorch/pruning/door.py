@@ -13,10 +13,9 @@ from amct.config.prune.compress_pytorch import expand_config, make_plan
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordError
 from amct.numerics.pruning.channels import ASCEND_CHANNELS
 from amct.numerics.settings import FilterPruneSettings
-from amct.pytorch.batches import torch_batches
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
-from amct.pytorch.model_copy import copy_model
+from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import Compressed, apply_plan
 from amct.pytorch.pruning.costs import cost_of
@@ -26,6 +25,7 @@ from amct.pytorch.pruning.measuring.agreement import agreement
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
 from amct.pytorch.qat.checkpoint import load_state
+from amct.pytorch.user_model import copy_model
 from amct.record import Record, read_record
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.selection import Cell
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from amct.errors import ModelError
 from amct.model import Skip
-from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.chain_records import chain_records
 from amct.pytorch.pruning.compensation import compensate, ranked_by_data
 from amct.pytorch.pruning.compression import measured
@@ -21,6 +20,7 @@ from amct.pytorch.pruning.cutting import cut_channels
 from amct.pytorch.pruning.propagation import ChannelMap, Removal, map_channels
 from amct.pytorch.pruning.selection import Cell, choose, find_cells
 from amct.pytorch.pruning.verification import find_fault
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.pruning.measuring.input_moments import InputMoments
-    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from amct.export.check.running import LoadedModel, median_seconds
 from amct.export.save_path import SavePath
 from amct.export.writer import check_opset
 from amct.printable import escaped, printable, shortened
-from amct.pytorch.batches import torch_batches
-from amct.pytorch.model_copy import copy_model
+from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain
 from amct.pytorch.pruning.sparse import mask_records, sparse_layers
+from amct.pytorch.user_model import copy_model
 from amct.report.measuring import check_metric
 from amct.report.page import write_page
 from amct.report.pruning import PruningNumbers, count_text, pruning_content

@@ -13,10 +13,10 @@ from amct.export.check.reference import Reference
 from amct.export.saving import SavedContent, SaveRequest, save_files
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
-from amct.pytorch.model_copy import as_array, copy_model
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, float_onnx
 from amct.pytorch.onnx.modified_onnx import FileNotes
 from amct.pytorch.pruning.sparse import make_plain
+from amct.pytorch.user_model import as_array, copy_model
 from amct.record import Record
 
 if TYPE_CHECKING:

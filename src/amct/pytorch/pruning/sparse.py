@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from amct.errors import RecordError, did_you_mean
 from amct.numerics.pruning.two_of_four import two_of_four_mask
-from amct.pytorch.model_copy import as_array
+from amct.pytorch.user_model import as_array
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:

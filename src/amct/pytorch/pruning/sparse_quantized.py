@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.sparse import Sparse, make_plain, make_sparse, sparse_layers
 from amct.pytorch.qat.layers import QuantizedConv2d, QuantizedConvTranspose2d, QuantizedLayer, QuantizedLinear
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

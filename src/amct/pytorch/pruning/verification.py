@@ -14,8 +14,8 @@ from amct.pytorch.capture.program_reader import read_program
 if TYPE_CHECKING:
     from torch import nn
 
-    from amct.pytorch.capture.example_inputs import ExampleInputs
     from amct.pytorch.capture.program_reader import Operation
+    from amct.pytorch.inputs import ExampleInputs
     from amct.pytorch.pruning.propagation import Removal
 
 

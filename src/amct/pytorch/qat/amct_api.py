@@ -27,16 +27,16 @@ from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_t
 from amct.export.save_path import SavePath
 from amct.export.saving import SavedContent, SaveRequest
 from amct.pipeline.checking import reference
-from amct.pytorch.amct_arguments import start_function
+from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.example_inputs import example_inputs
 from amct.pytorch.door import IoOptions
-from amct.pytorch.model_copy import unwrap
-from amct.pytorch.qat.building import build
+from amct.pytorch.inputs import example_inputs
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.qat.deployment import trained_record
+from amct.pytorch.qat.door import build
 from amct.pytorch.qat.model import QatModel
 from amct.pytorch.qat.placement import tensors_between_layers
+from amct.pytorch.user_model import unwrap
 from amct.record import Record, encode_record, write_record
 from amct.record.files import form_of
 

@@ -24,9 +24,9 @@ from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.deployed import fold_into_integers
 from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.capture.functional_layers import layer_module
+from amct.pytorch.capture.layer_types import put_weights, weight_parts
 from amct.pytorch.folding import fuse
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.layer_weights import put_weights, weight_parts
 from amct.pytorch.preparation import TorchPreparation
 from amct.pytorch.qat.layers import QuantizedLayer, as_float, quantized_layers
 from amct.pytorch.qat.operations import remove_operations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from amct.export.binding import TensorFactors
     from amct.pipeline.weights import WeightPart
     from amct.pytorch.door import IoOptions
+    from amct.pytorch.intermediate_tensors import TensorWatch
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.quantizers import WeightQuantizer
-    from amct.pytorch.watch.intermediate_tensors import TensorWatch
-    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.record import LayerRecord
 
 

@@ -1,29 +1,54 @@
-"""Quantization-aware training in one call: the trainable form of a model."""
+"""Quantization-aware training in one call: a copy of the user's model whose layers have trained quantizers.
+
+Training starts from calibration data: ranges of activations, and weight scales with the least rounding error.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import logging
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from amct import log
+from amct.calibration import CalibrationSession
+from amct.calibration.session import HIDDEN, INPUT, Stream
+from amct.config.plan import OPEN_ENDED
 from amct.config.python_config import retrain_plan_of
-from amct.errors import ArgumentError, ArgumentTypeError
+from amct.errors import ArgumentError, ArgumentTypeError, ModelError
 from amct.export.options import Target
-from amct.pytorch.batches import torch_batches
+from amct.numerics.adaround.scale import least_error_scale
+from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings, UlqRetrainSettings
+from amct.pipeline.preparation import enabled_layers
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.capture.operators import refuse_operators
+from amct.pytorch.capture.functional_layers import child_path, take_functional_layers
+from amct.pytorch.capture.program_graph import call_name
 from amct.pytorch.door import IoOptions
-from amct.pytorch.model_copy import copy_model, unwrap
+from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import torch_batches
+from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
-from amct.pytorch.qat.building import build
-from amct.pytorch.qat.model import first_samples, keep_statistics, with_state
-from amct.pytorch.qat.placement import train_placement
-from amct.pytorch.qat.start import start_activations, start_weights
+from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
+from amct.pytorch.qat.model import QatState, as_qat_model, first_samples, keep_statistics, with_state
+from amct.pytorch.qat.operations import add_calls, instrument
+from amct.pytorch.qat.placement import not_negative, train_placement
+from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
+from amct.pytorch.user_model import copy_model, refuse_operators, unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from amct.config.plan import RetrainLayerPlan, RetrainPlan
     from amct.config.python_config import AnyQatConfig
     from amct.pipeline.batches import BatchInputs
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.layer_hooks import Arguments
+    from amct.pytorch.qat.layers import QuantizedLayer
     from amct.pytorch.qat.model import QatModel
 
 
@@ -101,4 +126,238 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
         teacher=teachers,
         target=target,
         freeze_norms=freeze_norms,
+    )
+
+
+# -- putting the quantizers in -----------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+
+def build(traced: Traced, plan: RetrainPlan, *, weight_bits: Mapping[int, int] | None = None) -> QatModel:
+    """Copy the model and give the layers of the plan trained quantizers; the user's model is not changed.
+
+    Every module of the copy is in the mode (train or eval) of its original. Batch norms stay modules of their own and
+    are trained unfolded. A weight quantizer knows the batch norm that will be folded into its layer.
+
+    Args:
+        traced: The model.
+        plan: How its layers are quantized.
+        weight_bits: By number of bits in the plan: another number to train weights with.
+
+    Raises:
+        CalibrationError: No layer is to be quantized.
+        ModelError: The model cannot be copied, or a weight is not float32 or not finite.
+    """
+    chosen = enabled_layers(plan, traced.layers, switch="retrain_enable")
+    norms = fuse(traced)
+    for skip in norms.skips:
+        logger.info("not folded: %s", skip)
+    model = copy_model(traced.model)
+    for original, duplicate in zip(traced.model.modules(), model.modules(), strict=True):
+        duplicate.training = original.training
+    calls = _functional_calls(model, {layer.name for layer in chosen})
+    leaders: dict[object, ActivationQuantizer] = {}
+    for layer in chosen:
+        module = calls.get(layer.name) or model.get_submodule(layer.name)
+        _check(layer.name, module)
+        norm = norms.fusions.get(layer.name)
+        own = _weight_quantizers(layer, module, None if norm is None else model.get_submodule(norm), weight_bits or {})
+        source = _source(traced, layer)
+        leader = leaders.get(source) if source is not None else None
+        if leader is None:
+            quantizer = activation_quantizer(layer, fixed_min=is_fixed_min(layer, traced))
+            own["input_quantizer"] = quantizer.to(_device(module))
+            leaders[source if source is not None else layer.name] = quantizer
+        if isinstance(module, QuantizedCall):
+            put_quantizers(module, own, leader)
+        else:
+            as_quantized(module, own, leader)
+    kept = replace(plan, not_quantized=dict(plan.not_quantized))  # a dict can be pickled
+    return as_qat_model(model, QatState(plan=kept, not_folded=norms.skips))
+
+
+def _functional_calls(model: nn.Module, chosen: Collection[str]) -> dict[str, QuantizedCall]:
+    """Give a copied model the modules that will quantize its functional calls; by layer."""
+    layers = take_functional_layers(model)
+    if layers is None:
+        return {}
+    made: dict[str, QuantizedCall] = {}
+    known: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for name, source in layers.sources.items():
+        path = child_path(name)
+        holder, _, child = path.rpartition(".")
+        owner, _, parameter = source.parameter.rpartition(".")
+        known.setdefault("", {})[path] = source.parameter, source.kind
+        known.setdefault(owner, {})[child] = parameter, source.kind
+        if name in chosen:
+            module = model.get_submodule(holder)
+            made[name] = QuantizedCall(module, source).train(module.training)
+            module.add_module(child, made[name])
+    for owner, calls in known.items():
+        add_calls(model.get_submodule(owner), calls)
+        if owner:
+            instrument(model.get_submodule(owner))
+    return made
+
+
+def activation_quantizer(plan: RetrainLayerPlan, *, fixed_min: bool, trained: bool = True) -> ActivationQuantizer:
+    """The quantizer of a layer's input as its plan says."""
+    settings = plan.activation
+    clips = None
+    if settings.clip_min is not None and settings.clip_max is not None:
+        clips = settings.clip_min, settings.clip_max
+    return ActivationQuantizer(
+        plan.name,
+        settings.num_bits,
+        clips=clips,
+        fixed_min=fixed_min,
+        batch_num=plan.batch_num,
+        fp16_scale=plan.force_fp16,
+        trained=trained,
+    )
+
+
+def _weight_quantizers(
+    plan: RetrainLayerPlan, module: nn.Module, norm: nn.Module | None, bits: Mapping[int, int]
+) -> dict[str, nn.Module]:
+    settings = plan.weight
+    made: dict[str, nn.Module] = {}
+    for name, part in zip(("weight_quantizer", "state_weight_quantizer"), trained_parts(module), strict=False):
+        quantizer = WeightQuantizer(
+            part,
+            bits.get(settings.num_bits, settings.num_bits),
+            channel_wise=settings.channel_wise,
+            learned=isinstance(settings, UlqRetrainSettings),
+            norm=norm,
+        )
+        made[name] = quantizer
+    if isinstance(module, nn.RNNBase):
+        state = activation_quantizer(plan, fixed_min=False, trained=False)
+        made["state_quantizer"] = state.to(_device(module))
+    return made
+
+
+def _check(name: str, module: nn.Module) -> None:
+    for part in trained_parts(module):
+        if part.tensor.dtype is not torch.float32:
+            raise ModelError(
+                f'layer "{name}": weights are trained in float32, got {str(part.tensor.dtype).removeprefix("torch.")}; '
+                "convert the model with model.float() and train with torch.autocast instead"
+            )
+        if not bool(torch.isfinite(part.tensor).all()):
+            bad = int((~torch.isfinite(part.tensor)).sum())
+            raise ModelError(f'layer "{name}": {bad} of {part.tensor.numel()} weights are NaN or infinite')
+
+
+def _device(module: nn.Module) -> torch.device:
+    return trained_parts(module)[0].tensor.device
+
+
+# -- facts of the graph ------------------------------------------------------------------------------------------------
+
+
+def _source(traced: Traced, layer: RetrainLayerPlan) -> object:
+    """What layers have in common that share one input quantizer: the tensor they read, and how it is quantized."""
+    if traced.graph is None or layer.name not in traced.graph or traced.layers[layer.name].calls > 1:
+        return None
+    tensor = traced.graph[layer.name].inputs[0]
+    return tensor, layer.activation, layer.force_fp16, layer.batch_num
+
+
+def is_fixed_min(layer: RetrainLayerPlan, traced: Traced) -> bool:
+    """Whether the lower clip of a layer's input stays 0: as its plan says, by default after a ReLU.
+
+    Pooling, reshaping and the like in between do not matter. A layer that is called several times must read such a
+    tensor each time.
+    """
+    graph = traced.graph
+    if layer.activation.fixed_min is not None:
+        return layer.activation.fixed_min
+    calls = [call_name(layer.name, call) for call in range(traced.layers[layer.name].calls)]
+    if graph is None or any(call not in graph for call in calls):
+        return False
+    return all(not_negative(graph, graph[call].inputs[0]) for call in calls)
+
+
+# -- where training starts ---------------------------------------------------------------------------------------------
+
+
+_FEW_BITS = 8
+_WIDE_SEARCH = (0.05, 1.01)
+"""With few bits the best range cuts off much more than with 8."""
+
+
+def start_weights(model: nn.Module) -> None:
+    """Let the learned scale of every weight start where its squared rounding error is least."""
+    for layer in quantized_layers(model).values():
+        names = ("weight_quantizer", "state_weight_quantizer")
+        for name, part in zip(names, trained_parts(layer), strict=False):
+            quantizer = getattr(layer, name)
+            found = least_error_scale(
+                part.tensor,
+                kind=part.kind,
+                bits=quantizer.bits,
+                channel_wise=quantizer.channel_wise,
+                groups=part.gates or part.groups,
+            )
+            quantizer.restart(part.tensor, found.scale)
+
+
+def start_activations(model: nn.Module, batches: Iterable[Arguments]) -> dict[str, tuple[float, float]]:
+    """Determine the clips that the config does not give from the inputs of each layer in eval mode.
+
+    Returns:
+        The clips of every layer.
+
+    Raises:
+        CalibrationError: A layer is reached by no batch, or its input is not finite; the message names it.
+    """
+    layers = quantized_layers(model)
+    streams = list(_streams(model))
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    session = CalibrationSession(streams)
+    handles = [handle for name, layer in layers.items() for handle in observe_inputs(session, name, layer)]
+    try:
+        with closing(session), torch.no_grad():
+            for args, kwargs in batches:
+                with session.batch():
+                    model(*args, **kwargs)
+            session.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    for name, layer in layers.items():
+        found = session.result.layers[name]
+        for stream, quantizer in _quantizers(layer):
+            if not quantizer.is_ready:
+                quantizer.set_clips(found[stream].clip_min, found[stream].clip_max)
+    return {name: layer.activation.clips for name, layer in layers.items()}
+
+
+def _quantizers(layer: QuantizedLayer) -> Iterator[tuple[str, ActivationQuantizer]]:
+    """The activation quantizers of a layer, by the name of their stream."""
+    yield INPUT, layer.activation
+    state = layer._modules.get("state_quantizer")
+    if isinstance(state, ActivationQuantizer):
+        yield HIDDEN, state
+
+
+def _streams(model: nn.Module) -> Iterator[Stream]:
+    owners: dict[ActivationQuantizer, str] = {}
+    for name, layer in quantized_layers(model).items():
+        for what, quantizer in _quantizers(layer):
+            leader = owners.setdefault(quantizer, name)
+            yield _stream(name, what, quantizer, None if leader == name else (leader, what))
+
+
+def _stream(name: str, what: str, quantizer: ActivationQuantizer, leader: tuple[str, str] | None) -> Stream:
+    search = _WIDE_SEARCH if quantizer.bits < _FEW_BITS else IfmrSettings().search_range
+    make = functools.partial(IfmrObserver, bits=quantizer.bits, asymmetric=True, search_range=search)
+    return Stream(
+        layer=name, name=what, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=make, same_as=leader
     )

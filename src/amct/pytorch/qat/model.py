@@ -17,14 +17,14 @@ from amct.errors import ArgumentError, TrainingError
 from amct.export.options import Placement, Target
 from amct.export.saving import DEFAULT_FORMATS
 from amct.pipeline.quantized_model import QuantizedModel
-from amct.pytorch.batches import torch_batches
 from amct.pytorch.door import IoOptions
-from amct.pytorch.model_copy import copy_model
+from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import as_float_model, check_trained, prepare_trained, trained_record
 from amct.pytorch.qat.layers import quantized_layers
 from amct.pytorch.qat.operations import has_operations, inside, operation_quantizers, quantized_inputs
 from amct.pytorch.qat.placement import tensors_between_layers
+from amct.pytorch.user_model import copy_model
 from amct.report.content import TrainedClips, TrainingContent
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from amct.config.plan import RetrainPlan
     from amct.model import Skip
     from amct.pipeline.batches import BatchInputs
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
-    from amct.pytorch.watch.layer_hooks import Arguments
     from amct.report.measuring import Metric
 
 MOST_SAMPLES = 64

@@ -2,7 +2,7 @@
 
 As a quantized layer, a module whose forward needs them is an object of a class derived from its own. While the forward
 runs, a ``TorchFunctionMode`` sees the torch functions that it calls. It numbers them within each call of a module, as
-``watch/call_sites.py`` does to name the place of a tensor (functions of hooks apart), and quantizes the results at the
+``call_sites.py`` does to name the place of a tensor (functions of hooks apart), and quantizes the results at the
 places that have a quantizer. Every module of a model with such places is of such a class, so that functions are counted
 for the module that calls them. A part of the model that runs alone, as gradient checkpointing does, needs nothing from
 the others.
@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from amct.pytorch.functional.calls import base_of, channels_of, functional_call, opened
-from amct.pytorch.qat.functional import QuantizedCall
+from amct.pytorch.call_sites import OpenCall
+from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_call, opened
+from amct.pytorch.qat.layers import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
-from amct.pytorch.watch.call_sites import OpenCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from amct.pytorch.functional.calls import FunctionalCall
+    from amct.pytorch.capture.functional_calls import FunctionalCall
 
 logger = logging.getLogger(__name__)
 

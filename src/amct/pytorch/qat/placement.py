@@ -1,21 +1,22 @@
 """Trains what the fast QDQ file quantizes beside the layer inputs of the record: the tensors between layers.
 
-Where these tensors are computed follows from the exporter's own placement and ``watch/intermediate_tensors.py``; there
-the trained model gets quantizers. Saved, the file has their factors in place of observed ones, so that it computes what
-the trained model computes.
+Where these tensors are computed follows from the exporter's own placement and ``intermediate_tensors.py``; there the
+trained model gets quantizers. Saved, the file has their factors in place of observed ones, so that it computes what the
+trained model computes.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from amct.export.binding import TensorFactors
 from amct.numerics.affine import integer_range
-from amct.pytorch.functional.layers import child_path, functional_layers
+from amct.pytorch.capture.functional_layers import child_path, functional_layers
+from amct.pytorch.intermediate_tensors import find_tensors
 from amct.pytorch.onnx.float_onnx import TracedOnnx
 from amct.pytorch.qat.deployment import observe_tensors
 from amct.pytorch.qat.layers import quantized_layers
@@ -32,15 +33,14 @@ from amct.pytorch.qat.operations import (
     own_quantizer,
     share_quantizer,
 )
-from amct.pytorch.qat.signs import not_negative
-from amct.pytorch.watch.intermediate_tensors import find_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from amct.model import Graph, Node
+    from amct.pytorch.intermediate_tensors import TensorWatch
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
-    from amct.pytorch.watch.intermediate_tensors import TensorWatch
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -177,3 +177,42 @@ def tensors_between_layers(
     if not trained:
         return found
     return {**{name: factors for name, factors in found.items() if factors.mean is None}, **trained}
+
+
+# -- tensors without negative values -----------------------------------------------------------------------------------
+
+
+_RECTIFIERS = frozenset({"relu", "relu6"})
+_KEEP_SIGN = frozenset(
+    {
+        "AvgPool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
+        "adaptive_max_pool2d", "adaptive_max_pool3d", "alpha_dropout", "avg_pool1d", "avg_pool2d", "avg_pool3d", "cat",
+        "channel_shuffle", "chunk", "clone", "constant_pad_nd", "contiguous", "dropout", "expand", "feature_dropout",
+        "flatten", "identity", "max_pool1d", "max_pool2d", "max_pool3d", "mean", "pad", "permute", "pixel_shuffle",
+        "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "transpose", "unflatten",
+        "unsqueeze", "upsample_nearest2d", "view",
+    }
+)  # fmt: skip
+"""Operations whose results are not negative where their inputs are not."""
+
+
+def not_negative(graph: Graph, tensor: str) -> bool:
+    """Whether a tensor is made by a ReLU, through operations that keep the sign."""
+    known: dict[str, bool] = {}
+    pending = [tensor]
+    while pending:
+        current = pending.pop()
+        if current in known:
+            continue
+        node = graph.producer(current)
+        known[current] = node is not None and (_rectifies(node) or node.op in _KEEP_SIGN)
+        if not known[current]:
+            return False
+        if node is not None and not _rectifies(node):
+            pending.extend(node.inputs)
+    return True
+
+
+def _rectifies(node: Node) -> bool:
+    settings: Any = node.attributes.get("settings", ())
+    return node.op in _RECTIFIERS or (node.op == "hardtanh" and bool(settings) and settings[0] == 0)

@@ -19,7 +19,6 @@ from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.observer import finite_range
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, arq_step, learned_step, scale_count, valid_scale
-from amct.pytorch.qat.circumstances import is_recomputing, mean_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -365,3 +364,17 @@ class WeightQuantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:  # noqa: ANN401  torch's protocol
         if any(key.startswith(prefix) for key in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass runs this forward again (gradient checkpointing): its batch was observed before."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean over all processes of distributed training, so that every process starts with the same clips."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return value
+    total = value.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()

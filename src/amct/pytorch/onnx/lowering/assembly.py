@@ -10,9 +10,9 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, nu
 
 from amct.errors import ExportError
 from amct.export.onnx.messages import fresh_name
-from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.io_names import check_chosen_names
 from amct.pytorch.onnx.lowering.writer import ONNX_TYPES, Size, expression, is_static
+from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

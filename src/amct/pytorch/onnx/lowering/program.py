@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
-from amct.pytorch.capture.program_rewrites import plain_name
-from amct.pytorch.functional.layers import layer_name
+from amct.pytorch.capture.functional_layers import layer_name
+from amct.pytorch.capture.program import plain_name
 from amct.pytorch.onnx.lowering.assembly import Assembly, Lowered
 from amct.pytorch.onnx.lowering.memory import Memory, without_mutation
 from amct.pytorch.onnx.lowering.registry import NotLoweredError

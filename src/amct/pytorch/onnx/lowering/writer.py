@@ -17,8 +17,8 @@ from torch import Tensor
 
 from amct.export.onnx.messages import new_node
 from amct.export.onnx.writer import GraphWriter
-from amct.pytorch.model_copy import as_array
 from amct.pytorch.onnx.lowering.registry import NotLoweredError
+from amct.pytorch.user_model import as_array
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.layer_hooks import Arguments
 
 _PRUNING = Purpose(
     name="pruning",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amct.pytorch.model_copy import copy_model
 from amct.pytorch.pruning.measuring.agreement import agreement
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.layer_hooks import Arguments
 
 LARGEST_INPUTS = 4096
 """Layers with more input channels are not measured: the covariance grows with their square."""

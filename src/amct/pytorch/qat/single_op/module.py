@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from amct.config.qat.single_op import WEIGHT_KEY, read_single_op_config
 from amct.errors import AmctError, CalibrationError, ExportError, ModelArgumentError, ModelTypeError
 from amct.pytorch.capture.layer_types import setting_problem
-from amct.pytorch.qat.circumstances import is_recomputing
+from amct.pytorch.qat.quantizers import is_recomputing
 from amct.pytorch.qat.single_op.onnx_operators import is_exporting
 
 if TYPE_CHECKING:

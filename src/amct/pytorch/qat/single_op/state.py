@@ -17,9 +17,8 @@ from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, learned_step, scale_count, valid_scale
-from amct.pytorch.qat.circumstances import mean_over_ranks
-from amct.pytorch.qat.single_op.onnx_operators import is_exporting
-from amct.pytorch.qat.single_op.qdq import quantize_and_dequantize, quantize_weight
+from amct.pytorch.qat.quantizers import mean_over_ranks
+from amct.pytorch.qat.single_op.onnx_operators import is_exporting, quantize_and_dequantize, quantize_weight
 
 if TYPE_CHECKING:
     from amct.config.qat.single_op import SingleOpData, SingleOpWeights

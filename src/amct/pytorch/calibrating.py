@@ -1,4 +1,4 @@
-"""The calibration model: a folded copy with quantized weights, whose layer inputs a session observes."""
+"""The calibration model, whose layer inputs a session observes, and the model that measures the factors of DMQ."""
 
 from __future__ import annotations
 
@@ -9,25 +9,33 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from amct.calibration import ALONE, CalibrationSession, RecordFiles
+from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
 from amct.calibration.layer_records import complete_record, plan_streams
 from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
-from amct.pytorch.capture.operators import MARK
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.watch.layer_hooks import Balance, observe_inputs, run_in_context
+from amct.pipeline.passes import BALANCE
+from amct.pipeline.weights import balance_factors
+from amct.pytorch.capture.functional_layers import layer_module
+from amct.pytorch.capture.layer_types import weight_parts
+from amct.pytorch.folding import fuse
+from amct.pytorch.layer_hooks import Balance, given_input, observe_inputs, run_in_context
+from amct.pytorch.user_model import MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
+    from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationResult, Ranks
+    from amct.config.plan import Plan
+    from amct.pipeline.passes import Passes
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.intermediate_tensors import TensorWatch
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
-    from amct.pytorch.watch.intermediate_tensors import TensorWatch
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -152,3 +160,60 @@ def _attach(
     if attached is not None:
         undo.append(attached.detach)
     return [*undo, run_in_context(model, forward_context)]
+
+
+# -- balancing (DMQ) ---------------------------------------------------------------------------------------------------
+
+
+def balancing_model(
+    traced: Traced,
+    plan: Plan,
+    on_factors: Callable[[Mapping[str, Tensor]], None],
+    *,
+    ranks: Ranks = ALONE,
+    batch_num: int | None = None,
+) -> tuple[nn.Module, BalanceSession]:
+    """A folded copy whose balanced layers a session observes; ``on_factors`` gets the factors after each forward.
+
+    They are computed from the largest activation of each channel over all forwards. Of several processes that calibrate
+    together each gets the factors once, after its share of ``batch_num`` batches or at the end of the session.
+    """
+    model = fuse(traced, do_fusion=plan.do_fusion, skip=plan.skip_fusion_layers).model
+    plans = {layer.name: layer for layer in plan.balanced}
+    order = [name for name in traced.layers if name in plans]
+    parts = {name: weight_parts(layer_module(model, name))[0] for name in order}
+
+    def update(maxima: Mapping[str, Tensor]) -> None:
+        found = [name for name in order if name in maxima]
+        on_factors({name: balance_factors(plans[name], parts[name], maxima[name]) for name in found})
+
+    session = BalanceSession(order, update, ranks=ranks, batch_num=batch_num)
+    for name in order:
+        module = layer_module(model, name)
+        setattr(module, MARK, True)
+        module.register_forward_pre_hook(_observing(session, name, parts[name].kind.channel_axis), with_kwargs=True)
+    run_in_context(model, lambda _: session.batch())
+    return model, session
+
+
+def _observing(session: BalanceSession, name: str, axis: int) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = given_input(args, kwargs)
+        if x is not None:
+            session.observe(name, x, axis)
+
+    return hook
+
+
+def balance_of(traced: Traced, plan: Plan, data: Passes, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """Compute the factors of all layers that the plan balances; without such layers nothing is run.
+
+    Of several processes each runs its share of the batches, and all get the same factors.
+    """
+    found: dict[str, Tensor] = {}
+    if plan.balanced:
+        model, session = balancing_model(traced, plan, found.update, ranks=ranks)
+        for args, kwargs in data.observed(BALANCE, session):
+            model(*args, **kwargs)
+        session.finish()
+    return found

@@ -21,15 +21,15 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ModelError
 from amct.numerics.min_max import MinMaxObserver
-from amct.pytorch.capture.example_inputs import example_inputs
-from amct.pytorch.capture.fingerprint import tensor_fingerprint
+from amct.pytorch.call_sites import CallSite, OperationWatch
+from amct.pytorch.capture.cached_trace import tensor_fingerprint
+from amct.pytorch.capture.capturable import all_values
+from amct.pytorch.capture.functional_layers import layer_module
 from amct.pytorch.capture.program import quiet_exporters, uncompiled
 from amct.pytorch.capture.program_graph import call_name
-from amct.pytorch.capture.vectorized import all_values
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.model_copy import copy_model
-from amct.pytorch.watch.call_sites import CallSite, OperationWatch
-from amct.pytorch.watch.layer_hooks import given_input, hidden_from_modes
+from amct.pytorch.inputs import example_inputs
+from amct.pytorch.layer_hooks import given_input, hidden_from_modes
+from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationSession
     from amct.numerics.observer import TensorObserver
     from amct.pipeline.preparation import LayerInput
-    from amct.pytorch.capture.fingerprint import TensorFingerprint
+    from amct.pytorch.capture.cached_trace import TensorFingerprint
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.watch.layer_hooks import Arguments
+    from amct.pytorch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 

@@ -2,15 +2,17 @@
 
 The inputs of a layer come from the model whose earlier layers are quantized, its target outputs from the float model.
 Inputs and outputs of one layer are held at a time, and the outputs of the next few layers as long as they are small. A
-forward stops at the layer that is being learned; outputs of finished modules are cached (``output_cache``).
+forward stops at the layer that is being learned; outputs of finished modules are cached.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +27,23 @@ from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSet
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error
-from amct.pytorch.adaround.activation_after import activation_after
-from amct.pytorch.adaround.output_cache import OutputCache
-from amct.pytorch.functional.layers import layer_module
-from amct.pytorch.layer_weights import put_weights
-from amct.pytorch.watch.layer_hooks import Balance, given_input
+from amct.pytorch.capture.functional_layers import layer_module, named_layers
+from amct.pytorch.capture.layer_types import put_weights
+from amct.pytorch.layer_hooks import Balance, given_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch import fx
+
     from amct.calibration import Ranks
     from amct.config.plan import LayerPlan
+    from amct.model import Node
     from amct.pipeline.weights import LayerWeights
+    from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.folding import Fused
+    from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import TorchPreparation
-    from amct.pytorch.watch.layer_hooks import Arguments
 
 logger = logging.getLogger(__name__)
 
@@ -279,3 +284,159 @@ class _FloatOutputs:
             # Later layers are seldom larger: next time fetch as many as would have fit this time.
             self.ahead = max(1, self.ahead * _LOOKAHEAD_BYTES // max(fetched, 1))
         return self.ready.pop(name)
+
+
+# -- the activation behind a layer -------------------------------------------------------------------------------------
+
+
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "relu6": functional.relu6,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+_WITH_SETTINGS = frozenset({"clamp", "gelu", "hardtanh", "leaky_relu", "prelu", "rrelu"})
+
+
+def activation_after(layer: str, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
+    """The activation after a layer (after the batch norm folded into it), which is the only reader of its output.
+
+    AdaRound minimizes the error after it. None when there is no such activation.
+
+    Supported are ReLU, ReLU6, LeakyReLU, PReLU, RReLU, GELU, Sigmoid and Tanh.
+    """
+    if traced.graph is None or layer not in traced.graph:
+        return None
+    norm = fused.fusions.get(layer)
+    if norm is not None and not traced.graph[norm].attributes["exact"]:
+        return None  # the batch norm has an activation inside
+    reader = traced.graph.sole_consumer(traced.graph[norm if norm is not None else layer])
+    if reader is None or len(reader.inputs) != 1:
+        return None
+    if reader.op in _PLAIN:
+        return _PLAIN[reader.op]
+    return _with_settings(reader, traced, fused) if reader.op in _WITH_SETTINGS else None
+
+
+def _with_settings(node: Node, traced: Traced, fused: Fused) -> Callable[[Tensor], Tensor] | None:
+    settings = _settings(node, traced)
+    if settings is None:
+        return None
+    if node.op in ("clamp", "hardtanh"):
+        limits = (settings.get("min", settings.get("min_val")), settings.get("max", settings.get("max_val")))
+        return functional.relu6 if limits == (0, 6) else None
+    if node.op == "leaky_relu":
+        return functools.partial(functional.leaky_relu, negative_slope=float(settings["negative_slope"]))
+    if node.op == "rrelu":
+        slope = (float(settings["lower"]) + float(settings["upper"])) / 2  # its slope in eval mode
+        return functools.partial(functional.leaky_relu, negative_slope=slope)
+    if node.op == "gelu":
+        return functools.partial(functional.gelu, approximate=str(settings["approximate"]))
+    if node.op == "prelu":
+        return _prelu(node, fused)
+    return None
+
+
+def _prelu(node: Node, fused: Fused) -> Callable[[Tensor], Tensor] | None:
+    names = node.attributes["parameters"]
+    assert isinstance(names, tuple)
+    if len(names) != 1:
+        return None  # the slope is computed
+    slope = fused.model.get_parameter(names[0]).detach()
+    return functools.partial(_apply_prelu, slope)
+
+
+def _apply_prelu(slope: Tensor, x: Tensor) -> Tensor:
+    return functional.prelu(x, slope.to(x.dtype))
+
+
+def _settings(node: Node, traced: Traced) -> dict[str, Any] | None:
+    """Every argument of an operation by name, with defaults; None inside an autocast region."""
+    assert traced.program is not None
+    operation: fx.Node | None = next((found for found in traced.program.graph.nodes if found.name == node.name), None)
+    if operation is None:
+        return None
+    target = operation.target
+    assert isinstance(target, torch._ops.OpOverload)
+    schema = target._schema.arguments
+    values = {argument.name: argument.default_value for argument in schema}
+    values.update(zip((argument.name for argument in schema), operation.args, strict=False))
+    return {**values, **operation.kwargs}
+
+
+# -- outputs of finished modules ---------------------------------------------------------------------------------------
+
+
+_BUDGET = 512 << 20
+
+
+class OutputCache:
+    """The outputs of finished modules of a copied model, by batch, so that repeated forwards do not compute them again.
+
+    A module is finished when all layers in it and all layers executed before it are learned (or are not to be
+    learned): its output for a batch is cached. Of nested modules only the outermost is cached.
+
+    Args:
+        model: a copy; the forwards of its modules with parameters are replaced.
+        layers: the layers that will be learned, one after the other; call ``finish`` after each.
+        budget: the most bytes to cache.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[str], budget: int = _BUDGET) -> None:
+        self._unfinished = set(layers)
+        self._left = budget
+        self._outputs: dict[tuple[str, int], Tensor] = {}
+        self._calls: Counter[str] = Counter()
+        self._called_often: set[str] = set()
+        self._batch = 0
+        self._all_finished = True
+        for name, module in named_layers(model):
+            if module is not model and next(module.parameters(), None) is not None:
+                module.forward = _CachedForward(self, name, module.forward)  # only on this instance
+
+    def begin(self, batch: int) -> None:
+        """Start batch number ``batch``; call before its forward."""
+        self._batch = batch
+        self._all_finished = True
+        self._calls.clear()
+
+    def finish(self, layer: str) -> None:
+        """Mark a layer as finished; call when its weight is final."""
+        self._unfinished.discard(layer)
+
+    def lookup(self, name: str) -> Tensor | None:
+        """The cached output of a module for this batch, or None; counts the call."""
+        self._calls[name] += 1
+        if self._calls[name] > 1:
+            self._called_often.add(name)
+        found = self._outputs.get((name, self._batch)) if name not in self._called_often else None
+        return None if found is None else found.clone()  # the next module may write to it
+
+    def store(self, name: str, output: object) -> None:
+        """Cache the output of a module that was executed, if it is finished."""
+        if name in self._unfinished:
+            self._all_finished = False
+        if not self._all_finished or name in self._called_often or not isinstance(output, Tensor):
+            return
+        for inner in [key for key in self._outputs if key[1] == self._batch and key[0].startswith(f"{name}.")]:
+            self._left += self._outputs.pop(inner).nbytes
+        if output.nbytes <= self._left:
+            self._left -= output.nbytes
+            self._outputs[name, self._batch] = output.detach().clone()
+
+
+class _CachedForward:
+    """A forward that returns the cached output if there is one."""
+
+    def __init__(self, cache: OutputCache, name: str, forward: Callable[..., Any]) -> None:
+        self._cache = cache
+        self._name = name
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  whatever the module takes and gives
+        known = self._cache.lookup(self._name)
+        if known is not None:
+            return known
+        result = self._forward(*args, **kwargs)
+        self._cache.store(self._name, result)
+        return result

@@ -1,4 +1,4 @@
-"""Hooks that observe or change the inputs of layers of a copied model while the user's loop runs it.
+"""Hooks that observe or change the inputs of layers of a copied model, and the fake-quantized model made with them.
 
 Hooks keep the copy's class and module names, and ``.to()`` and ``state_dict`` work as in the original.
 """
@@ -6,6 +6,8 @@ Hooks keep the copy's class and module names, and ``.to()`` and ``state_dict`` w
 from __future__ import annotations
 
 import functools
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -13,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from amct.calibration.session import HIDDEN
-from amct.numerics.affine import fake_quantize
+from amct.errors import AmctError
+from amct.numerics.affine import dequantize, fake_quantize, quantize_bias
+from amct.numerics.arq import factors_per_row
 from amct.numerics.dmq import balance_activation
+from amct.pytorch.capture.capturable import all_values, on_all_values
+from amct.pytorch.capture.functional_layers import layer_module
+from amct.pytorch.capture.layer_types import put_weights
 from amct.pytorch.capture.program import uncompiled
-from amct.pytorch.capture.vectorized import all_values, on_all_values
+from amct.pytorch.user_model import MARK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +32,10 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from amct.calibration import CalibrationSession
-
+    from amct.numerics.arq import WeightFactors
+    from amct.pipeline.weights import LayerWeights
+    from amct.pytorch.preparation import TorchPreparation
+    from amct.record import LayerRecord, Record
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -199,3 +209,65 @@ class _ForwardInContext:
                 return self.forward(*args, **kwargs)
             with uncompiled(), self.context((args, kwargs)):
                 return self.forward(*args, **kwargs)
+
+
+# -- the fake-quantized model ------------------------------------------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+
+def fake_quant_copy(preparation: TorchPreparation, record: Record, *, is_private: bool = False) -> nn.Module:
+    """A fake-quantized copy of the folded model; the record must be complete. ``is_private``: no user gets it."""
+    model = preparation.quantized_copy(is_private=is_private)
+    for name, weights in preparation.weights.items():
+        module, entry = layer_module(model, name), record[name]
+        setattr(module, MARK, True)
+        if weights.balance is not None:
+            module.register_forward_pre_hook(Balance(weights.balance, weights.channel_axis), with_kwargs=True)
+        module.register_forward_pre_hook(_quantizer(entry), with_kwargs=True)
+        try:
+            _round_biases(module, weights, entry)
+        except AmctError as error:
+            logger.warning('layer "%s": the bias stays float in the simulated model: %s', name, error)
+    return model
+
+
+def _quantizer(entry: LayerRecord) -> FakeQuantize:
+    bits = int(entry.activation_type.removeprefix("INT"))
+    assert entry.scale_d is not None
+    assert entry.offset_d is not None
+    state = None
+    if entry.scale_h is not None and entry.offset_h is not None:
+        state = _factors(entry.scale_h, entry.offset_h)
+    return FakeQuantize(bits, _factors(entry.scale_d, entry.offset_d), state)
+
+
+def _factors(scale: float, offset: int) -> tuple[Tensor, Tensor]:
+    return torch.tensor(scale, dtype=torch.float32), torch.tensor(offset, dtype=torch.int32)
+
+
+def _round_biases(module: nn.Module, weights: LayerWeights, entry: LayerRecord) -> None:
+    """Round each bias to the scale of its accumulator."""
+    if isinstance(module, nn.RNNBase):
+        pairs = [("bias_ih_l0", "weight_ih_l0", entry.scale_d), ("bias_hh_l0", "weight_hh_l0", entry.scale_h)]
+    else:
+        pairs = [("bias", "weight", entry.scale_d)]
+    for attribute, weight, scale in pairs:
+        bias = getattr(module, attribute, None)
+        if isinstance(bias, torch.Tensor) and weight in weights.factors and scale is not None:
+            factors = weights.factors[weight]
+            if not isinstance(module, nn.RNNBase):  # of a recurrent layer the record has the gates in another order
+                recorded = torch.tensor(entry.scale_w, dtype=torch.float32).reshape(factors.scale.shape)
+                factors = replace(factors, scale=recorded)
+            put_weights(module, {attribute: _rounded_bias(bias.detach(), factors, scale)})
+
+
+def _rounded_bias(bias: Tensor, factors: WeightFactors, scale: float) -> Tensor:
+    step = factors_per_row(factors, bias.numel()).scale.to(bias.device)
+    data = torch.tensor(scale, dtype=torch.float32, device=bias.device)
+    integers = quantize_bias(bias.float(), step, data)
+    product = step * data
+    axis = 0 if product.numel() > 1 else None
+    zero = torch.zeros_like(product, dtype=torch.int32)
+    return dequantize(integers, product, zero, axis=axis).to(bias.dtype)

@@ -1,4 +1,4 @@
-"""Copies the user's model, which is never changed, and converts its tensors to NumPy arrays."""
+"""The user's model, which is never changed: what is refused, copies, copies with plain weights, tensors as arrays."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import torch
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from amct.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _COMPILED = "_orig_mod"  # torch.compile's attribute for the model; importing its class is slow
 
@@ -137,3 +141,123 @@ def as_array(tensor: torch.Tensor) -> NDArray[Any]:
     if tensor.dtype is torch.bfloat16:  # not a NumPy type
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
+
+
+# -- models that are refused -------------------------------------------------------------------------------------------
+
+
+AMCT_OPERATORS = frozenset(
+    {
+        "AscendDeQuant",
+        "AscendQuant",
+        "Conv2dQAT",
+        "ConvTranspose1dQAT",
+        "DMQBalancer",
+        "GRUQAT",
+        "HFMG",
+        "IFMR",
+        "LSTMQAT",
+        "LinearQAT",
+        "MarkedQuantizableModule",
+        "OFMRQuant",
+        "QuantIdentity",
+        "RNNRetrainQuant",
+        "Recorder",
+        "RetrainQuant",
+        "SelectiveMaskGen",
+    }
+)
+"""Class names of AMCT's own operators."""
+
+MARK = "amct_operator"
+"""A module or class with this attribute set to True must not be compressed again."""
+
+
+def is_operator(module: nn.Module) -> bool:
+    """Whether a compression step inserted the module into the model."""
+    return type(module).__name__ in AMCT_OPERATORS or getattr(module, MARK, False) is True
+
+
+def refuse_operators(model: nn.Module) -> None:
+    """Reject a compiled model and a model that is already compressed.
+
+    Raises:
+        ModelError: It is a ScriptModule, or it contains compression operators; the message lists them with their types.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is a ScriptModule (torch.jit.script or torch.jit.trace), whose layers cannot be changed; "
+            "give the nn.Module that it was made from"
+        )
+    found = {name: type(module).__name__ for name, module in model.named_modules() if is_operator(module)}
+    if found:
+        listed = ", ".join(f'"{name}" ({kind})' for name, kind in found.items())
+        raise ModelError(
+            f"the model already contains {len(found)} AMCT operators: {listed}. Start from the original float model"
+        )
+
+
+# -- weights that torch computes ---------------------------------------------------------------------------------------
+
+
+_HOOKS: tuple[type, ...] = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
+"""Older forms of parametrizations: forward pre-hooks that set the weight before each call."""
+_HOOK_TENSORS = ("_g", "_v", "_u", "_orig", "_mask")
+"""Endings of the tensors from which they compute it."""
+
+
+def is_parametrized(model: nn.Module) -> bool:
+    """Whether torch computes some weight of the model in each forward."""
+    return any(parametrize.is_parametrized(module) or _hooks(module) for module in model.modules())
+
+
+def with_plain_weights(model: nn.Module) -> nn.Module:
+    """The model itself, or a copy in eval mode without parametrizations that computes the same.
+
+    The copy shares its other tensors with the model.
+
+    Raises:
+        ModelError: the model cannot be copied.
+    """
+    if not is_parametrized(model):
+        return model
+    duplicate = copy_model(model, share_tensors=True)
+    with torch.no_grad():
+        for module in duplicate.modules():
+            _remove_parametrizations(module)
+            _remove_hooks(module)
+    return duplicate
+
+
+def _remove_parametrizations(module: nn.Module) -> None:
+    if not parametrize.is_parametrized(module):
+        return
+    # torch's remove_parametrizations would also change the user's model: the copy has the same generated class
+    parametrizations = module.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    values = {name: getattr(module, name).detach().clone() for name in parametrizations}
+    module.__class__ = type(module).__bases__[0]
+    del module._modules["parametrizations"]
+    for name, value in values.items():
+        is_parameter = next(parametrizations[name].parameters(recurse=False), None) is not None
+        if is_parameter:
+            setattr(module, name, nn.Parameter(value))
+        else:
+            module.register_buffer(name, value)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    for key, hook in _hooks(module).items():
+        name = getattr(hook, "_tensor_name", None) or getattr(hook, "name")  # noqa: B009  the first of pruning masks
+        hook(module, ())  # sets the weight
+        value = getattr(module, name).detach().clone()
+        del module._forward_pre_hooks[key]
+        vars(module).pop(name, None)
+        for suffix in _HOOK_TENSORS:
+            module._parameters.pop(name + suffix, None)
+            module._buffers.pop(name + suffix, None)
+        setattr(module, name, nn.Parameter(value))
+
+
+def _hooks(module: nn.Module) -> dict[int, Callable[..., object]]:
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _HOOKS)}

@@ -1,1 +1,0 @@
-"""AdaRound over a whole torch model, layer after layer."""

@@ -1,1 +1,0 @@
-"""Hooks on a copied model: they observe layer inputs and intermediate tensors while the user's loop runs it."""
