@@ -13,9 +13,8 @@ from amct.caffe import proto_merge
 from amct.caffe import pycaffe as caffe
 from amct.caffe.engine.layer import register
 from amct.caffe.engine.layers.activations import Elementwise
-from amct.caffe.proto_merge.reader import read_proto
-from amct.caffe.proto_merge.resolve import resolve_types
-from amct.caffe.proto_merge.writer import write_proto
+from amct.caffe.proto_language import read_proto, write_proto
+from amct.caffe.proto_merge import resolve_types
 from amct.errors import ConfigError, FileError, ParseError
 from amct.schema import file_protos
 
@@ -74,7 +73,7 @@ def test_all_clashes_are_told_at_once(tmp_path):
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize("name", proto_merge.merge.RESERVED)
+@pytest.mark.parametrize("name", proto_merge.RESERVED)
 def test_reserved_names(tmp_path, name):
     with pytest.raises(ConfigError, match=f"message {name} clashes"):
         merged(tmp_path, f"message {name} {{ optional int32 a = 1; }}")

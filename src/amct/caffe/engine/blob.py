@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amct.errors import ArgumentError, ArgumentTypeError
+from amct.errors import ArgumentError, ArgumentTypeError, ModelError
+from amct.memory import gibibytes, number_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,6 +108,7 @@ Shape: TypeAlias = tuple[int, ...]
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
 LEGACY_AXES = 4
+BYTES_PER_VALUE = 4
 
 
 class Buffer:
@@ -396,3 +398,29 @@ def check_shape(shape: Shape) -> None:
         raise ArgumentError(f"the size of a blob cannot be negative, got {shape}")
     if math.prod(shape) > MAX_ELEMENTS:
         raise ArgumentError(f"blob size exceeds 2^31-1 values: {shape}")
+
+
+#: Environment variable that raises the limit of one blob, in bytes.
+LIMIT_VARIABLE = "AMCT_CAFFE_MAX_BLOB_BYTES"
+DEFAULT_LIMIT = 2 * 2**30
+
+
+def size_check() -> Callable[[Shape, str], None]:
+    """Return a function that rejects shapes above the limit: ``check(shape, 'blob "conv1"')`` raises ModelError."""
+    limit = number_from_environment(LIMIT_VARIABLE, DEFAULT_LIMIT)
+
+    def check(shape: Shape, what: str) -> None:
+        if any(size < 0 for size in shape):
+            raise ModelError(
+                f"{what} would have shape {shape}: a size cannot be negative. Is a kernel larger than its input?"
+            )
+        count = math.prod(shape)
+        if count > MAX_ELEMENTS:
+            raise ModelError(f"{what} would have shape {shape}: blob size exceeds INT_MAX ({MAX_ELEMENTS} values)")
+        if count * BYTES_PER_VALUE > limit:
+            raise ModelError(
+                f"{what} would have shape {shape}, {gibibytes(count * BYTES_PER_VALUE)}; the limit is "
+                f"{gibibytes(limit)}. If this size is intended, set {LIMIT_VARIABLE} to a larger number of bytes."
+            )
+
+    return check

@@ -11,9 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from amct.caffe.engine.blob import Blob
+from amct.caffe.engine.blob import Blob, size_check
 from amct.caffe.engine.layer import Layer, LayerContext, implementation_of, layer_class
-from amct.caffe.engine.limits import size_check
 from amct.caffe.engine.messages import new_message
 from amct.caffe.engine.weights import copy_messages, shape_text
 from amct.errors import ModelError, did_you_mean

@@ -1,4 +1,4 @@
-"""Merges a custom.proto with caffe.proto and AMCT's messages, and reports conflicts.
+"""Merges a user's ``custom.proto`` with caffe.proto and AMCT's messages, as a file and at run time.
 
 AMCT's layers use the LayerParameter numbers from 200000 on, and reserved names.
 
@@ -20,10 +20,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from amct.atomic import write_text
-from amct.caffe.proto_merge.reader import read_proto
-from amct.caffe.proto_merge.resolve import resolve_types
-from amct.caffe.proto_merge.writer import write_proto
-from amct.errors import ConfigError, FileError, Problem
+from amct.caffe.proto_language import read_proto, write_proto
+from amct.errors import ConfigError, FileError, Problem, did_you_mean
 from amct.schema import file_protos
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
     from amct.caffe.engine.messages import ProtoMessage
+
 
 logger = logging.getLogger(__name__)
 
@@ -246,3 +245,56 @@ def _remove(items: MutableSequence[Any], name: str) -> bool:
             del items[index]
             return True
     return False
+
+
+def resolve_types(file: FileDescriptorProto, source: str) -> None:
+    """Replace type names by full names, in place, and set whether each is a message or an enum.
+
+    Raises:
+        ConfigError: The type of a field is not defined.
+    """
+    kinds: dict[str, int] = {}
+    prefix = f".{file.package}" if file.package else ""
+    for enum in file.enum_type:
+        kinds[f"{prefix}.{enum.name}"] = FieldDescriptorProto.TYPE_ENUM
+    for message in file.message_type:
+        _collect(message, prefix, kinds)
+    for message in file.message_type:
+        _resolve(message, f"{prefix}.{message.name}", kinds, source)
+
+
+def _collect(message: DescriptorProto, scope: str, kinds: dict[str, int]) -> None:
+    name = f"{scope}.{message.name}"
+    kinds[name] = FieldDescriptorProto.TYPE_MESSAGE
+    for enum in message.enum_type:
+        kinds[f"{name}.{enum.name}"] = FieldDescriptorProto.TYPE_ENUM
+    for nested in message.nested_type:
+        _collect(nested, name, kinds)
+
+
+def _resolve(message: DescriptorProto, scope: str, kinds: dict[str, int], source: str) -> None:
+    for item in message.field:
+        if not item.type_name:
+            continue
+        full = _lookup(item.type_name, scope, kinds)
+        if full is None:
+            known = [name.rpartition(".")[2] for name in kinds]
+            raise ConfigError(
+                f"{source}: {message.name}.{item.name}: the type {item.type_name.lstrip('.')} is not defined."
+                f"{did_you_mean(item.type_name, known)} Write a message of that name into the file"
+            )
+        item.type_name = full
+        item.type = kinds[full]  # type: ignore[assignment]
+    for nested in message.nested_type:
+        _resolve(nested, f"{scope}.{nested.name}", kinds, source)
+
+
+def _lookup(name: str, scope: str, kinds: dict[str, int]) -> str | None:
+    if name.startswith("."):
+        return name if name in kinds else None
+    while scope:
+        candidate = f"{scope}.{name}"
+        if candidate in kinds:
+            return candidate
+        scope = scope.rpartition(".")[0]
+    return f".{name}" if f".{name}" in kinds else None

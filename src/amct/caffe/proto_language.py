@@ -1,4 +1,4 @@
-"""Parses the .proto language (version 2, as Caffe uses it) into protobuf descriptors.
+"""The .proto language (version 2, as Caffe uses it) to protobuf descriptors and back; protoc is not needed.
 
 Messages, enums, nested types, oneof, defaults and packed fields are read; other options are ignored. Imports, services,
 groups and extensions are errors, reported with their line.
@@ -6,7 +6,9 @@ groups and extensions are errors, reported with their line.
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from google.protobuf.descriptor_pb2 import (
@@ -16,10 +18,88 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
 )
 
-from amct.caffe.proto_merge.tokens import TokenStream
+from amct.errors import ParseError, Position
 
 if TYPE_CHECKING:
-    from amct.caffe.proto_merge.tokens import Token
+    from collections.abc import Iterable, Iterator
+
+
+_TOKEN = re.compile(
+    r"""
+      (?P<space>\s+|//[^\n]*|/\*.*?\*/)
+    | (?P<name>\.?[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)
+    | (?P<number>0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)
+    | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+    | (?P<sign>[{}\[\]()<>=;,-])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token: its kind (name, number, string, sign, end), its text, and its offset."""
+
+    kind: str
+    text: str
+    offset: int
+
+
+class TokenStream:
+    """A stream of tokens, and errors with positions."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text, self.source = text, source
+        self._tokens = list(self._split())
+        self._next = 0
+
+    def _split(self) -> Iterable[Token]:
+        offset = 0
+        while offset < len(self.text):
+            match = _TOKEN.match(self.text, offset)
+            if match is None:
+                raise self.error(f"unexpected character {self.text[offset]!r}", offset)
+            if match.lastgroup != "space":
+                yield Token(str(match.lastgroup), match.group(), offset)
+            offset = match.end()
+        yield Token("end", "", len(self.text))
+
+    def position(self, offset: int) -> Position:
+        """Line and column of an offset."""
+        before = self.text[:offset]
+        return Position(self.source, before.count("\n") + 1, offset - before.rfind("\n"))
+
+    def error(self, message: str, offset: int) -> ParseError:
+        """An error at an offset."""
+        return ParseError(message, position=self.position(offset))
+
+    @property
+    def current(self) -> Token:
+        """The next token."""
+        return self._tokens[self._next]
+
+    def take(self) -> Token:
+        """Return the next token and advance."""
+        token = self._tokens[self._next]
+        if token.kind != "end":
+            self._next += 1
+        return token
+
+    def expect(self, kind: str, text: str | None = None) -> Token:
+        """Take a token of this kind (and text), or raise an error that shows what was found."""
+        token = self.current
+        if token.kind != kind or (text is not None and token.text != text):
+            found = "the end of the file" if token.kind == "end" else repr(token.text)
+            raise self.error(f"expected {text or f'a {kind}'}, found {found}", token.offset)
+        return self.take()
+
+    def accept(self, text: str) -> bool:
+        """Take the next token if it has this text."""
+        if self.current.text == text and self.current.kind in ("name", "sign"):
+            self.take()
+            return True
+        return False
+
 
 MAX_DEPTH = 50
 _LABELS = {
@@ -235,3 +315,70 @@ def _enum(stream: TokenStream, enum: EnumDescriptorProto) -> None:
         stream.expect("sign", ";")
     if not enum.value:
         raise stream.error(f"enum {enum.name} has no values", stream.current.offset)
+
+
+_LABEL_NAMES = {
+    FieldDescriptorProto.LABEL_OPTIONAL: "optional",
+    FieldDescriptorProto.LABEL_REQUIRED: "required",
+    FieldDescriptorProto.LABEL_REPEATED: "repeated",
+}
+_SCALAR_NAMES = {number: name for name, number in SCALARS.items()}
+_QUOTED = (FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_BYTES)
+
+
+def write_proto(file: FileDescriptorProto) -> str:
+    """The file as text, messages and enums in order; comments are not kept."""
+    lines = ['syntax = "proto2";', ""]
+    if file.package:
+        lines += [f"package {file.package};", ""]
+    for enum in file.enum_type:
+        lines += [*_enum_lines(enum, ""), ""]
+    for message in file.message_type:
+        lines += [*_message_lines(message, "", file.package), ""]
+    return "\n".join(lines)
+
+
+def _message_lines(message: DescriptorProto, indent: str, scope: str) -> Iterator[str]:
+    yield f"{indent}message {message.name} {{"
+    inner = indent + "  "
+    for enum in message.enum_type:
+        yield from _enum_lines(enum, inner)
+    for nested in message.nested_type:
+        yield from _message_lines(nested, inner, scope)
+    written: set[int] = set()
+    for field in message.field:
+        if not field.HasField("oneof_index"):
+            yield f"{inner}{_LABEL_NAMES[field.label]} {_field_line(field, scope)}"
+        elif field.oneof_index not in written:
+            written.add(field.oneof_index)
+            yield from _oneof_lines(message, field.oneof_index, inner, scope)
+    yield f"{indent}}}"
+
+
+def _oneof_lines(message: DescriptorProto, index: int, indent: str, scope: str) -> Iterator[str]:
+    yield f"{indent}oneof {message.oneof_decl[index].name} {{"
+    for field in message.field:
+        if field.HasField("oneof_index") and field.oneof_index == index:
+            yield f"{indent}  {_field_line(field, scope)}"
+    yield f"{indent}}}"
+
+
+def _field_line(field: FieldDescriptorProto, scope: str) -> str:
+    kind = _SCALAR_NAMES.get(field.type) or field.type_name.removeprefix(f".{scope}." if scope else ".")
+    options = []
+    if field.HasField("default_value"):
+        quoted = field.type in _QUOTED
+        options.append(f"default = {json.dumps(field.default_value) if quoted else field.default_value}")
+    if field.options.HasField("packed"):
+        options.append(f"packed = {str(field.options.packed).lower()}")
+    if field.options.deprecated:
+        options.append("deprecated = true")
+    ending = f" [{', '.join(options)}]" if options else ""
+    return f"{kind} {field.name} = {field.number}{ending};"
+
+
+def _enum_lines(enum: EnumDescriptorProto, indent: str) -> Iterator[str]:
+    yield f"{indent}enum {enum.name} {{"
+    for value in enum.value:
+        yield f"{indent}  {value.name} = {value.number};"
+    yield f"{indent}}}"
