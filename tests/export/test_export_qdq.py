@@ -14,8 +14,8 @@ from test_export_fake_quant import balanced
 
 from amct.errors import ArgumentError, ExportError
 from amct.export.binding import LayerFactors
-from amct.export.options import Placement, Target
 from amct.export.qdq.exporter import observed_tensors, qdq_model
+from amct.export.request import Placement, Target
 from integer_kernels import KernelCount, count_integer_kernels
 
 EXACT8 = {"placement": Placement.EXACT, "target": Target.EXACT8}

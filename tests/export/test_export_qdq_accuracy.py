@@ -12,8 +12,8 @@ from onnx import numpy_helper
 
 from amct.errors import RecordValueError
 from amct.export.binding import TensorFactors
-from amct.export.options import Placement, Target
 from amct.export.qdq.exporter import qdq_model
+from amct.export.request import Placement, Target
 from integer_kernels import count_integer_kernels
 
 

@@ -12,11 +12,11 @@ from onnx import numpy_helper
 from transformer_nets import NORMALIZATIONS, TOKENS, audio_encoder, vision_transformer
 
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import export_formats
+from amct.export.formats import ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.options import ExportOptions
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.residual_streams import residual_streams
+from amct.export.request import ExportOptions
 
 
 def sqnr(expected, result):
@@ -67,7 +67,8 @@ def test_float_tensors_are_an_option_of_every_save():
     net, model = residual()
     factors, tensors = calibrate(net, model)
     options = ExportOptions(float_tensors=frozenset({"second_out"}))
-    exported = export_formats(["qdq"], model, net.bindings(), factors, tensors, options)["qdq"]
+    request = ExportRequest(model=model, bindings=net.bindings(), factors=factors, tensors=tensors, options=options)
+    exported = export("qdq", request)
     assert "second_out" not in exported.tensors
     assert [skip.layer for skip in exported.skipped] == ["second_out"]
 

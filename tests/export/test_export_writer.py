@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import stat
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -16,14 +15,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amct.arguments import check_file_name
 from amct.errors import ArgumentError, ArgumentTypeError, ExportError, FileError, ParseError
+from amct.export import writer
 from amct.export.ascend import ascend_model
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import file_name
+from amct.export.formats import ExportedModel, file_name
 from amct.export.onnx.messages import model_opset
 from amct.export.qdq.exporter import qdq_model
-from amct.export.save_path import SavePath
-from amct.export.saving import quant_document
-from amct.export.writer import check_opset, save_model, save_models
+from amct.export.request import SavePath, SaveRequest, check_opset
+from amct.export.saving import OnnxFiles, save_files
+from amct.export.writer import save_model
+from amct.model import Skip
 from amct.model.quant_json import VERSION, QuantJson, quant_json_text, read_quant_json
 from integer_kernels import count_integer_kernels
 
@@ -31,11 +32,21 @@ DEPLOY, FAKE_QUANT, QDQ = (file_name(name) for name in ("deploy", "fake_quant", 
 DOCUMENT = QuantJson(version=VERSION, model="net", layers={}, skipped=(), files={})
 
 
-@dataclass
-class Notes:
-    fusions: dict
-    skipped: dict
-    config: str = ""
+class Files(OnnxFiles):
+    """Ready models, written as they are."""
+
+    def __init__(self, where, results, **others):
+        names = {output.removesuffix("_model.onnx"): result for output, result in results.items()}
+        super().__init__(request=SaveRequest(where=where, formats=tuple(names)), record={}, **others)
+        object.__setattr__(self, "results", names)
+
+    def export(self, name):
+        return self.results[name]
+
+
+def save_models(where, models, others=None):
+    results = {output: ExportedModel(model=model) for output, model in models.items()}
+    return save_files(Files(where, results, model=next(iter(models.values())), further=others or {}))
 
 
 def listed(folder):
@@ -115,7 +126,7 @@ def test_file_names_are_checked():
 
 def test_models_and_report_are_written_and_run(tmp_path, models):
     target = SavePath.parse(str(tmp_path / "new" / "folder" / "net"))
-    written = save_models(target, models, document=DOCUMENT)
+    written = save_models(target, models)
     assert [path.name for path in written] == [
         "net_deploy_model.onnx",
         "net_fake_quant_model.onnx",
@@ -134,8 +145,9 @@ def test_models_and_report_are_written_and_run(tmp_path, models):
 def test_overwriting_only_warns(tmp_path, models, caplog):
     target = SavePath.parse(str(tmp_path / "net"))
     save_models(target, models)
+    target.quant_json.unlink()
     with caplog.at_level(logging.WARNING):
-        save_models(target, models, document=DOCUMENT)
+        save_models(target, models)
     names = ", ".join(target.file(output).name for output in models)
     assert [record.message for record in caplog.records] == [f"{tmp_path}: {names} exist and are replaced"]
 
@@ -170,15 +182,20 @@ def test_opset_of_a_model():
 # -- large models ----------------------------------------------------------------------------------------------------
 
 
-def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models):
+def split_from(monkeypatch, size):
+    monkeypatch.setattr(writer, "EXTERNAL_THRESHOLD", size)
+
+
+def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models, monkeypatch):
     target = SavePath.parse(str(tmp_path / "net"))
     model = {FAKE_QUANT: models[FAKE_QUANT]}
     size = len(model[FAKE_QUANT].SerializeToString())
     before = model[FAKE_QUANT].SerializeToString()
-    written = save_models(target, model, external_threshold=size - 3000)
+    split_from(monkeypatch, size - 3000)
+    written = save_models(target, model)
     # first.w and second.w (2304 bytes each) are the largest; two are needed to save 3000 bytes.
-    assert sorted(path.name for path in written[1:]) == ["first.w_fakequant.external", "second.w_fakequant.external"]
-    assert {path.stat().st_size for path in written[1:]} == {2304}
+    assert sorted(path.name for path in written[1:-1]) == ["first.w_fakequant.external", "second.w_fakequant.external"]
+    assert {path.stat().st_size for path in written[1:-1]} == {2304}
     assert written[0].stat().st_size < size - 3000
     assert model[FAKE_QUANT].SerializeToString() == before
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(written[0]).graph.initializer}
@@ -190,14 +207,16 @@ def test_large_tensors_move_to_files_of_their_own_largest_first(tmp_path, models
     np.testing.assert_array_equal(run(str(written[0]), net.data())["y"], run(model[FAKE_QUANT], net.data())["y"])
 
 
-def test_small_models_stay_whole(tmp_path, models):
+def test_small_models_stay_whole(tmp_path, models, monkeypatch):
     model = models[QDQ]
     size = len(model.SerializeToString())
-    assert len(save_model(tmp_path / "whole.onnx", model, external_threshold=size + 8)) == 1
-    assert len(save_model(tmp_path / "split.onnx", model, external_threshold=size - 8)) == 2
+    split_from(monkeypatch, size + 8)
+    assert len(save_model(tmp_path / "whole.onnx", model)) == 1
+    split_from(monkeypatch, size - 8)
+    assert len(save_model(tmp_path / "split.onnx", model)) == 2
 
 
-def test_file_names_of_tensors_are_safe_and_different(tmp_path):
+def test_file_names_of_tensors_are_safe_and_different(tmp_path, monkeypatch):
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in "xy"]
     weights = [numpy_helper.from_array(np.full(64, i, np.float32), name) for i, name in enumerate(("a/w", "a:w"))]
     weights.append(helper.make_tensor("typed", TensorProto.FLOAT, [64], np.arange(64.0)))  # not stored as raw bytes
@@ -207,30 +226,33 @@ def test_file_names_of_tensors_are_safe_and_different(tmp_path):
         opset_imports=[helper.make_opsetid("", 17)],
         ir_version=10,
     )
-    written = save_model(tmp_path / "m.onnx", model, external_threshold=320)
+    split_from(monkeypatch, 320)
+    written = save_model(tmp_path / "m.onnx", model)
     assert {path.name for path in written} == {"m.onnx", "a_w.external", "a_w_1.external", "typed.external"}
     np.testing.assert_array_equal(run(str(written[0]), {"x": np.zeros(64, np.float32)})["y"], np.arange(64) + 1)
 
 
-def test_a_model_that_cannot_be_split_is_refused(tmp_path, models):
+def test_a_model_that_cannot_be_split_is_refused(tmp_path, models, monkeypatch):
+    split_from(monkeypatch, 100)
     with pytest.raises(
         ExportError, match="bytes remain besides the tensors that can be stored apart; the limit is 100"
     ):
-        save_model(tmp_path / "m.onnx", models[QDQ], external_threshold=100)
+        save_model(tmp_path / "m.onnx", models[QDQ])
     assert listed(tmp_path) == []
 
 
 # -- <prefix>_quant.json ---------------------------------------------------------------------------------------------
 
 
-def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported):
+def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported, tmp_path):
     net, model = residual()
     factors, tensors = calibrate(net, model)
     del tensors["second_out"]
-    results = {output.removesuffix("_model.onnx"): result for output, result in exported.items()}
-    results["qdq"] = qdq_model(model, net.bindings(), factors, tensors=tensors)
-    notes = Notes({"stem": ["bn1"]}, {"norm": "LayerNorm is not quantizable"})
-    document = json.loads(quant_json_text(quant_document("net", results, notes, SavePath.parse("net"))))
+    results = {**exported, QDQ: qdq_model(model, net.bindings(), factors, tensors=tensors)}
+    where = SavePath.parse(tmp_path / "net")
+    skipped = [Skip("norm", "LayerNorm is not quantizable")]
+    save_files(Files(where, results, model=model, folded={"stem": ["bn1"]}, skipped=skipped))
+    document = json.loads(where.quant_json.read_text())
     assert document["version"] == 2
     assert list(document["layers"]) == ["stem", "first", "second", "fc"]
     stem = document["layers"]["stem"]
@@ -253,7 +275,7 @@ def test_quant_json_tells_layers_nodes_fusions_and_reasons(exported):
 def test_quant_json_lists_the_files_and_refuses_those_of_another_save(tmp_path, models):
     target = SavePath.parse(tmp_path / "net")
     others = {tmp_path / "net_record.txt": b"record"}
-    written = save_models(target, models, document=DOCUMENT, others=others)
+    written = save_models(target, models, others=others)
     document = read_quant_json(target.quant_json)
     assert set(document.files) == {path.name for path in written} - {"net_quant.json"}
     record = document.files["net_record.txt"]

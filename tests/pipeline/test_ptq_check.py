@@ -21,7 +21,7 @@ from amct.errors import ExportError
 from amct.export import formats
 from amct.export.check import checking, child, locating
 from amct.export.check.reference import Reference
-from amct.export.exported import ExportedModel, ExportReport
+from amct.export.formats import ExportedModel, ExportReport
 from amct.export.onnx.runtime import Runner
 from amct.model.quant_json import FileCheck, read_quant_json
 from amct.pipeline import batches
@@ -226,10 +226,10 @@ def test_a_file_is_not_saved_where_not_even_the_float_model_can_be_loaded(quanti
     target = tmp_path / "net_fake_quant_model.onnx"
     onnx.save(broken, target)
     reference = Reference(inputs={broken.graph.input[0].name: IMAGES.numpy()}, origin="a batch")
-    subject = checking.Subject(reference=reference, original=broken, simulate=lambda: ExportedModel(model=broken))
-    file = checking.WrittenFile(format="fake_quant", path=target, target=target, report=ExportReport())
+    check = checking.OnnxCheck(reference=reference, original=broken, simulate=lambda: ExportedModel(model=broken))
+    file = checking.FileToCheck(format="fake_quant", path=target, target=target, report=ExportReport())
     with pytest.raises(ExportError, match="cannot be loaded or run on a batch, so nothing was saved"):
-        checking.OnnxCheck(subject).check(file)
+        check.check(file)
 
 
 def clip_the_input(model):

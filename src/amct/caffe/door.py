@@ -17,7 +17,7 @@ from amct.caffe.ptq.calibration import start_calibration
 from amct.caffe.ptq.equalization import divide_channels, find_factors
 from amct.caffe.ptq.graph import QuantGraph
 from amct.caffe.ptq.qdq import qdq_observers
-from amct.caffe.ptq.save import SaveNotes, results_with, save_results
+from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
 from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inputs_by_name, run_net, sample_count
 from amct.calibration import ALONE
@@ -33,7 +33,6 @@ from amct.pipeline.fingerprints import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
 
     import numpy.typing as npt
     from onnx import ModelProto
@@ -44,7 +43,9 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.saving import SavedContent, SaveRequest
+    from amct.export.binding import TensorFactors
+    from amct.export.check.reference import Reference
+    from amct.export.request import SaveRequest
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel
     from amct.pipeline.flow import AnyResume
@@ -178,6 +179,10 @@ class CaffePreparation:
         """The folded float net and the quantized one."""
         return compared_nets(ModelSide(self.graph.model), ModelSide(self.caffe_model(record, deploy=deploy)))
 
+    def models_to_check(self, record: CaffeRecord) -> tuple[ComparedModel, None]:
+        """The float net: the fake-quant pair is the simulation, if it is written."""
+        return self.compared_models(record)[0], None
+
     def output_tensors(self, record: CaffeRecord) -> dict[str, tuple[str, ...]]:
         """By layer: its output blobs, whose tensors have their names."""
         return {layer.name: layer.outputs for layer in watched_layers(self.caffe_model(record).net)}
@@ -196,8 +201,6 @@ class CaffePreparation:
         del batch
         return sample_count(arguments)
 
-    simulates_in_files = False
-    simulates_at_save = True
     any_batch_size = False  # a Reshape or a recurrent layer may need the sizes of the batch as they are
 
     def onnx_inputs(self, arguments: Batch) -> dict[str, npt.NDArray[Any]]:
@@ -212,10 +215,16 @@ class CaffePreparation:
         """The folded net as a graph for the report."""
         return caffe_network(self.graph.model.net, self.layers, integer_tensors)
 
-    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
-        """Write Caffe pairs, ONNX formats, record and quant.json as one group."""
-        results = self._finished(content.record)
-        return save_results(results, request, notes=SaveNotes.of(self.graph), content=content)
+    def files(
+        self,
+        request: SaveRequest,
+        record: CaffeRecord,
+        tensors: Mapping[str, TensorFactors] | None,
+        reference: Reference | None,
+    ) -> CaffeFiles:
+        """The model as files."""
+        notes = SaveNotes.of(self.graph)
+        return CaffeFiles(request, self._finished(record), notes, tensors=tensors, reference=reference)
 
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded net as ONNX."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from amct.calibration import Ranks
     from amct.config.layers import LayerInfo
-    from amct.export.save_path import SavePath
+    from amct.export.request import SavePath
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.first_batches import FirstBatches
     from amct.pipeline.interim import CalibrationFile
@@ -132,7 +132,7 @@ class _Files:
         """Check the output folder, the formats and the placement before quantization starts."""
         from amct import atomic
         from amct.export.formats import check_formats
-        from amct.export.options import ExportOptions
+        from amct.export.request import ExportOptions
 
         atomic.check_writable(self._where.folder)
         check_formats(self._names())
@@ -140,7 +140,7 @@ class _Files:
 
     @property
     def _where(self) -> SavePath:
-        from amct.export.save_path import SavePath
+        from amct.export.request import SavePath
 
         return SavePath.parse(self.output)
 
@@ -161,7 +161,7 @@ class _Files:
 
     def save(self, quantized: QuantizedModel) -> list[Path]:
         """Write the model; return the paths. A report of replaced files is removed."""
-        from amct.export.saving import DEFAULT_FORMATS
+        from amct.export.request import DEFAULT_FORMATS
         from amct.report.page import is_report
 
         names = self._names()

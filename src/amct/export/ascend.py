@@ -21,7 +21,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amct.errors import ExportError
-from amct.export.exported import ExportedModel
+from amct.export.formats import ExportedModel
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers, recurrent_problem
 from amct.export.onnx.messages import attribute_value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from onnx import TensorProto, helper
 
-from amct.export.exported import ExportedModel, write_metadata
+from amct.export.formats import ExportedModel, write_metadata
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.weights import replace_bias, replace_weight, share_weights, straighten_gemm

@@ -1,22 +1,26 @@
-"""The registry of export formats: ``qdq``, ``deploy``, ``fake_quant`` and user-registered ones.
+"""The export formats ``qdq``, ``deploy``, ``fake_quant`` and user-registered ones: what an exporter gets and returns.
 
 An exporter is a function of an ``ExportRequest`` that returns an ONNX model, an ``ExportedModel`` (a model with a
-report) or the bytes of any other file. ``save(formats=…)`` and ``amct quantize --formats`` offer every format. The
-exporters are imported when they run, so that the names of formats can be checked at once.
+report), the bytes of any other file, or ``ExportedFiles`` (several such files). ``save(formats=…)`` and
+``amct quantize --formats`` offer every format. The exporters are imported when they run, so that the names of formats
+can be checked at once.
+
+ONNX files that can be compared with the float model store in their metadata which tensor holds the output of each layer
+(``amct.layer_outputs``) and which layers have rescaled outputs (``amct.rescaled``), both as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from amct.errors import ArgumentError, did_you_mean
-from amct.export.exported import ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights, with_values
-from amct.export.options import ExportOptions
+from amct.export.request import RECORD, ExportOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,11 +28,101 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
+    from amct.model import Skip
+    from amct.model.kinds import LayerKind
 
 logger = logging.getLogger(__name__)
 
-RECORD = "record"
-"""The name under which ``save`` accepts the factors among the formats."""
+LAYER_OUTPUTS, RESCALED = "amct.layer_outputs", "amct.rescaled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """The changes that an exporter made to one node of a layer."""
+
+    layer: str
+    node: str
+    type: str
+    kind: LayerKind
+    operator: str
+    """The ONNX operator that computes the layer in the exported file."""
+    output: str
+    """The tensor that holds the layer's output in the float model."""
+    activation_bits: int
+    weight_bits: int | None
+    inserted: tuple[str, ...]
+    """Names of the nodes added for the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """What an exporter did: all that is kept of an exported file once it is written."""
+
+    layers: tuple[LayerReport, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    tensors: tuple[str, ...] = ()
+    """Tensors quantized in addition to, or instead of, the inputs of single layers (QDQ, placement ``fast``)."""
+    rescaled: tuple[str, ...] = ()
+    """Layers whose output channels are divided by the balance factors of the next layer (QDQ, placement ``fast``)."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the user: a type that the opset lacks, a rounding that was replaced."""
+
+    @property
+    def report(self) -> ExportReport:
+        """The report alone."""
+        return ExportReport(**{each.name: getattr(self, each.name) for each in fields(ExportReport)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel(ExportReport):
+    """An exported ONNX model with a report."""
+
+    model: ModelProto
+    kept: KeptWeights | None = None
+    """The weights to which the model refers; they exist as long as this object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedFiles(ExportReport):
+    """Exported files that are no ONNX model, such as the prototxt and the caffemodel of a Caffe net."""
+
+    files: Mapping[str, Sequence[bytes | memoryview]]
+    """By the file name behind the prefix: the content in parts, which are written one after the other."""
+
+
+Exported = ExportedModel | ExportedFiles
+
+
+def write_metadata(
+    model: ModelProto, *, outputs: Mapping[str, str] | None = None, rescaled: Iterable[str] = ()
+) -> None:
+    """Store in a model's metadata which tensor holds the output of each layer, and which layers are rescaled."""
+    for key, value in ((LAYER_OUTPUTS, outputs), (RESCALED, list(rescaled))):
+        if value:
+            model.metadata_props.add(key=key, value=json.dumps(value))
+
+
+def layer_outputs(model: ModelProto) -> dict[str, str]:
+    """By layer: the tensor with its output, if its name differs from that in the float model."""
+    found = _metadata(model, LAYER_OUTPUTS)
+    return {str(layer): str(tensor) for layer, tensor in found.items()} if isinstance(found, dict) else {}
+
+
+def rescaled_layers(model: ModelProto) -> frozenset[str]:
+    """The layers whose outputs differ from the float model by the balance factors of the next layer."""
+    found = _metadata(model, RESCALED)
+    return frozenset(map(str, found)) if isinstance(found, list) else frozenset()
+
+
+def _metadata(model: ModelProto, key: str) -> object:
+    text = next((entry.value for entry in model.metadata_props if entry.key == key), "null")
+    try:
+        return json.loads(text)
+    except ValueError:  # metadata of another tool: tensors are compared by name
+        return None
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,8 +146,7 @@ class ExportRequest:
     kept: KeptWeights | None = None
 
 
-Exported = ExportedModel | bytes
-Exporter = Callable[[ExportRequest], "ModelProto | ExportedModel | bytes"]
+Exporter = Callable[[ExportRequest], "ModelProto | Exported | bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,46 +204,30 @@ def check_formats(names: Iterable[str]) -> None:
             )
 
 
-def export_formats(
-    formats: Iterable[str],
-    float_model: ModelProto,
-    bindings: Sequence[LayerBinding],
-    factors: Mapping[str, LayerFactors],
-    tensors: Mapping[str, TensorFactors] | None = None,
-    options: ExportOptions | None = None,
-    *,
-    keep_weights: bool = False,
-) -> dict[str, Exported]:
-    """Export a model in each format, in memory.
+def export(name: str, request: ExportRequest, *, keep_weights: bool = False) -> Exported:
+    """Export a model in one format, in memory.
 
     Args:
-        formats: Names of registered formats; each is exported once.
-        float_model: The float ONNX model, batch norms folded.
-        bindings: The node of each layer.
-        factors: By layer; a bound layer without factors stays float.
-        tensors: Factors of the tensors between layers; None if nothing was observed.
-        options: Options of the QDQ file.
-        keep_weights: Whether exported models may refer to their large weights (``kept_weights.py``).
+        name: The name of a registered format.
+        request: The model and its factors.
+        keep_weights: Whether the exported model may refer to its large weights (``kept_weights.py``).
 
     Raises:
-        ArgumentError: a format is unknown.
+        ArgumentError: the format is unknown.
         ExportError: the model cannot be exported.
     """
-    names = tuple(dict.fromkeys(formats))
-    check_formats(names)
-    request = ExportRequest(
-        model=float_model, bindings=bindings, factors=factors, tensors=tensors, options=options or ExportOptions()
-    )
-    exported: dict[str, Exported] = {}
-    for name in names:
-        if _FORMATS[name].is_own:
-            request = replace(request, kept=KeptWeights() if keep_weights else None)
-        else:
-            request = replace(request, model=with_values(float_model), kept=None)
-        result = _FORMATS[name].exporter(request)
-        exported[name] = result if isinstance(result, ExportedModel | bytes) else ExportedModel(model=result)
-        for note in getattr(exported[name], "notes", ()):
-            logger.info("%s: %s", _FORMATS[name].file_name, note)
+    check_formats([name])
+    chosen = _FORMATS[name]
+    if chosen.is_own:
+        request = replace(request, kept=KeptWeights() if keep_weights else None)
+    else:
+        request = replace(request, model=with_values(request.model), kept=None)
+    result = chosen.exporter(request)
+    if isinstance(result, bytes):
+        return ExportedFiles(files={chosen.file_name: [result]})
+    exported = result if isinstance(result, ExportedModel | ExportedFiles) else ExportedModel(model=result)
+    for note in exported.notes:
+        logger.info("%s: %s", chosen.file_name, note)
     return exported
 
 

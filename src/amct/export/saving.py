@@ -1,4 +1,4 @@
-"""Writes the files of one save path from the float ONNX model, the record and the tensor factors."""
+"""Writes the files of one save as one group: each is checked before it gets its name, ``quant.json`` is the last."""
 
 from __future__ import annotations
 
@@ -9,41 +9,228 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from amct import atomic
+from amct.atomic import FileGroup
+from amct.errors import ExportError
 from amct.export.binding import LayerFactors, bindings_by_name
-from amct.export.check.checking import OnnxCheck, Subject, WrittenFile
-from amct.export.exported import ExportedModel, ExportReport
+from amct.export.check.checking import FileToCheck, OnnxCheck
 from amct.export.fake_quant import fake_quant_model
-from amct.export.formats import RECORD, check_formats, export_formats, file_name
+from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.options import ExportOptions
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
-from amct.export.save_path import SavePath
-from amct.export.writer import add_model, check_opset, save_models
+from amct.export.writer import add_exported, warn_of_replaced
 from amct.memory import give_back_freed
-from amct.model import Skip
-from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, RelatedFile, related_file
+from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
 from amct.record import encode_record
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from onnx import ModelProto
 
-    from amct.atomic import FileGroup
-    from amct.export.binding import LayerBinding, TensorFactors
+    from amct.export.binding import TensorFactors
     from amct.export.check.reference import Reference
-    from amct.export.exported import LayerReport
-    from amct.export.formats import Exported
+    from amct.export.formats import Exported, ExportReport, LayerReport
+    from amct.export.request import SaveRequest
+    from amct.model import Skip
     from amct.model.quant_json import FileCheck
     from amct.record import LayerRecord
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FORMATS = ("qdq", "deploy", "fake_quant", RECORD)
-"""The default formats of ``QuantizedModel.save``."""
+
+class ModelFiles(Protocol):
+    """What a front door gives to a save: its model in each format."""
+
+    @property
+    def request(self) -> SaveRequest:
+        """What is asked for; the formats in the order of writing."""
+
+    def export(self, name: str) -> Exported | ExportError:
+        """The model in one format, or why it has no such form where the others can be written without it.
+
+        Raises:
+            ExportError: the model cannot be exported.
+        """
+
+    def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
+        """Run a written file; returns what was measured, and the content if the file must be written again.
+
+        Raises:
+            ExportError: the file cannot be used.
+        """
+
+    def others(self) -> Mapping[Path, Sequence[bytes | memoryview]]:
+        """The files beside those of the formats, such as the record: by path, the content in parts."""
+
+    def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
+        """The content of ``quant.json`` but for the files; ``reports`` has what was exported by format."""
+
+
+def save_files(files: ModelFiles) -> list[Path]:
+    """Write all files of one save as one group: after a kill or an error, all are old or all are new.
+
+    Each format is made, written and checked before the next one is made, so that one is in memory at a time.
+
+    Raises:
+        ExportError: a model cannot be exported, or a written file cannot be used; nothing was saved.
+        FileError: a file cannot be written; none was.
+    """
+    request = files.request
+    saved: list[FileToCheck] = []
+    checks: dict[str, FileCheck | None] = {}
+    not_written: dict[str, str] = {}
+    with FileGroup() as group:
+        for name in request.formats:
+            file = _written(group, request, name, files.export(name))
+            if isinstance(file, str):
+                not_written[name] = file
+                continue
+            give_back_freed()
+            checks[name], repaired = files.check(file)
+            if repaired is not None:
+                group.remove(file.target)
+                add_exported(group, request.where, name, repaired)
+                file, repaired = replace(file, report=repaired.report), None
+            saved.append(file)
+        for path, content in files.others().items():
+            with group.open(path) as stream:
+                stream.writelines(content)
+        if request.formats:
+            document = files.document({file.format: file.report for file in saved})
+            document = replace(
+                document,
+                files={file.target.name: _file_entry(file, checks[file.format]) for file in saved},
+                not_written={**not_written, **document.not_written},
+                related=request.related(),
+            )
+            write_quant_json(group, request.where.quant_json, document)
+        written = group.written()
+        warn_of_replaced(written)
+    logger.info("wrote %s", ", ".join(map(str, written)))
+    return [*written]
+
+
+def _written(group: FileGroup, request: SaveRequest, name: str, exported: Exported | ExportError) -> FileToCheck | str:
+    """Write what was exported in one format; returns the file, or why there is none."""
+    if isinstance(exported, ExportError):
+        logger.warning("no %s file is written: %s", "QDQ" if name == "qdq" else name, exported)
+        return str(exported)
+    target, *beside = add_exported(group, request.where, name, exported)
+    return FileToCheck(
+        format=name,
+        path=group.temporary(target),
+        target=target,
+        report=exported.report,
+        beside={path.name: group.temporary(path) for path in beside},
+        is_model=isinstance(exported, ExportedModel),
+    )
+
+
+def _file_entry(file: FileToCheck, check: FileCheck | None) -> FileEntry:
+    """The quant.json entry of the file of a format; the first of several is listed by what it is."""
+    several = bool(file.beside) and not file.is_model
+    report = file.report
+    return FileEntry(
+        format=file.target.suffix.lstrip(".") if several else file.format,
+        tensors=report.tensors,
+        rescaled=report.rescaled,
+        skipped=report.skipped,
+        notes=report.notes,
+        check=check,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnnxFiles:
+    """The files of a model that has one float ONNX form for all formats.
+
+    Attributes:
+        request: What is asked for.
+        model: The float ONNX model, whose nodes have the names of their layers; None if only the record is saved.
+        record: The factors, complete and checked.
+        tensors: Factors of the tensors between layers; None if nothing was observed.
+        reference: The batch on which the written files are run; None: they are not.
+        calls: How often each layer is computed, if more than once.
+        folded: By layer: the layers of the original model that were folded into it.
+        skipped: What stays float, with the reason.
+        config: The config used, as readable text.
+        further: Further files of the group, by path.
+    """
+
+    request: SaveRequest
+    model: ModelProto | None
+    record: Any
+    tensors: Mapping[str, TensorFactors] | None = None
+    reference: Reference | None = None
+    calls: Mapping[str, int] = field(default_factory=dict)
+    folded: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    skipped: Sequence[Skip] = ()
+    config: str = ""
+    further: Mapping[Path, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def _quantized(self) -> ExportRequest:
+        assert self.model is not None
+        return ExportRequest(
+            model=self.model,
+            bindings=bindings_by_name(self.model, self.record, self.calls),
+            factors={name: layer_factors(entry) for name, entry in self.record.items()},
+            tensors=self.tensors,
+            options=self.request.options,
+        )
+
+    @cached_property
+    def _check(self) -> OnnxCheck | None:
+        if self.reference is None:
+            return None
+        return OnnxCheck(
+            reference=self.reference,
+            original=self._quantized.model,
+            simulate=self._simulation,
+            export_qdq=self._qdq_without if self.tensors else None,
+            tensors=self.tensors,
+        )
+
+    def _simulation(self) -> ExportedModel:
+        quantized = self._quantized
+        return fake_quant_model(quantized.model, quantized.bindings, quantized.factors, kept=KeptWeights())
+
+    def _qdq_without(self, tensors: Collection[str]) -> ExportedModel:
+        options = self.request.options.without(tensors)
+        exported = export("qdq", replace(self._quantized, options=options), keep_weights=True)
+        assert isinstance(exported, ExportedModel)
+        return exported
+
+    def export(self, name: str) -> Exported:
+        """The model in one format."""
+        return export(name, self._quantized, keep_weights=True)
+
+    def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
+        """Run a written file, if it is a model."""
+        return (None, None) if self._check is None or not file.is_model else self._check.check(file)
+
+    def others(self) -> Mapping[Path, Sequence[bytes]]:
+        """The record with the factors of the tensors between layers, and further files."""
+        found = {path: [content] for path, content in self.further.items()}
+        if self.request.with_record:
+            path = self.request.where.file("record.txt")
+            found[path] = [encode_record(self.record, "text")]
+            if self.tensors is not None:
+                found[tensor_factors_path(path)] = [tensor_factors_text(self.tensors).encode()]
+        return found
+
+    def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
+        """The layers with their nodes in each file."""
+        assert self.model is not None
+        return QuantJson(
+            version=VERSION,
+            model=self.model.graph.name,
+            layers=layer_entries(reports, self.folded),
+            skipped=tuple(self.skipped),
+            files={},
+            config=self.config,
+        )
 
 
 def layer_factors(entry: LayerRecord) -> LayerFactors:
@@ -65,268 +252,26 @@ def layer_factors(entry: LayerRecord) -> LayerFactors:
     )
 
 
-class ModelNotes(Protocol):
-    """What a front door knows about a model in addition to its record."""
-
-    @property
-    def fusions(self) -> Mapping[str, Sequence[str]]:
-        """By layer: the layers of the original model that were folded into it."""
-
-    @property
-    def skipped(self) -> Mapping[str, str]:
-        """Layers that stay float, with the reason."""
-
-    @property
-    def config(self) -> str:
-        """The config used, as readable text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveRequest:
-    """The arguments of ``QuantizedModel.save``, checked.
-
-    Attributes:
-        where: The folder, which is writable, and the prefix.
-        formats: The names of the exported models.
-        options: Options of the QDQ file.
-        with_record: Whether the factors are written too.
-        opset: The opset of the ONNX files; None: the default of the front door.
-        record_file: The file that the factors were read from, which ``quant.json`` names.
-    """
-
-    where: SavePath
-    formats: tuple[str, ...] = ("deploy", "fake_quant", "qdq")
-    opset: int | None = None
-    options: ExportOptions = field(default_factory=ExportOptions)
-    with_record: bool = False
-    record_file: Path | None = None
-
-    def related(self) -> dict[str, RelatedFile]:
-        """The files that belong to the save without being part of it.
-
-        Raises:
-            FileError: the record file cannot be read.
-        """
-        return {} if self.record_file is None else {"record": related_file(self.record_file, self.where.folder)}
-
-    @classmethod
-    def checked(
-        cls,
-        path: str | os.PathLike[str],
-        formats: Iterable[str],
-        *,
-        options: ExportOptions,
-        opset: int | None,
-    ) -> SaveRequest:
-        """Check all arguments before any work is done.
-
-        Raises:
-            ArgumentError: an unknown format or opset, or an invalid path.
-            FileError: the folder cannot be written to.
-        """
-        if opset is not None:
-            check_opset(opset)
-        where = SavePath.parse(path)
-        atomic.check_writable(where.folder)
-        names = (formats,) if isinstance(formats, str) else tuple(formats)
-        check_formats(names)
-        return cls(
-            where=where,
-            formats=tuple(name for name in dict.fromkeys(names) if name != RECORD),
-            options=options,
-            with_record=RECORD in names,
-            opset=opset,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SavedContent:
-    """What a save writes, and what the files are compared with.
-
-    Attributes:
-        record: The factors in the front door's own dialect, complete and checked.
-        tensors: Factors of the tensors between layers; None if nothing was observed.
-        reference: The batch on which the written files are run; None: they are not.
-        calls: How often each layer is computed, if more than once.
-        others: Further files of the group, by path.
-    """
-
-    record: Any
-    tensors: Mapping[str, TensorFactors] | None = None
-    reference: Reference | None = None
-    calls: Mapping[str, int] = field(default_factory=dict)
-    others: Mapping[Path, bytes] = field(default_factory=dict)
-
-
-def save_files(
-    request: SaveRequest,
-    model: ModelProto | None,
-    content: SavedContent,
-    notes: ModelNotes,
-) -> list[Path]:
-    """Export a model and write all files of one save as one group: models, record, tensor factors, quant.json.
-
-    Args:
-        request: the formats and the save path.
-        model: the float ONNX model, whose nodes have the names of their layers; None if only the record is saved.
-        content: the factors, and what the files are compared with.
-        notes: further information about the model.
-
-    Raises:
-        ExportError: a model cannot be exported, or a written file cannot be used.
-        FileError: a file cannot be written; none was.
-    """
-    exports = _Exports.of(request, model, content) if model is not None else None
-    others = dict(content.others)
-    if request.with_record:
-        path = request.where.file("record.txt")
-        others[path] = encode_record(content.record, "text")
-        if content.tensors is not None:
-            others[tensor_factors_path(path)] = tensor_factors_text(content.tensors).encode()
-
-    def document() -> QuantJson:
-        assert exports is not None
-        assert model is not None
-        found = quant_document(model.graph.name, exports.reports, notes, request.where, exports.checks)
-        return replace(found, related=request.related())
-
-    written = save_models(
-        request.where,
-        () if exports is None else exports.files(),
-        after_each=None if exports is None else exports.check,
-        others=others,
-        document=document if exports is not None and request.formats else None,
-    )
-    logger.info("wrote %s", ", ".join(str(path) for path in written))
-    return written
-
-
-@dataclass(kw_only=True, eq=False)
-class _Exports:
-    """The exports of one save: each file is made, written and checked before the next one is made.
-
-    Attributes:
-        request: The formats and the save path.
-        model: The float ONNX model.
-        content: The factors, and what the files are compared with.
-        bindings: The node of each layer.
-        factors: The factors of each layer.
-        reports: What each exporter did, by format, as far as its file is written; None for one that is no model.
-        checks: The results of the checks by format.
-    """
-
-    request: SaveRequest
-    model: ModelProto
-    content: SavedContent
-    bindings: Sequence[LayerBinding]
-    factors: Mapping[str, LayerFactors]
-    reports: dict[str, ExportReport | None] = field(default_factory=dict)
-    checks: dict[str, FileCheck] = field(default_factory=dict)
-    _kept: KeptWeights | None = None
-    """The weights of the file that is being written."""
-
-    @classmethod
-    def of(cls, request: SaveRequest, model: ModelProto, content: SavedContent) -> _Exports:
-        factors = {name: layer_factors(entry) for name, entry in content.record.items()}
-        bindings = bindings_by_name(model, content.record, content.calls)
-        return cls(request=request, model=model, content=content, bindings=bindings, factors=factors)
-
-    @cached_property
-    def _check(self) -> OnnxCheck | None:
-        reference = self.content.reference
-        if reference is None:
-            return None
-        subject = Subject(
-            reference=reference,
-            original=self.model,
-            simulate=self._simulation,
-            export_qdq=self._qdq_without if self.content.tensors else None,
-            tensors=self.content.tensors,
-        )
-        return OnnxCheck(subject)
-
-    def files(self) -> Iterator[tuple[str, ModelProto | bytes]]:
-        """Each format exported when it is asked for; nothing of it is kept but its report."""
-        for name in self.request.formats:
-            yield file_name(name), self._content(name)
-
-    def _content(self, name: str) -> ModelProto | bytes:
-        exported = self._exported(name, self.request.options)
-        self.reports[name] = report_of(exported)
-        if isinstance(exported, bytes):
-            return exported
-        self._kept = exported.kept
-        return exported.model
-
-    def check(self, group: FileGroup, name: str) -> None:
-        """Run the file that was written last."""
-        self._kept = None  # nobody needs the exported model any more
-        give_back_freed()
-        done = list(self.reports)[-1]
-        assert name == file_name(done)
-        report = self.reports[done]
-        if self._check is not None and report is not None:
-            self.checks[done], self.reports[done] = check_file(self._check, group, self.request.where, done, report)
-
-    def _simulation(self) -> ExportedModel:
-        return fake_quant_model(self.model, self.bindings, self.factors, kept=KeptWeights())
-
-    def _qdq_without(self, left_float: Collection[str]) -> ExportedModel:
-        options = replace(self.request.options, float_tensors=self.request.options.float_tensors.union(left_float))
-        exported = self._exported("qdq", options)
-        assert isinstance(exported, ExportedModel)
-        return exported
-
-    def _exported(self, name: str, options: ExportOptions) -> Exported:
-        factors, tensors = self.factors, self.content.tensors
-        return export_formats([name], self.model, self.bindings, factors, tensors, options, keep_weights=True)[name]
-
-
-def report_of(exported: Exported) -> ExportReport | None:
-    """What is kept of an exported file; None for one that is no model."""
-    return None if isinstance(exported, bytes) else exported.report
-
-
-def check_file(
-    check: OnnxCheck, group: FileGroup, where: SavePath, name: str, report: ExportReport
-) -> tuple[FileCheck, ExportReport]:
-    """Run the file of a format in a group; one that is repaired replaces the first in the group.
-
-    Returns:
-        The result, and the report of the file as it is in the group now.
-
-    Raises:
-        ExportError: the file cannot be loaded or run.
-    """
-    target = where.file(file_name(name))
-    apart = {path.name: own for path, own in group.written().items() if path.suffix == ".external"}
-    file = WrittenFile(format=name, path=group.temporary(target), target=target, report=report, beside=apart)
-    found, repaired = check.check(file)
-    if repaired is None:
-        return found, report
-    group.remove(target)
-    add_model(group, target, repaired.model, file_name(name))
-    return found, repaired.report
-
-
-def quant_document(
-    name: str,
-    exported: Mapping[str, ExportReport | None],
-    notes: ModelNotes,
-    where: SavePath,
-    checks: Mapping[str, FileCheck] | None = None,
-) -> QuantJson:
-    """The content of quant.json for exported ONNX models; ``checks`` has the results by format."""
+def layer_entries(reports: Mapping[str, ExportReport], folded: Mapping[str, Sequence[str]]) -> dict[str, LayerEntry]:
+    """The quant.json entries of the layers that exporters report; ``folded`` as in ``OnnxFiles``."""
     layers: dict[str, LayerEntry] = {}
-    files: dict[str, FileEntry] = {}
-    for format_name, result in exported.items():
-        file = where.file(file_name(format_name)).name
-        files[file] = file_entry(format_name, result, (checks or {}).get(format_name))
-        for report in () if result is None else result.layers:
-            before = layers.get(report.layer) or _layer_entry(report, notes.fusions.get(report.layer, ()))
+    for format_name, result in reports.items():
+        for report in result.layers:
+            before = layers.get(report.layer) or _layer_entry(report, folded.get(report.layer, ()))
             layers[report.layer] = _with_node(before, format_name, report)
-    skipped = tuple(Skip(layer, reason) for layer, reason in notes.skipped.items())
-    return QuantJson(version=VERSION, model=name, layers=layers, skipped=skipped, files=files, config=notes.config)
+    return layers
+
+
+def _layer_entry(report: LayerReport, folded: Sequence[str]) -> LayerEntry:
+    return LayerEntry(
+        type=report.type,
+        kind=report.kind,
+        quantized=True,
+        original_layers=(report.layer, *folded),
+        output=(report.output,),
+        data_bits=(report.activation_bits,),
+        weight_bits=report.weight_bits,
+    )
 
 
 def _with_node(entry: LayerEntry, format_name: str, report: LayerReport) -> LayerEntry:
@@ -340,29 +285,3 @@ def _with_node(entry: LayerEntry, format_name: str, report: LayerReport) -> Laye
     )
     further = (report.output,) if first is not None and report.output not in entry.output else ()
     return replace(entry, output=(*entry.output, *further), files={**entry.files, format_name: here})
-
-
-def file_entry(format_name: str, result: ExportReport | None, check: FileCheck | None) -> FileEntry:
-    """The quant.json entry of one exported file."""
-    if result is None:
-        return FileEntry(format=format_name, check=check)
-    return FileEntry(
-        format=format_name,
-        tensors=result.tensors,
-        rescaled=result.rescaled,
-        skipped=result.skipped,
-        notes=result.notes,
-        check=check,
-    )
-
-
-def _layer_entry(report: LayerReport, folded: Sequence[str]) -> LayerEntry:
-    return LayerEntry(
-        type=report.type,
-        kind=report.kind,
-        quantized=True,
-        original_layers=(report.layer, *folded),
-        output=(report.output,),
-        data_bits=(report.activation_bits,),
-        weight_bits=report.weight_bits,
-    )

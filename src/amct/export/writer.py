@@ -11,8 +11,8 @@ more                                   ``<tensor>_fakequant.external``, ``<tenso
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,82 +21,25 @@ from onnx import ModelProto, TensorProto
 
 from amct.arguments import LONGEST_NAME
 from amct.atomic import FileGroup
-from amct.errors import ArgumentError, ExportError
+from amct.errors import ExportError
+from amct.export.formats import ExportedModel, file_name
 from amct.export.onnx.file_parts import initializer_bytes, model_parts
 from amct.export.onnx.messages import copy_fields, tensor_array
-from amct.export.save_path import SavePath, warn_of_replaced
-from amct.model.quant_json import write_quant_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
-    from amct.model.quant_json import QuantJson
+    from amct.export.formats import Exported
+    from amct.export.request import SavePath
+
+logger = logging.getLogger(__name__)
 
 EXTERNAL_THRESHOLD = 2_000_000_000
 """A serialized model of at least this size is split; protobuf's own limit is 2^31 bytes."""
-OPSETS = range(16, 22)
-"""Opsets that users can choose."""
+_NAMES_SHOWN = 3
 
 
-def check_opset(opset: int) -> None:
-    """Check a user-chosen opset.
-
-    Raises:
-        ArgumentError: it is not one of 16..21.
-    """
-    if opset not in OPSETS:
-        raise ArgumentError(f"opset: expected {OPSETS[0]}..{OPSETS[-1]}, got {opset}")
-
-
-def save_models(
-    save_path: SavePath,
-    files: Mapping[str, ModelProto | bytes] | Iterable[tuple[str, ModelProto | bytes]],
-    *,
-    after_each: Callable[[FileGroup, str], None] | None = None,
-    others: Mapping[Path, bytes] | None = None,
-    document: QuantJson | Callable[[], QuantJson] | None = None,
-    external_threshold: int = EXTERNAL_THRESHOLD,
-) -> list[Path]:
-    """Write the files of one save as one group: after a kill or an error, all files are old or all are new.
-
-    Args:
-        save_path: folder and prefix.
-        files: models (or the bytes of other exported files) by file name without the prefix; they are not changed. An
-            iterable may make each when it is asked for, so that one is in memory at a time.
-        after_each: called with the name of each file when it is written, under its temporary name.
-        others: further files of the group, by path.
-        document: the content of ``<prefix>_quant.json``, which lists the other files with their SHA-256; or a function
-            that makes it when they are written.
-        external_threshold: the serialized size from which tensors are stored in separate files.
-
-    Returns:
-        The files, in the order of writing.
-
-    Raises:
-        ExportError: a model cannot be made small enough.
-        FileError: a file cannot be written; none was.
-    """
-    written: list[Path] = []
-    with FileGroup() as group:
-        for name, content in files.items() if isinstance(files, Mapping) else files:
-            written += add_file(group, save_path.file(name), content, name, external_threshold)
-            del content  # the next one is made now
-            if after_each is not None:
-                after_each(group, name)
-        for path, data in (others or {}).items():
-            group.write_bytes(path, data)
-            written.append(path)
-        if document is not None:
-            listed = document() if callable(document) else document
-            write_quant_json(group, save_path.quant_json, listed)
-            written.append(save_path.quant_json)
-        warn_of_replaced(group.written())
-    return written
-
-
-def save_model(
-    path: Path, model: ModelProto, *, external_suffix: str = ".external", external_threshold: int = EXTERNAL_THRESHOLD
-) -> list[Path]:
+def save_model(path: Path, model: ModelProto, *, external_suffix: str = ".external") -> list[Path]:
     """Write one model and, if it is large, the files of its tensors; returns their paths.
 
     Raises:
@@ -104,45 +47,29 @@ def save_model(
         FileError: a file cannot be written; none was.
     """
     with FileGroup() as group:
-        written = _write_model(group, path, model, external_suffix, external_threshold)
+        written = _write_model(group, path, model, external_suffix)
         warn_of_replaced(group.written())
     return written
 
 
-def add_file(
-    group: FileGroup,
-    path: Path,
-    content: ModelProto | bytes,
-    name: str,
-    external_threshold: int = EXTERNAL_THRESHOLD,
-) -> list[Path]:
-    """Write one exported file as part of a group, as ``add_model``; returns the paths of its files."""
-    if isinstance(content, bytes):
-        group.write_bytes(path, content)
-        return [path]
-    return add_model(group, path, content, name, external_threshold)
-
-
-def add_model(
-    group: FileGroup, path: Path, model: ModelProto, name: str, external_threshold: int = EXTERNAL_THRESHOLD
-) -> list[Path]:
-    """Write one model as part of a group; returns the paths of its files.
-
-    Args:
-        group: the file group.
-        path: the path of the model.
-        model: the model; it is not changed.
-        name: its file name without the prefix, after which files of large tensors are named.
-        external_threshold: the serialized size from which tensors are stored in separate files.
+def add_exported(group: FileGroup, where: SavePath, name: str, exported: Exported) -> list[Path]:
+    """Write what an exporter made in one format as part of a group; returns the paths of its files.
 
     Raises:
-        ExportError: it cannot be made small enough.
+        ExportError: a model cannot be made small enough.
     """
-    suffix = f"_{Path(name).stem.removesuffix('_model').replace('_', '')}.external"
-    return _write_model(group, path, model, suffix, external_threshold)
+    if isinstance(exported, ExportedModel):
+        file = file_name(name)
+        suffix = f"_{Path(file).stem.removesuffix('_model').replace('_', '')}.external"
+        return _write_model(group, where.file(file), exported.model, suffix)
+    for file, parts in exported.files.items():
+        with group.open(where.file(file)) as stream:
+            stream.writelines(parts)
+    return [where.file(file) for file in exported.files]
 
 
-def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
+def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str) -> list[Path]:
+    threshold = EXTERNAL_THRESHOLD
     rest = _bare_size(model) + sum(initializer_bytes(tensor) for tensor in model.graph.initializer)
     moved: dict[int, str] = {}
     sizes = enumerate(model.graph.initializer) if rest >= threshold else ()
@@ -156,15 +83,13 @@ def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, t
         raise ExportError(
             f'"{path}": {rest} bytes remain besides the tensors that can be stored apart; the limit is {threshold}'
         )
-    written = [path]
-    for index, name in moved.items():
-        with group.open(path.parent / name) as stream:
-            stream.write(_raw_bytes(model.graph.initializer[index]))
-        written.append(path.parent / name)
     with group.open(path) as stream:
         for part in model_parts(_with_external(model, moved)):
             stream.write(part)
-    return written
+    for index, name in moved.items():
+        with group.open(path.parent / name) as stream:
+            stream.write(_raw_bytes(model.graph.initializer[index]))
+    return [path, *(path.parent / name for name in moved.values())]
 
 
 def _with_external(model: ModelProto, moved: Mapping[int, str]) -> ModelProto:
@@ -213,3 +138,14 @@ def _external_name(tensor: str, suffix: str, taken: Collection[str]) -> str:
     while name in taken:
         name, number = f"{base}_{number}{suffix}", number + 1
     return name
+
+
+def warn_of_replaced(paths: Iterable[Path]) -> None:
+    """Log one line that names the first few of the files that exist already."""
+    existing = [path for path in paths if path.exists()]
+    if not existing:
+        return
+    names = ", ".join(path.name for path in existing[:_NAMES_SHOWN])
+    more = f" and {len(existing) - _NAMES_SHOWN} more" if len(existing) > _NAMES_SHOWN else ""
+    verb = "exists and is replaced" if len(existing) == 1 else "exist and are replaced"
+    logger.warning("%s: %s%s %s", existing[0].parent, names, more, verb)

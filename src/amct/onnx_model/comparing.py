@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amct.errors import ModelError
-from amct.export.exported import layer_outputs, rescaled_layers
+from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.onnx_model.batches import onnx_batches

@@ -153,12 +153,9 @@ class OnnxPreparation(Preparation):
         shapes = [input_shape(model, value.name) for value in model.graph.input]
         return all(shape is None or (len(shape) > 0 and not isinstance(shape[0], int)) for shape in shapes)
 
-    @property
-    def simulates_in_files(self) -> bool:
-        """Yes, unless the exported model holds rounded weights."""
-        return self.exported_model is self.folded
-
-    simulates_at_save = False
+    def models_to_check(self, record: Record) -> tuple[ComparedModel | None, ComparedModel | None]:
+        """None, unless the exported model holds rounded weights."""
+        return (None, None) if self.exported_model is self.folded else self.compared_models(record)
 
     def onnx_inputs(self, arguments: Feeds) -> Feeds:
         """The batch itself."""

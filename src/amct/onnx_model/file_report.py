@@ -15,7 +15,7 @@ import torch
 
 from amct.atomic import Snapshot
 from amct.errors import ModelError
-from amct.export.exported import rescaled_layers
+from amct.export.formats import rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.quant_json import QuantJson, file_beside, notes_beside
 from amct.onnx_model.batches import onnx_batches, sample_count

@@ -9,7 +9,7 @@ from onnx import ModelProto, helper, version_converter
 from amct.errors import ModelError
 from amct.export.onnx.light import is_large, light_copy
 from amct.export.onnx.messages import first_line, model_opset
-from amct.export.writer import OPSETS, check_opset
+from amct.export.request import OPSETS, check_opset
 
 NEWEST_FILE_VERSION = 10
 """The IR version of the newest supported opset; runtimes reject files with a newer one."""

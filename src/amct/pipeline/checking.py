@@ -28,8 +28,6 @@ def reference(
 ) -> Reference:
     """Run the float model and the simulation on calibration batches, or on first samples if their number may vary.
 
-    The simulation is left out where ``save`` runs it.
-
     Args:
         prepared: The model.
         record: Its factors.
@@ -41,19 +39,15 @@ def reference(
     shapes = _shapes(first[1])
     further = (_sample(prepared, example) for example in examples[1:])
     samples = [first, *(each for each in further if _shapes(each[1]) == shapes)]
-    if prepared.simulates_in_files:
-        batches = [Reference(inputs=inputs, origin=CALIBRATION) for _, inputs in samples]
-        return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
-    models, fewest = prepared.compared_models(record), fewest_batches(first[1])
-    expected = _outputs(models[0], [batch for batch, _ in samples], fewest, SHARE * seconds)
-    simulated: list[Outputs] | list[None] = [None] * len(expected)
-    if not prepared.simulates_at_save:
-        simulated = _outputs(models[1], [batch for batch, _ in samples[: len(expected)]], fewest, SHARE * seconds)
-    batches = [
+    batches, fewest = [batch for batch, _ in samples], fewest_batches(first[1])
+    models = prepared.models_to_check(record)
+    expected = _outputs(models[0], batches, fewest, SHARE * seconds)
+    simulated = _outputs(models[1], batches[: len(expected)], fewest, SHARE * seconds)
+    found = [
         Reference(inputs=inputs, origin=CALIBRATION, expected=exact, simulated=rounded)
         for (_, inputs), exact, rounded in zip(samples, expected, simulated, strict=False)
     ]
-    return replace(batches[0], further=tuple(batches[1:]), seconds=seconds)
+    return replace(found[0], further=tuple(found[1:]), seconds=seconds)
 
 
 def _sample(prepared: PreparedModel, example: Any) -> tuple[Any, dict[str, NDArray[Any]]]:  # noqa: ANN401  the door's own
@@ -66,7 +60,11 @@ def _shapes(inputs: Mapping[str, NDArray[Any]]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in inputs.items()}
 
 
-def _outputs(model: ComparedModel, batches: Sequence[Any], fewest: int, seconds: float) -> list[Outputs]:
+def _outputs(
+    model: ComparedModel | None, batches: Sequence[Any], fewest: int, seconds: float
+) -> Sequence[Outputs | None]:
+    if model is None:
+        return [None] * len(batches)
     with model.watch() as run:  # once: loading a small model takes longer than all its runs
 
         def arrays(batch: Any) -> Outputs:  # noqa: ANN401  the door's own

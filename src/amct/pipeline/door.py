@@ -7,7 +7,7 @@
                     ├ start_calibration → Calibration      runs batches, its session observes them
                     ├ compared_models → ComparedModel × 2  the float and the simulated model, layer by layer
                     ├ report_layers                        what a report shows of each quantized layer
-                    └ save                                 the files
+                    └ files                                what a save writes
 
 Everything else (config to plan, batch counting, record, comparison, report, summary) is written once, in this room.
 """
@@ -24,7 +24,6 @@ from amct.calibration import ALONE
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from numpy.typing import NDArray
     from onnx import ModelProto
@@ -32,7 +31,10 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult, CalibrationSession, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
-    from amct.export.saving import SavedContent, SaveRequest
+    from amct.export.binding import TensorFactors
+    from amct.export.check.reference import Reference
+    from amct.export.request import SaveRequest
+    from amct.export.saving import ModelFiles
     from amct.model import Skip
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.passes import Passes
@@ -134,6 +136,12 @@ class PreparedModel(Protocol):
     def compared_models(self, record: _Record, *, deploy: bool = False) -> tuple[ComparedModel, ComparedModel]:
         """The folded float model and the simulated one."""
 
+    def models_to_check(self, record: _Record) -> tuple[ComparedModel | None, ComparedModel | None]:
+        """The models of ``compared_models`` that run before a save, for the check of its files.
+
+        None: the float ONNX model, or a file that is the simulation, gives the same outputs and runs anyway.
+        """
+
     def output_tensors(self, record: _Record) -> Mapping[str, tuple[str, ...]]:
         """By layer: the tensors of the float ONNX model that ``compared_models`` show as its output, in their order."""
 
@@ -153,14 +161,6 @@ class PreparedModel(Protocol):
     def any_batch_size(self) -> bool:
         """Whether the ONNX files take batches of any size."""
 
-    @property
-    def simulates_in_files(self) -> bool:
-        """Whether the float ONNX model and its fake-quant form are the door's own float model and simulation."""
-
-    @property
-    def simulates_at_save(self) -> bool:
-        """Whether ``save`` itself runs the simulation: a file that it writes may be the same, and runs anyway."""
-
     def onnx_inputs(self, arguments: Any) -> dict[str, NDArray[Any]]:  # noqa: ANN401  the door's own kind
         """The arguments of one batch by the input names of the ONNX files."""
 
@@ -170,8 +170,21 @@ class PreparedModel(Protocol):
     def network(self, integer_tensors: Collection[str] = ()) -> Network | None:
         """The network as a graph for the report; None if it has no such form."""
 
-    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
-        """Write the files asked for, as one group."""
+    def files(
+        self,
+        request: SaveRequest,
+        record: _Record,
+        tensors: Mapping[str, TensorFactors] | None,
+        reference: Reference | None,
+    ) -> ModelFiles:
+        """The model as files.
+
+        Args:
+            request: What is asked for.
+            record: The factors.
+            tensors: Those of the tensors between layers; None if nothing was observed.
+            reference: What the written files are compared with; None: they are not.
+        """
 
 
 class Door(Protocol):

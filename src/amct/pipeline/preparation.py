@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from amct.errors import CalibrationError, ExportError
 from amct.export.binding import bindings_by_name, placeholder_factors
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.qdq.exporter import fast_tensors
-from amct.export.saving import save_files
+from amct.export.saving import OnnxFiles
 from amct.model import Skip
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.weight_kind import WeightKind
@@ -26,16 +26,16 @@ from amct.report.network.onnx_graph import onnx_network
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from onnx import ModelProto
     from torch import Tensor
 
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
-    from amct.export.binding import LayerBinding
+    from amct.export.binding import LayerBinding, TensorFactors
+    from amct.export.check.reference import Reference
     from amct.export.qdq.exporter import FastTensors
-    from amct.export.saving import SavedContent, SaveRequest
+    from amct.export.request import SaveRequest
     from amct.pipeline.weights import LayerWeights
     from amct.record import LayerRecord
     from amct.report.content import LayerNote
@@ -209,21 +209,6 @@ class Preparation(ABC):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def fusions(self) -> Mapping[str, Sequence[str]]:
-        """As ``folded_layers``, for ``quant.json``."""
-        return self.folded_layers
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """What stays float, and why, for ``quant.json``."""
-        return {skip.layer: skip.reason for skip in self.skips}
-
-    @property
-    def config(self) -> str:
-        """The plan as text, for ``quant.json``."""
-        return config_text(self.plan)
-
     @abstractmethod
     def float_model(self, opset: int | None) -> ModelProto:
         """The folded float model as ONNX, its nodes named after their layers.
@@ -233,10 +218,25 @@ class Preparation(ABC):
             ExportError: The model cannot be exported.
         """
 
-    def save(self, content: SavedContent, request: SaveRequest) -> list[Path]:
-        """Write the files asked for, as one group."""
-        model = self.float_model(request.opset) if request.formats else None
-        return save_files(request, model, replace(content, calls=self.calls), self)
+    def files(
+        self,
+        request: SaveRequest,
+        record: Record,
+        tensors: Mapping[str, TensorFactors] | None,
+        reference: Reference | None,
+    ) -> OnnxFiles:
+        """The model as files."""
+        return OnnxFiles(
+            request=request,
+            model=self.float_model(request.opset) if request.formats else None,
+            record=record,
+            tensors=tensors,
+            reference=reference,
+            calls=self.calls,
+            folded=self.folded_layers,
+            skipped=self.skips,
+            config=config_text(self.plan),
+        )
 
 
 def _report_layer(plan: LayerPlan, entry: LayerRecord, weights: LayerWeights) -> ReportLayer:

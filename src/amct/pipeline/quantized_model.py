@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.calibration import all_ranks
 from amct.config.plan import config_text
-from amct.export.options import ExportOptions, Placement, Target
-from amct.export.saving import DEFAULT_FORMATS, SavedContent, SaveRequest
+from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
+from amct.export.saving import save_files
 from amct.memory import free_unused_models, own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.pipeline.checking import reference
@@ -171,8 +171,7 @@ class QuantizedModel:
             if check and request.formats:
                 compared = reference(self.prepared, self.record, self._examples, self._seconds)
                 free_unused_models(self._weight_bytes)
-            content = SavedContent(record=self.record, tensors=self._tensors, reference=compared)
-            return self.prepared.save(content, request)
+            return save_files(self.prepared.files(request, self.record, self._tensors, compared))
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False

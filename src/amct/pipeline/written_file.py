@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from amct.errors import AmctError, CalibrationError
-from amct.export.exported import layer_outputs, rescaled_layers
+from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import first_line

@@ -29,8 +29,8 @@ from amct.errors import CalibrationError, ExportError, RecordError, RecordValueE
 from amct.export.check.batch import batch_beside
 from amct.export.check.reference import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
-from amct.export.save_path import SavePath
-from amct.export.saving import SavedContent, SaveRequest, save_files
+from amct.export.request import SavePath, SaveRequest
+from amct.export.saving import OnnxFiles, save_files
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
@@ -256,8 +256,17 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
     beside = tensor_factors_path(record_file)
     tensors = read_tensor_factors(beside) if beside.exists() else None
     inputs, origin = batch_beside(record_file, model)
-    content = SavedContent(record=record, tensors=tensors, reference=Reference(inputs=inputs, origin=origin))
-    save_files(SaveRequest(where=where, record_file=Path(record_file)), model, content, notes)
+    files = OnnxFiles(
+        request=SaveRequest(where=where, record_file=Path(record_file)),
+        model=model,
+        record=record,
+        tensors=tensors,
+        reference=Reference(inputs=inputs, origin=origin),
+        folded=notes.fusions,
+        skipped=notes.skips(),
+        config=notes.config,
+    )
+    save_files(files)
 
 
 def _plan(content: bytes, config_file: AnyPath, traced: Traced) -> Plan:

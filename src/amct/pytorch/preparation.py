@@ -181,6 +181,10 @@ class TorchPreparation(Preparation):
         simulated = fake_quant_copy(self, record, is_private=True)
         return TorchRun(self.fused.model, places, self.weights), TorchRun(simulated, places, shapes_vary=True)
 
+    def models_to_check(self, record: Record) -> tuple[ComparedModel, ComparedModel]:
+        """Both: ONNX files compute what the module computes, but by other code."""
+        return self.compared_models(record)
+
     def batches(self, data: object, inputs: BatchInputs | None = None) -> Batches:
         """Convert data to arguments of the model."""
         return torch_batches(self.fused.model, data, inputs)
@@ -190,9 +194,6 @@ class TorchPreparation(Preparation):
         del arguments
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 0]
         return tensors[0].shape[0] if tensors else 1
-
-    simulates_in_files = False
-    simulates_at_save = False
 
     @property
     def any_batch_size(self) -> bool:

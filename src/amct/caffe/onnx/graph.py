@@ -31,7 +31,8 @@ from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ExportError, did_you_mean
 from amct.export.onnx.messages import reads
 from amct.export.onnx.writer import GraphWriter, check_valid
-from amct.export.writer import check_opset, save_model
+from amct.export.request import check_opset
+from amct.export.writer import save_model
 
 if TYPE_CHECKING:
     import os

@@ -15,12 +15,12 @@ import numpy as np
 from amct.caffe.onnx.graph import DEFAULT_OPSET, NetOnnx, float_onnx
 from amct.errors import RecordError, did_you_mean
 from amct.export.binding import LayerBinding, LayerFactors, TensorFactors
-from amct.export.formats import export_formats
+from amct.export.formats import ExportedModel, ExportRequest, export
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.kept_weights import KeptWeights, owner_of
-from amct.export.options import ExportOptions, Placement, Target
 from amct.export.qdq.exporter import observed_tensors, qdq_model
 from amct.export.qdq.nodes import QdqNodes
+from amct.export.request import ExportOptions, Placement, Target
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.layer import Layer
     from amct.caffe.engine.net import Net
-    from amct.export.exported import ExportedModel
     from amct.export.formats import Exported
     from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors
 
@@ -104,11 +103,12 @@ def other_format(
     Raises:
         ExportError: A layer has no ONNX form, or the exporter rejects the model.
     """
-    kept = KeptWeights()
-    parts = _Parts.of(net, record, opset, kept)
-    model, factors = parts.exported.model, parts.factors
-    found = export_formats([name], model, parts.bindings, factors, tensors, options, keep_weights=True)[name]
-    return found if isinstance(found, bytes) else replace(found, kept=owner_of(found.model))
+    parts = _Parts.of(net, record, opset, KeptWeights())
+    request = ExportRequest(
+        model=parts.exported.model, bindings=parts.bindings, factors=parts.factors, tensors=tensors, options=options
+    )
+    found = export(name, request, keep_weights=True)
+    return replace(found, kept=owner_of(found.model)) if isinstance(found, ExportedModel) else found
 
 
 def tensors_to_observe(

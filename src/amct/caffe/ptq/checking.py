@@ -12,15 +12,11 @@ import numpy as np
 from amct.caffe.comparing import ModelSide, QuantizedFiles, compared_nets
 from amct.caffe.engine.messages import new_message
 from amct.caffe.proto_merge import CustomSchema
-from amct.caffe.ptq.qdq import onnx_subject
 from amct.caffe.running import build_net, run_net
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
-from amct.export.check.checking import OnnxCheck
 from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
 from amct.export.check.reference import SHARE, WORSE, Reference, fewest_batches
-from amct.export.formats import file_name
-from amct.export.saving import check_file
 from amct.memory import give_back_freed
 from amct.pipeline.checking import first_outputs
 from amct.pipeline.compare import measure
@@ -32,15 +28,12 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from amct.atomic import FileGroup
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import Results
+    from amct.export.check.checking import FileToCheck
     from amct.export.check.reference import Outputs
-    from amct.export.exported import ExportReport
-    from amct.export.save_path import SavePath
-    from amct.export.saving import SavedContent, SaveRequest
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)
@@ -86,11 +79,6 @@ def reference_on(
         return None
 
 
-def pair_of(where: SavePath, kind: str) -> tuple[Path, Path]:
-    """The prototxt and the caffemodel of a kind of net."""
-    return where.file(f"{kind}_model.prototxt"), where.file(f"{kind}_weights.caffemodel")
-
-
 def content_digest(model: CaffeModel) -> bytes:
     """A digest of all that decides what a net computes: its layers and their blobs."""
     return _digest(model.net, ((layer.name, model.weights.get(layer.name, ())) for layer in model.layers))
@@ -103,62 +91,6 @@ def _digest(net: ProtoMessage, blobs: Iterable[tuple[str, Sequence[torch.Tensor]
             digest.update(f"{name} {tensor.dtype} {tensor.numel()} ".encode())
             digest.update(tensor.detach().cpu().reshape(-1).numpy().data)
     return digest.digest()
-
-
-def check_save(
-    group: FileGroup,
-    results: Results,
-    request: SaveRequest,
-    content: SavedContent,
-    pairs: Mapping[str, bytes | None],
-) -> tuple[dict[Path, FileCheck], SavedContent]:
-    """Run the Caffe pairs of a group, which have their temporary names.
-
-    Args:
-        group: The files.
-        results: The quantized model.
-        request: The formats and the save path.
-        content: The factors, and what the files are compared with; without the outputs of the simulation it is run.
-        pairs: The kinds of Caffe nets, each with the digest of the simulation if that was written, else None.
-
-    Returns:
-        The results by path of the prototxt, and the content with the outputs of the simulation.
-
-    Raises:
-        ExportError: A file cannot be used.
-    """
-    if content.reference is None:
-        return {}, content
-    check = PairCheck(content.reference, results)
-    files = {pair_of(request.where, kind): digest for kind, digest in pairs.items()}
-    found = {pair[0]: check.check(group, *pair, digest) for pair, digest in files.items()}
-    return found, replace(content, reference=check.simulated())
-
-
-def check_onnx(
-    group: FileGroup,
-    results: Results,
-    request: SaveRequest,
-    content: SavedContent,
-    reports: dict[str, ExportReport | None],
-) -> dict[Path, FileCheck]:
-    """Run the ONNX files of a group, whose reports are given by format; a repaired file is replaced.
-
-    Returns:
-        The results by path.
-
-    Raises:
-        ExportError: A file cannot be used.
-    """
-    models = {name: report for name, report in reports.items() if report is not None}
-    if content.reference is None or not models:
-        return {}
-    check, found = OnnxCheck(onnx_subject(results, content, request)), {}
-    for name, report in models.items():
-        found[request.where.file(file_name(name))], reports[name] = check_file(
-            check, group, request.where, name, report
-        )
-    return found
 
 
 def _with_simulation(reference: Reference, run: Callable[[Mapping[str, NDArray[Any]]], Outputs]) -> Reference:
@@ -193,25 +125,26 @@ class PairCheck:
             self._reference = _with_simulation(self._reference, lambda inputs: list(run_net(net, inputs).items()))
         return self._reference
 
-    def check(self, group: FileGroup, prototxt: Path, caffemodel: Path, simulation: bytes | None = None) -> FileCheck:
-        """Run one pair of a group; ``simulation`` is the digest of the simulation, if the pair should hold it.
+    def check(self, file: FileToCheck, simulation: bytes | None = None) -> FileCheck:
+        """Run one pair; ``simulation`` is the digest of the simulation, if the pair should hold it.
 
         Raises:
             ExportError: The pair cannot be read or run.
         """
         give_back_freed()  # blobs of the net before: they are as large as the weights, or larger
+        weights = next(path for name, path in file.beside.items() if name.endswith(".caffemodel"))
         try:
-            files = QuantizedFiles(group.temporary(prototxt), group.temporary(caffemodel), self._schema)
+            files = QuantizedFiles(file.path, weights, self._schema)
             outputs = self._run(files, simulation)
         except AmctError as error:
-            raise UnusableFileError(prototxt, self._reference.origin, error) from error
+            raise UnusableFileError(file.target, self._reference.origin, error) from error
         expected, simulated = (dict(each or ()) for each in (self._reference.expected, self.simulated().simulated))
         batch = ComparedBatch(inputs=self._reference.inputs, expected=expected, simulated=simulated)
-        result = compared(prototxt, self._reference.origin, [batch], [outputs])
+        result = compared(file.target, self._reference.origin, [batch], [outputs])
         if is_worse(result):
             result = replace(result, differs_at=self._first_layer(files))
-            warn_worse(prototxt, result)
-        say_checked(prototxt, result)
+            warn_worse(file.target, result)
+        say_checked(file.target, result)
         return result
 
     def _run(self, files: QuantizedFiles, simulation: bytes | None) -> dict[str, NDArray[np.float32]]:

@@ -15,9 +15,10 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import UNIFORM_BITS, given_weights
-from amct.caffe.ptq.save import SaveNotes, prefix_of, save_results
+from amct.caffe.ptq.save import CaffeFiles, SaveNotes, prefix_of
 from amct.errors import RecordError
-from amct.export.saving import SavedContent, SaveRequest
+from amct.export.request import SaveRequest
+from amct.export.saving import save_files
 from amct.record import normalize_record, read_caffe_record, validate_record
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def convert_model(
     )
     results = Results(model, weights, record, may_raise_scale=False)
     reference = reference_beside(Path(scale_offset_record_file), results)
-    save_results(results, request, notes=notes, content=SavedContent(record=record, reference=reference))
+    save_files(CaffeFiles(request, results, notes, reference=reference))
 
 
 def _checked(record: CaffeRecord, original: CaffeModel, model: CaffeModel) -> CaffeRecord:

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from amct.caffe.model import FEEDFORWARD_TYPES
-from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
-from amct.caffe.onnx.quant import NARROW, other_format, quantized_onnx, tensors_to_observe
-from amct.caffe.running import build_net
+from amct.caffe.onnx.quant import NARROW, tensors_to_observe
 from amct.errors import ExportError
-from amct.export.check.checking import Subject
-from amct.export.exported import ExportedModel, ExportReport
-from amct.export.formats import file_name
-from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.options import Placement, Target
-from amct.export.saving import report_of
-from amct.export.writer import add_file
+from amct.export.request import Placement, Target
 from amct.model.kinds import KIND_OF_CAFFE_TYPE, LayerKind
 from amct.numerics.min_max import MinMaxObserver
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping
 
-    from amct.atomic import FileGroup
     from amct.caffe.engine.net import Net
-    from amct.caffe.ptq.deploy import Results
     from amct.config.plan import LayerPlan
-    from amct.export.binding import TensorFactors
-    from amct.export.formats import Exported
-    from amct.export.saving import SavedContent, SaveRequest
     from amct.numerics.observer import TensorObserver
 
 logger = logging.getLogger(__name__)
@@ -71,80 +56,3 @@ def qdq_observers(net: Net, plans: Mapping[str, LayerPlan]) -> dict[str, TensorO
         for blob in layer.parameter.bottom
     }
     return {name: MinMaxObserver() for name in wanted if name not in known}
-
-
-def add_onnx_formats(
-    group: FileGroup,
-    results: Results,
-    formats: Sequence[str],
-    tensors: Mapping[str, TensorFactors],
-    request: SaveRequest,
-) -> tuple[list[Path], dict[str, ExportReport | None], dict[str, str]]:
-    """Export a quantized net in ONNX formats and write each as part of a group.
-
-    Returns:
-        The paths; what each exporter did by format, None for one whose file is no model; and the reason for each
-        format that cannot be written.
-
-    Raises:
-        ArgumentError: The placement, target or opset is unknown.
-    """
-    written: list[Path] = []
-    reports: dict[str, ExportReport | None] = {}
-    not_written: dict[str, str] = {}
-    for name in formats:
-        result = _exported(name, results, tensors, request)
-        if isinstance(result, ExportError):
-            logger.warning("no %s file is written: %s", "QDQ" if name == "qdq" else name, result)
-            not_written[name] = str(result)
-        else:
-            content = result if isinstance(result, bytes) else result.model
-            written += add_file(group, request.where.file(file_name(name)), content, file_name(name))
-            reports[name] = report_of(result)
-    return written, reports, not_written
-
-
-def _exported(
-    name: str, results: Results, tensors: Mapping[str, TensorFactors], request: SaveRequest
-) -> Exported | ExportError:
-    options, opset = request.options, request.opset if request.opset is not None else DEFAULT_OPSET
-    try:
-        if name != "qdq":
-            net = build_net(results.float_model())
-            return other_format(name, net, results.record, tensors, options=options, opset=opset)
-        net = build_net(results.float_model(rounded=types_with_ready_integers(options.placement, options.target)))
-        return quantized_onnx(
-            net,
-            results.record,
-            tensors,
-            placement=options.placement,
-            target=options.target,
-            opset=opset,
-            float_tensors=options.float_tensors,
-            keep_weights=True,
-        )
-    except ExportError as error:
-        return error
-
-
-def onnx_subject(results: Results, content: SavedContent, request: SaveRequest) -> Subject:
-    """The float and the simulated ONNX model with which the ONNX files are compared."""
-    assert content.reference is not None
-    tensors = content.tensors or {}
-
-    def export(name: str, left_float: Collection[str] = ()) -> ExportedModel:
-        options = replace(request.options, float_tensors=request.options.float_tensors.union(left_float))
-        found = _exported(name, results, tensors, replace(request, options=options))
-        if not isinstance(found, ExportedModel):
-            raise found if isinstance(found, ExportError) else ExportError(f"format {name} is no ONNX model")
-        return found
-
-    opset, kept = request.opset if request.opset is not None else DEFAULT_OPSET, KeptWeights()
-    return Subject(
-        reference=content.reference,
-        original=float_onnx(build_net(results.float_model()), opset=opset, kept=kept).model,
-        kept=kept,
-        simulate=lambda: export("fake_quant"),
-        export_qdq=lambda left: export("qdq", left),
-        tensors=tensors,
-    )

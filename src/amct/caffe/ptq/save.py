@@ -5,38 +5,46 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from amct import atomic, log
+from amct import log
 from amct.arguments import check_types
-from amct.atomic import FileGroup
-from amct.caffe.model_files import write_model
-from amct.caffe.ptq.checking import check_onnx, check_save, content_digest, pair_of, reference_beside
+from amct.caffe.model_files import caffemodel_parts
+from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
+from amct.caffe.onnx.quant import other_format, quantized_onnx
+from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
-from amct.caffe.ptq.qdq import add_onnx_formats
+from amct.caffe.ptq.qdq import types_with_ready_integers
+from amct.caffe.running import build_net
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text
-from amct.errors import ArgumentError, RecordError
-from amct.export.formats import file_name
-from amct.export.save_path import SavePath, warn_of_replaced
-from amct.export.saving import SavedContent, SaveRequest, file_entry
+from amct.errors import ArgumentError, ExportError, RecordError
+from amct.export.check.checking import OnnxCheck
+from amct.export.formats import ExportedFiles, ExportedModel
+from amct.export.onnx.kept_weights import KeptWeights
+from amct.export.request import SavePath, SaveRequest
+from amct.export.saving import save_files
 from amct.memory import give_back_freed, own_pages_of_large_tensors
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
-from amct.model.quant_json import VERSION, FileEntry, LayerEntry, LayerInFile, QuantJson, write_quant_json
+from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson
 from amct.record import encode_record, read_caffe_record, validate_record
 from amct.schema import format_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import QuantizedNet
     from amct.caffe.ptq.folding import FusionReport
-    from amct.export.exported import ExportReport
+    from amct.export.binding import TensorFactors
+    from amct.export.check.checking import FileToCheck
+    from amct.export.check.reference import Reference
+    from amct.export.formats import Exported, ExportReport
     from amct.model.quant_json import FileCheck
     from amct.record import CaffeRecord
 
@@ -81,8 +89,8 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     results = results_of(graph)
     assert graph.calibration_record is not None
     with own_pages_of_large_tensors():
-        content = SavedContent(record=results.record, reference=reference_beside(graph.calibration_record, results))
-        save_results(results, request, notes=SaveNotes.of(graph), content=content)
+        reference = reference_beside(graph.calibration_record, results)
+        save_files(CaffeFiles(request, results, SaveNotes.of(graph), reference=reference))
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
 
@@ -146,127 +154,173 @@ class SaveNotes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inference:
-    """The form of a trained net that is deployed: Input layers instead of data layers, no losses."""
+    """The form of a trained net that is deployed: Input layers instead of data layers, no losses.
+
+    Attributes:
+        results: The net.
+        reference: What its ONNX files are compared with; None: they are not.
+    """
 
     results: Results
-    content: SavedContent
+    reference: Reference | None
 
 
-def save_results(
-    results: Results,
-    request: SaveRequest,
-    *,
-    notes: SaveNotes,
-    content: SavedContent,
-    inference: Inference | str | None = None,
-) -> list[Path]:
-    """Write all files of a result as one group and return their paths.
+class CaffeFiles:
+    """The files of a quantized net.
 
-    "fake_quant" and "deploy" are Caffe pairs; other formats are exported from the float ONNX form of the net. If the
-    net has no ONNX form, a warning and ``quant.json`` give the reason. For an equalized model the float model is
+    "fake_quant" and "deploy" are pairs of prototxt and caffemodel; other formats are exported from the float ONNX form
+    of the net. If it has none, a warning and ``quant.json`` give the reason. For an equalized model the float model is
     written too: the record belongs to it, and layer-by-layer comparison needs it.
 
     Args:
+        request: What is asked for.
         results: The quantized model.
-        request: The formats and the save path.
         notes: Further content of ``quant.json``.
-        content: The factors of the blobs between layers, for the QDQ file, and what the files are compared with.
+        tensors: The factors of the blobs between layers, for the QDQ file.
+        reference: What the files are compared with; None: they are not.
         inference: For a net with data layers or losses: its form for ``atc_model.prototxt`` and for the ONNX formats,
             or the reason why there is none.
-
-    Raises:
-        ArgumentError: The exporters do not support the opset.
-        ExportError: A written file cannot be used; nothing was saved.
-        FileError: The files cannot be written; none was.
     """
-    where = request.where
-    atomic.check_writable(where.folder)
-    onnx_formats = [name for name in request.formats if name not in PAIRS]
-    onnx = inference if isinstance(inference, Inference) else Inference(results=results, content=content)
-    reports: dict[str, ExportReport | None] = {}
-    not_written = dict.fromkeys((*onnx_formats, "atc"), inference) if isinstance(inference, str) else {}
-    written: list[Path] = [where.quant_json] if request.formats else []
-    with FileGroup() as group:
-        nets, digests, paths = _write_nets(group, results, request, with_digest=content.reference is not None)
-        written += paths
-        if results.equalized:
-            written += _write_pair(group, where, "equalized", results.folded_model)
-        if isinstance(inference, Inference) and "deploy" in nets:
-            path = where.file("atc_model.prototxt")
-            group.write_text(path, format_text(inference.results.deploy().model.net))
-            written.append(path)
-        if request.with_record:
-            written += _write_record(group, where, results.record)
-        if not not_written:
-            factors = onnx.content.tensors or {}
-            paths, reports, not_written = add_onnx_formats(group, onnx.results, onnx_formats, factors, request)
-            written += paths
-        if request.formats:
-            give_back_freed()  # the weights of several nets
-            checks, content = check_save(group, results, request, content, digests)
-            checked = onnx.content if onnx is inference else content
-            checks |= check_onnx(group, onnx.results, request, checked, reports)
-            document = replace(
-                quant_json(nets or {"fake_quant": results.fake_quant()}, results.record, notes),
-                config=results.config,
-                equalized=tuple(results.equalized),
-                not_written=not_written,
-                related=request.related(),
-                files=_file_entries(where, reports, checks),
-            )
-            write_quant_json(group, where.quant_json, document)
-        warn_of_replaced(group.written())
-    logger.info("wrote %s", ", ".join(str(path) for path in written))
-    return written
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        results: Results,
+        notes: SaveNotes,
+        *,
+        tensors: Mapping[str, TensorFactors] | None = None,
+        reference: Reference | None = None,
+        inference: Inference | str | None = None,
+    ) -> None:
+        pairs = [name for name in PAIRS if name in request.formats]  # one of them may be run as the simulation
+        others = [name for name in request.formats if name not in PAIRS]
+        self.request = replace(request, formats=(*pairs, *others))
+        self._results = results
+        self._notes = notes
+        self._tensors = tensors or {}
+        self._inference = inference
+        self._pairs = None if reference is None else PairCheck(reference, results)
+        self._nets: dict[str, QuantizedNet] = {}
+        """The pairs without their weights, so that those of one net at a time are in memory."""
+        self._digest: bytes | None = None
+
+    def export(self, name: str) -> Exported | ExportError:
+        """A pair, or the net in an ONNX format; an error if it has no ONNX form."""
+        if name in PAIRS:
+            return self._pair(name)
+        if isinstance(self._inference, str):
+            return ExportError(self._inference)
+        try:
+            return self._in_onnx(name)
+        except ExportError as error:
+            return error
+
+    def _pair(self, name: str) -> ExportedFiles:
+        is_simulation = name == "fake_quant"
+        net = self._results.fake_quant() if is_simulation else self._results.deploy()
+        if is_simulation and self._pairs is not None:
+            self._digest = content_digest(net.model)
+        self._nets[name] = replace(net, model=replace(net.model, weights={}))
+        files = pair_files(name, net.model)
+        if not is_simulation and isinstance(self._inference, Inference):
+            prototxt = format_text(self._inference.results.deploy().model.net)
+            files["atc_model.prototxt"] = [prototxt.encode()]
+        return ExportedFiles(files=files)
+
+    @property
+    def _onnx_results(self) -> Results:
+        return self._inference.results if isinstance(self._inference, Inference) else self._results
+
+    def _in_onnx(self, name: str, left_float: Collection[str] = ()) -> Exported:
+        results, options = self._onnx_results, self.request.options.without(left_float)
+        if name != "qdq":
+            net = build_net(results.float_model())
+            return other_format(name, net, results.record, self._tensors, options=options, opset=self._opset)
+        net = build_net(results.float_model(rounded=types_with_ready_integers(options.placement, options.target)))
+        return quantized_onnx(
+            net,
+            results.record,
+            self._tensors,
+            placement=options.placement,
+            target=options.target,
+            opset=self._opset,
+            float_tensors=options.float_tensors,
+            keep_weights=True,
+        )
+
+    @property
+    def _opset(self) -> int:
+        return DEFAULT_OPSET if self.request.opset is None else self.request.opset
+
+    def _onnx_model(self, name: str, left_float: Collection[str] = ()) -> ExportedModel:
+        exported = self._in_onnx(name, left_float)
+        assert isinstance(exported, ExportedModel)
+        return exported
+
+    @cached_property
+    def _onnx_check(self) -> OnnxCheck | None:
+        if isinstance(self._inference, Inference):
+            reference = self._inference.reference
+        else:
+            reference = None if self._pairs is None else self._pairs.simulated()
+        if reference is None:
+            return None
+        kept = KeptWeights()
+        net = build_net(self._onnx_results.float_model())
+        return OnnxCheck(
+            reference=reference,
+            original=float_onnx(net, opset=self._opset, kept=kept).model,
+            kept=kept,
+            simulate=lambda: self._onnx_model("fake_quant"),
+            export_qdq=lambda left: self._onnx_model("qdq", left),
+            tensors=self._tensors,
+        )
+
+    def check(self, file: FileToCheck) -> tuple[FileCheck | None, ExportedModel | None]:
+        """Run a pair in our engine, or an ONNX file."""
+        if file.format in PAIRS:
+            digest = self._digest if file.format == "fake_quant" else None
+            return None if self._pairs is None else self._pairs.check(file, digest), None
+        return (None, None) if not file.is_model or self._onnx_check is None else self._onnx_check.check(file)
+
+    def others(self) -> dict[Path, Sequence[bytes | memoryview]]:
+        """The equalized float model, and the record as text and as bytes."""
+        files: dict[str, Sequence[bytes | memoryview]] = {}
+        if self._results.equalized:
+            files |= pair_files("equalized", self._results.folded_model)
+        if self.request.with_record:
+            files["quant_param_record.txt"] = [encode_record(self._results.record, "text")]
+            files["quant_param_record.bin"] = [encode_record(self._results.record, "binary")]
+        return {self.request.where.file(name): content for name, content in files.items()}
+
+    def document(self, reports: Mapping[str, ExportReport]) -> QuantJson:
+        """The layers with their blobs in the pairs."""
+        del reports
+        nets = self._nets or {"fake_quant": self._results.fake_quant()}
+        notes = self._notes
+        skipped = [Skip(name, reason) for name, reason in notes.not_quantized.items()]
+        return QuantJson(
+            version=VERSION,
+            model=notes.original.net.name,
+            layers=layer_entries(nets, self._results.record, notes),
+            skipped=(*skipped, *notes.fusion.skipped),
+            files={},
+            config=self._results.config,
+            equalized=tuple(self._results.equalized),
+            accelerated=tuple(notes.fusion.accelerated),
+            not_written={"atc": self._inference} if isinstance(self._inference, str) else {},
+        )
 
 
-def _write_nets(
-    group: FileGroup, results: Results, request: SaveRequest, *, with_digest: bool
-) -> tuple[dict[str, QuantizedNet], dict[str, bytes | None], list[Path]]:
-    """Write the Caffe pairs that are asked for.
-
-    Returns:
-        By kind: the nets without weights, so that those of one net at a time are in memory, and the digest of the
-        simulation, None for the others; and the paths.
-    """
-    nets: dict[str, QuantizedNet] = {}
-    digests: dict[str, bytes | None] = {}
-    written: list[Path] = []
-    for kind in (name for name in PAIRS if name in request.formats):
-        net = results.fake_quant() if kind == "fake_quant" else results.deploy()
-        written += _write_pair(group, request.where, kind, net.model)
-        digests[kind] = content_digest(net.model) if with_digest and kind == "fake_quant" else None
-        nets[kind] = replace(net, model=replace(net.model, weights={}))
-        del net
-    return nets, digests, written
+def pair_files(kind: str, model: CaffeModel) -> dict[str, Sequence[bytes | memoryview]]:
+    """A net as prototxt and caffemodel: by the file name behind the prefix, the content in parts."""
+    return {
+        f"{kind}_model.prototxt": [format_text(model.net).encode()],
+        f"{kind}_weights.caffemodel": caffemodel_parts(model),
+    }
 
 
-def _write_pair(group: FileGroup, where: SavePath, kind: str, model: CaffeModel) -> list[Path]:
-    """Write a net as prototxt and caffemodel; return the paths."""
-    files = pair_of(where, kind)
-    write_model(group, model, *files)
-    return [*files]
-
-
-def _write_record(group: FileGroup, where: SavePath, record: CaffeRecord) -> list[Path]:
-    """Write the record of the factors as text and as bytes; return the paths."""
-    text, binary = where.file("quant_param_record.txt"), where.file("quant_param_record.bin")
-    group.write_bytes(text, encode_record(record, "text"))
-    group.write_bytes(binary, encode_record(record, "binary"))
-    return [text, binary]
-
-
-def _file_entries(
-    where: SavePath, reports: Mapping[str, ExportReport | None], checks: Mapping[Path, FileCheck]
-) -> dict[str, FileEntry]:
-    files = {path: FileEntry(format=path.suffix.lstrip("."), check=check) for path, check in checks.items()}
-    for name, report in reports.items():
-        path = where.file(file_name(name))
-        files[path] = file_entry(name, report, checks.get(path))
-    return {path.name: entry for path, entry in files.items()}
-
-
-def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> QuantJson:
+def layer_entries(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: SaveNotes) -> dict[str, LayerEntry]:
     """Describe each layer for layer-by-layer comparison.
 
     ``output`` names the blob that holds a layer's result: in the original net (without in-place layers the name is
@@ -297,13 +351,4 @@ def quant_json(nets: Mapping[str, QuantizedNet], record: CaffeRecord, notes: Sav
                 for kind, net in nets.items()
             },
         )
-    skipped = [Skip(name, reason) for name, reason in notes.not_quantized.items()]
-    skipped += fusion.skipped
-    return QuantJson(
-        version=VERSION,
-        model=original.net.name,
-        layers=layers,
-        skipped=tuple(skipped),
-        files={},
-        accelerated=tuple(fusion.accelerated),
-    )
+    return layers

@@ -22,8 +22,7 @@ from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained
 from amct.caffe.reporting import fused_notes, report_layers
 from amct.caffe.running import build_net
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
-from amct.export.save_path import SavePath
-from amct.export.saving import SaveRequest
+from amct.export.request import SavePath, SaveRequest
 from amct.model import Skip
 from amct.progress import bar
 from amct.report.content import Figure, TrainedClips, TrainingContent

@@ -21,15 +21,15 @@ from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
 from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
-from amct.caffe.ptq.save import CAFFE_FORMATS, Inference, SaveNotes, check_save_type, prefix_of, save_results
+from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, Inference, SaveNotes, check_save_type, prefix_of
 from amct.caffe.qat.amct_api import retrain_plan
 from amct.caffe.qat.inference_net import inference_model
 from amct.caffe.running import build_net
 from amct.caffe.uninplace import remove_in_place
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
-from amct.export.options import ExportOptions, Placement, Target
-from amct.export.saving import SavedContent, SaveRequest
+from amct.export.request import ExportOptions, Placement, SaveRequest, Target
+from amct.export.saving import save_files
 from amct.numerics.settings import ArqSettings
 from amct.record import CaffeLayerRecord, CaffeRecord, DataFactors, diff_records, read_caffe_record, validate_record
 
@@ -261,8 +261,8 @@ def save_trained(trained: TrainedResults, request: SaveRequest) -> list[Path]:
         FileError: A file cannot be read or written.
     """
     results = trained.results
-    content = SavedContent(record=results.record, reference=_pair_reference(results, request.record_file))
-    return save_results(results, request, notes=trained.notes, content=content, inference=trained.inference)
+    reference = _pair_reference(results, request.record_file)
+    return save_files(CaffeFiles(request, results, trained.notes, reference=reference, inference=trained.inference))
 
 
 def _checked_record(path: Path, trained: CaffeRecord, model: Trained) -> CaffeRecord:
@@ -334,8 +334,7 @@ def _inference(
         CaffeRecord({name: entry for name, entry in record.items() if name in names}),
         config=config,
     )
-    content = SavedContent(record=results.record, reference=_onnx_reference(model, results))
-    return Inference(results=results, content=content)
+    return Inference(results=results, reference=_onnx_reference(model, results))
 
 
 def _pair_reference(results: Results, record_file: Path | None) -> Reference | None:

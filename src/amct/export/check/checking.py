@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from amct.export.binding import TensorFactors
     from amct.export.check.reference import Reference
-    from amct.export.exported import ExportedModel, ExportReport
+    from amct.export.formats import ExportedModel, ExportReport
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,34 @@ _FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BF
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Subject:
-    """The models of one save.
+class FileToCheck:
+    """A file to check.
+
+    Attributes:
+        format: The name of its format.
+        path: The file as written, still under its temporary name.
+        target: The path that it will have.
+        report: What its exporter did.
+        beside: Its other files (of large tensors; the caffemodel of a prototxt) under their temporary names, by the
+            names that they will have.
+        is_model: Whether it is an ONNX model.
+    """
+
+    format: str
+    path: Path
+    target: Path
+    report: ExportReport
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    is_model: bool = True
+
+    def model(self) -> ModelProto:
+        """The content of the file, without that of the files beside it."""
+        return onnx.load_model(self.path, load_external_data=False)
+
+
+@dataclass(kw_only=True, eq=False)
+class OnnxCheck:
+    """Checks the files of one save on the batches of a reference; models that several are compared with run once.
 
     Attributes:
         reference: The batch and the outputs of the front door's own models.
@@ -85,62 +111,35 @@ class Subject:
     tensors: Mapping[str, TensorFactors] | None = None
     kept: KeptWeights | None = None
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WrittenFile:
-    """A file to check.
-
-    Attributes:
-        format: The name of its format.
-        path: The file as written, still under its temporary name.
-        target: The path that it will have.
-        report: What its exporter did.
-        beside: The files of its large tensors, under their temporary names, by the names that they will have.
-    """
-
-    format: str
-    path: Path
-    target: Path
-    report: ExportReport
-    beside: Mapping[str, Path] = field(default_factory=dict)
-
-    def model(self) -> ModelProto:
-        """The content of the file, without that of the files beside it."""
-        return onnx.load_model(self.path, load_external_data=False)
-
-
-class OnnxCheck:
-    """Checks files on the batches of a reference; models that several files are compared with run once."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._inputs = subject.reference.inputs
+    @property
+    def _inputs(self) -> Mapping[str, NDArray[Any]]:
+        return self.reference.inputs
 
     @property
     def _float_outputs(self) -> list[str]:
-        types = {value.name: value.type.tensor_type.elem_type for value in self._subject.original.graph.output}
+        types = {value.name: value.type.tensor_type.elem_type for value in self.original.graph.output}
         return [name for name, kind in types.items() if kind in _FLOAT_TYPES]
 
     @cached_property
     def _is_large(self) -> bool:
         """Whether two models at a time would need too much memory."""
-        return parameter_bytes(self._subject.original) > FEW_BYTES
+        return parameter_bytes(self.original) > FEW_BYTES
 
     @cached_property
-    def _original(self) -> LoadedModel:
-        return LoadedModel(self._subject.original)
+    def _loaded_original(self) -> LoadedModel:
+        return LoadedModel(self.original)
 
     def _simulate(self) -> ExportedModel:
         """The fake-quant form, made once unless it is large."""
-        return self._subject.simulate() if self._is_large else self._simulation
+        return self.simulate() if self._is_large else self._simulation
 
     @cached_property
     def _simulation(self) -> ExportedModel:
-        return self._subject.simulate()
+        return self.simulate()
 
     @cached_property
     def _original_outputs(self) -> Mapping[str, NDArray[Any]]:
-        return self._original.run(self._inputs)
+        return self._loaded_original.run(self._inputs)
 
     @cached_property
     def _batches(self) -> list[ComparedBatch]:
@@ -148,12 +147,12 @@ class OnnxCheck:
 
         Where the front door has no outputs of its own, those of the float ONNX model and of its fake-quant form count.
         """
-        names, batches = self._float_outputs, self._subject.reference.batches
+        names, batches = self._float_outputs, self.reference.batches
         expected = [by_name(batch.expected, names) for batch in batches]
         simulated = [by_name(batch.simulated, names) for batch in batches]
         if any(outputs is None for outputs in expected):
             # A large model is loaded again to be timed.
-            original = LoadedModel(self._subject.original, lean=True) if self._is_large else self._original
+            original = LoadedModel(self.original, lean=True) if self._is_large else self._loaded_original
             expected = list(self._outputs(original, [batch.inputs for batch in batches]))
             del original
         if any(outputs is None for outputs in simulated):
@@ -169,7 +168,7 @@ class OnnxCheck:
         self, model: LoadedModel, batches: Sequence[Mapping[str, NDArray[Any]]]
     ) -> Iterator[dict[str, NDArray[Any]]]:
         """The outputs of one of the models that a file is compared with."""
-        size, end = 0, time.process_time() + SHARE * self._subject.reference.seconds
+        size, end = 0, time.process_time() + SHARE * self.reference.seconds
         for number, inputs in enumerate(batches):
             late = number >= fewest_batches(inputs) and time.process_time() > end
             if number and (late or size >= LARGEST_BATCH // 2):
@@ -182,19 +181,19 @@ class OnnxCheck:
     @cached_property
     def _float_sqnr(self) -> float | None:
         """How near the float ONNX model is to the front door's own; None where that has no outputs."""
-        expected = by_name(self._subject.reference.expected, self._float_outputs)
+        expected = by_name(self.reference.expected, self._float_outputs)
         if expected is None:
             return None
         large = self._is_large  # it was freed after it was timed, and is not loaded as a whole again
-        outputs = outputs_in_parts(self._subject.original, self._inputs) if large else self._original_outputs
+        outputs = outputs_in_parts(self.original, self._inputs) if large else self._original_outputs
         found = output_similarity(expected, outputs)[0]
         return None if found is None else found.sqnr
 
-    def _batches_for(self, file: WrittenFile) -> list[ComparedBatch]:
+    def _batches_for(self, file: FileToCheck) -> list[ComparedBatch]:
         """All batches for a QDQ file; the other formats have the integers of the simulation: one batch shows it."""
         return self._batches if file.format == "qdq" else self._batches[:1]
 
-    def check(self, file: WrittenFile) -> tuple[FileCheck, ExportedModel | None]:
+    def check(self, file: FileToCheck) -> tuple[FileCheck, ExportedModel | None]:
         """Run one file.
 
         Returns:
@@ -206,7 +205,7 @@ class OnnxCheck:
         reason = _foreign_operator(file)
         if reason:
             return self._not_checked(file, reason), None
-        if parameter_bytes(self._subject.original) >= LARGE:
+        if parameter_bytes(self.original) >= LARGE:
             return self._in_child(file), None
         try:
             further = self._batches_for(file)[1:]
@@ -231,7 +230,7 @@ class OnnxCheck:
         say_checked(file.target, result)
         return result, None if repaired is None else repaired[0]
 
-    def _first_run(self, file: WrittenFile) -> tuple[LoadedModel | None, list[dict[str, NDArray[Any]]]]:
+    def _first_run(self, file: FileToCheck) -> tuple[LoadedModel | None, list[dict[str, NDArray[Any]]]]:
         """The loaded file and its outputs for the first batch; one that is large and not timed is loaded in parts."""
         kept = KeptWeights()
         model = _runnable(file, kept)
@@ -242,54 +241,54 @@ class OnnxCheck:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _unusable(self, file: WrittenFile, error: AmctError) -> FileCheck:
+    def _unusable(self, file: FileToCheck, error: AmctError) -> FileCheck:
         """Not checked, if the float model cannot be run on the batch either; a file nobody can load is never saved."""
         try:
-            _ = self._original
+            _ = self._loaded_original
         except AmctError:
-            raise UnusableFileError(file.target, self._subject.reference.origin, error) from error
+            raise UnusableFileError(file.target, self.reference.origin, error) from error
         try:
             _ = self._original_outputs
         except AmctError as other:
-            reason = f"the float model cannot be run on {self._subject.reference.origin}: {other}"
+            reason = f"the float model cannot be run on {self.reference.origin}: {other}"
             logger.warning("%s may be unusable: %s", file.target.name, reason)
-            return FileCheck(batch=self._subject.reference.origin, not_checked=reason)
-        raise UnusableFileError(file.target, self._subject.reference.origin, error) from error
+            return FileCheck(batch=self.reference.origin, not_checked=reason)
+        raise UnusableFileError(file.target, self.reference.origin, error) from error
 
-    def _not_checked(self, file: WrittenFile, reason: str) -> FileCheck:
+    def _not_checked(self, file: FileToCheck, reason: str) -> FileCheck:
         logger.info("%s: not checked: %s", file.target.name, reason)
-        return FileCheck(batch=self._subject.reference.origin, not_checked=reason)
+        return FileCheck(batch=self.reference.origin, not_checked=reason)
 
-    def _compared(self, file: WrittenFile, outputs: Sequence[Mapping[str, NDArray[Any]]]) -> FileCheck:
-        origin = self._subject.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
+    def _compared(self, file: FileToCheck, outputs: Sequence[Mapping[str, NDArray[Any]]]) -> FileCheck:
+        origin = self.reference.origin if len(outputs) == 1 else f"{len(outputs)} calibration batches"
         return compared(file.target, origin, self._batches_for(file), outputs)
 
-    def _timed(self, file: WrittenFile, measured: FileCheck, loaded: LoadedModel | None) -> FileCheck:
+    def _timed(self, file: FileToCheck, measured: FileCheck, loaded: LoadedModel | None) -> FileCheck:
         """With the speed of a QDQ file; a file slower than float is reported."""
         if loaded is None or file.format != "qdq":
             return measured
-        budget = min(BUDGET, SHARE * self._subject.reference.seconds)
+        budget = min(BUDGET, SHARE * self.reference.seconds)
         inputs = timed_inputs(loaded, self._inputs, budget)
         if self._is_large:
-            speed = speed_apart(loaded, self._subject.original, inputs, budget)
+            speed = speed_apart(loaded, self.original, inputs, budget)
         else:
-            speed = speed_of(loaded, self._original, inputs, budget)
-            del self._original  # no other file is timed
+            speed = speed_of(loaded, self._loaded_original, inputs, budget)
+            del self._loaded_original  # no other file is timed
         result = replace(measured, speed=speed.ratio, costliest=speed.nodes)
         if speed.least < 1:
             warn_slow(file.target, result)
         return result
 
-    def _in_child(self, file: WrittenFile) -> FileCheck:
+    def _in_child(self, file: FileToCheck) -> FileCheck:
         """As ``check`` for a large model: neither located nor repaired."""
-        reference = self._subject.reference
+        reference = self.reference
         expected = by_name(reference.expected, self._float_outputs)
         simulated = by_name(reference.simulated, self._float_outputs)
         try:
             found = measured_in_child(
                 file.path,
                 file.beside,
-                self._subject.original,
+                self.original,
                 {"format": file.format, "packed": _packed(file)},
                 self._inputs,
                 expected,
@@ -311,7 +310,7 @@ class OnnxCheck:
         say_checked(file.target, result)
         return result
 
-    def _located(self, file: WrittenFile, measured: FileCheck, repaired: ExportedModel | None) -> FileCheck:
+    def _located(self, file: FileToCheck, measured: FileCheck, repaired: ExportedModel | None) -> FileCheck:
         if not is_worse(measured):
             return measured
         if lost(measured) <= WORSE:
@@ -331,24 +330,24 @@ class OnnxCheck:
             runnable = _runnable(file, kept) if repaired is None else repaired.model
             return runnable if isinstance(runnable, ModelProto) else file.model()
 
-        models = self._subject.original, self._simulate, written
+        models = self.original, self._simulate, written
         tensor = first_difference(*models, self._inputs, outputs, more_than=max(WORSE, lost(measured) / 2))
         found = replace(measured, differs_at=tensor or measured.output)
         warn_worse(file.target, found)
         return found
 
     def _repaired(
-        self, file: WrittenFile, outputs: Sequence[Mapping[str, NDArray[Any]]]
+        self, file: FileToCheck, outputs: Sequence[Mapping[str, NDArray[Any]]]
     ) -> tuple[ExportedModel, tuple[str, ...]] | None:
         """Judged by a number of batches that no time changes: the same model and data give the same file."""
-        subject, exported = self._subject, file.report
-        if file.format != "qdq" or subject.export_qdq is None:
+        exported = file.report
+        if file.format != "qdq" or self.export_qdq is None:
             return None
         batches = self._batches[: len(outputs)]
-        measured = compared(file.target, subject.reference.origin, batches, outputs)
+        measured = compared(file.target, self.reference.origin, batches, outputs)
         if measured.sqnr is None or measured.sqnr >= ENOUGH:
             return None
-        factors = subject.tensors or {}
+        factors = self.tensors or {}
         between = {name: factors[name] for name in exported.tensors if name in factors and factors[name].mean is None}
         allowed = expected_loss(len(exported.layers), len(between)) + WORSE
         if not between or lost(measured) <= allowed:
@@ -357,11 +356,11 @@ class OnnxCheck:
         if sure_loss(*models, measured.output) <= allowed:
             return None
         assert measured.simulation_sqnr is not None
-        repair = Repair(subject.export_qdq, batches, measured.simulation_sqnr)
-        return repair.run(noisiest_tensors(subject.original, between, self._inputs), measured.sqnr)
+        repair = Repair(self.export_qdq, batches, measured.simulation_sqnr)
+        return repair.run(noisiest_tensors(self.original, between, self._inputs), measured.sqnr)
 
 
-def _runnable(file: WrittenFile, kept: KeptWeights) -> ModelProto | Path:
+def _runnable(file: FileToCheck, kept: KeptWeights) -> ModelProto | Path:
     """The file, its content if it is large and not timed, or the integer form of a deploy file.
 
     Args:
@@ -378,12 +377,12 @@ def _runnable(file: WrittenFile, kept: KeptWeights) -> ModelProto | Path:
     return file.path
 
 
-def _packed(file: WrittenFile) -> list[str]:
+def _packed(file: FileToCheck) -> list[str]:
     """The nodes of a deploy file whose weights hold two values per byte."""
     return [report.layer for report in file.report.layers if report.weight_bits == _PACKED_BITS]
 
 
-def _say_repaired(file: WrittenFile, left: tuple[str, ...], measured: FileCheck) -> None:
+def _say_repaired(file: FileToCheck, left: tuple[str, ...], measured: FileCheck) -> None:
     logger.info(
         "%s: %d tensors between the layers stay float, because the file would be worse than the simulation: %s; now %s",
         file.target.name,
@@ -393,7 +392,7 @@ def _say_repaired(file: WrittenFile, left: tuple[str, ...], measured: FileCheck)
     )
 
 
-def _foreign_operator(file: WrittenFile) -> str:
+def _foreign_operator(file: FileToCheck) -> str:
     """Why onnxruntime cannot know an operator of a registered format; "" if it can."""
     if file.format in OWN_FORMATS:
         return ""

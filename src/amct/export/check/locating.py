@@ -10,7 +10,7 @@ import numpy as np
 from amct.errors import AmctError
 from amct.export.check.reference import loss
 from amct.export.check.similarity import output_similarity
-from amct.export.exported import layer_outputs, rescaled_layers
+from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.light import light_copy
 from amct.export.onnx.messages import reads
 from amct.export.onnx.runtime import Runner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.check.similarity import Similarity
-    from amct.export.exported import ExportedModel
+    from amct.export.formats import ExportedModel
 
     Places = Mapping[str, tuple[str, str, str]]
 

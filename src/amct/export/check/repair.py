@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from amct.export.binding import TensorFactors
     from amct.export.check.outcome import ComparedBatch
-    from amct.export.exported import ExportedModel
+    from amct.export.formats import ExportedModel
 
 LONGEST = 60.0
 """CPU seconds after which the search ends with what it has: other work on the machine does not end it sooner."""

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from amct.errors import AmctError, ExportError
 from amct.export.binding import further_node
-from amct.export.exported import LayerReport
+from amct.export.formats import LayerReport
 from amct.export.onnx.messages import attribute_value
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import quantize_bias

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
-    from amct.export.exported import ExportedModel
+    from amct.export.formats import ExportedModel
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
 

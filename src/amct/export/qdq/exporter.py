@@ -15,12 +15,11 @@ from onnx import TensorProto
 
 from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
-from amct.export.exported import ExportedModel, write_metadata
+from amct.export.formats import ExportedModel, write_metadata
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer import layer_report
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.weights import share_weights
-from amct.export.options import Placement, Target, choice
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float
@@ -29,6 +28,7 @@ from amct.export.qdq.nodes import SIXTEEN_BIT_OPSET, QdqNodes, layer_input_facto
 from amct.export.qdq.pads import merge_pads
 from amct.export.qdq.placement import FastPlacement, FastPlanner, has_integer_kernel
 from amct.export.qdq.unfused_sums import keep_sums_apart
+from amct.export.request import Placement, Target, choice
 from amct.model import Skip
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto
 
     from amct.export.binding import LayerBinding
-    from amct.export.exported import LayerReport
+    from amct.export.formats import LayerReport
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
 

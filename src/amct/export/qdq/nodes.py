@@ -26,8 +26,8 @@ import torch
 from amct.errors import CalibrationError, ExportError
 from amct.export.binding import LayerFactors, TensorFactors
 from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
-from amct.export.options import Target
 from amct.export.qdq.balance import insert_balance
+from amct.export.request import Target
 from amct.model.kinds import LayerKind
 from amct.numerics.affine import fine_where_empty, fit_bias
 from amct.numerics.rounding.paired_weights import adds_pairs, pairs_fit

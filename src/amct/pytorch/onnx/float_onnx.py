@@ -21,7 +21,7 @@ from amct.export.binding import LayerBinding
 from amct.export.onnx.messages import model_opset
 from amct.export.onnx.pool_padding import with_explicit_pool_padding, with_separate_zeros
 from amct.export.onnx.writer import check_valid
-from amct.export.writer import check_opset
+from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.functional_layers import layer_name
 from amct.pytorch.capture.program import quiet_exporters

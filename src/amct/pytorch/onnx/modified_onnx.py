@@ -24,6 +24,7 @@ from amct.export.onnx.layer_lookup import AMCT_MARK
 from amct.export.onnx.messages import tensor_array
 from amct.export.onnx.sizes import check_declared_sizes
 from amct.export.writer import save_model
+from amct.model import Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR, KIND_OF_TORCH_TYPE
 from amct.pytorch.capture.layer_types import own_weight
 from amct.record import RecordLayer
@@ -61,6 +62,10 @@ class FileNotes(BaseModel):
     skipped: dict[str, str] = {}
     config: str = ""
     failure: str = ""
+
+    def skips(self) -> tuple[Skip, ...]:
+        """What stays float, with the reason."""
+        return tuple(Skip(layer, reason) for layer, reason in self.skipped.items())
 
     def record_layers(self) -> list[RecordLayer]:
         """The layers in the form that the record is checked against."""

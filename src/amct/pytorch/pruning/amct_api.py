@@ -22,7 +22,7 @@ from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
-from amct.export.save_path import SavePath
+from amct.export.request import SavePath
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions

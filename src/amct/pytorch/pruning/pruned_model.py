@@ -13,8 +13,7 @@ import torch
 from amct import atomic
 from amct.errors import ArgumentError
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.save_path import SavePath
-from amct.export.writer import check_opset
+from amct.export.request import SavePath, check_opset
 from amct.printable import escaped, printable, shortened
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.saving import FloatFiles, float_model, onnx_feeds, save_float, traced_plain

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from amct.errors import ExportError
 from amct.export.check.reference import Reference
-from amct.export.saving import SavedContent, SaveRequest, save_files
+from amct.export.request import SaveRequest
+from amct.export.saving import OnnxFiles, save_files
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
 from amct.pytorch.onnx.float_onnx import DEFAULT_OPSET, float_onnx
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from amct.export.save_path import SavePath
+    from amct.export.request import SavePath
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.door import IoOptions
 
@@ -102,12 +103,16 @@ def save_float(
     _refuse_bfloat16(model)
     traced = traced_plain(model, input_data, io)
     onnx_model, notes = float_model(traced, files.opset)
-    request = SaveRequest(where=where, formats=files.formats, with_record=files.record is not None)
-    compared = _reference(traced, onnx_model)
-    content = SavedContent(
-        record=files.record if files.record is not None else Record(), reference=compared, others=files.others
+    written = OnnxFiles(
+        request=SaveRequest(where=where, formats=files.formats, with_record=files.record is not None),
+        model=onnx_model,
+        record=files.record if files.record is not None else Record(),
+        reference=_reference(traced, onnx_model),
+        folded=notes.fusions,
+        skipped=notes.skips(),
+        further=files.others,
     )
-    return save_files(request, onnx_model, content, notes)
+    return save_files(written)
 
 
 def _refuse_bfloat16(model: nn.Module) -> None:

@@ -24,8 +24,8 @@ from amct.config.qat.pytorch import default_config, expand_config, make_plan, re
 from amct.errors import TrainingError
 from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
-from amct.export.save_path import SavePath
-from amct.export.saving import SavedContent, SaveRequest
+from amct.export.request import SavePath, SaveRequest
+from amct.export.saving import save_files
 from amct.pipeline.checking import reference
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -229,8 +229,8 @@ def save_trained(
         group.write_bytes(path, encode_record(record, form_of(path) or "text"))
         if tensors is not None:
             group.write_text(tensor_factors_path(path), tensor_factors_text(tensors))
-    saved = SavedContent(record=record, tensors=tensors, reference=compared)
-    preparation.save(saved, SaveRequest(where=where, record_file=path))
+    request = SaveRequest(where=where, record_file=path)
+    save_files(preparation.files(request, record, tensors, compared))
 
 
 def _built(config_file: AnyPath, model: nn.Module, input_data: object) -> QatModel:

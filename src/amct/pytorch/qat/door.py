@@ -20,7 +20,7 @@ from amct.calibration.session import HIDDEN, INPUT, Stream
 from amct.config.plan import OPEN_ENDED
 from amct.config.python_config import retrain_plan_of
 from amct.errors import ArgumentError, ArgumentTypeError, ModelError
-from amct.export.options import Target
+from amct.export.request import Target
 from amct.numerics.adaround.scale import least_error_scale
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings, UlqRetrainSettings

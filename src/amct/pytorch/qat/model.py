@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amct import log
 from amct.errors import ArgumentError, TrainingError
-from amct.export.options import Placement, Target
-from amct.export.saving import DEFAULT_FORMATS
+from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.door import IoOptions
 from amct.pytorch.inputs import torch_batches
