@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.nn import functional
 
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, adaround
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings
+from amct.numerics.adaround.soft_rounding import Learning
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
@@ -193,7 +193,7 @@ def adaround_problem() -> tuple[AdaRoundLayer, CachedData]:
 def _adaround_seconds(
     layer: AdaRoundLayer, data: CachedData, iterations: int, fast: bool
 ) -> tuple[float, AdaRoundResult]:
-    settings = AdaRoundSettings(bits=4, num_iteration=iterations, fast=fast)
+    settings = Learning(num_bits=4, num_iteration=iterations, fast=fast)
     begin = time.process_time()
     result = adaround(layer, data, settings, generator=torch.Generator().manual_seed(GENERATOR_SEED))
     return time.process_time() - begin, result

@@ -51,12 +51,17 @@ def test_observers_follow_the_settings():
         symmetric_scale=SymmetricScale.FULL_RANGE,
     )
     assert isinstance(ifmr, IfmrObserver)
-    assert (ifmr.bits, ifmr.asymmetric, ifmr.max_percentile, ifmr.min_percentile) == (16, False, 0.9, 0.8)
-    assert (ifmr.search_range, ifmr.search_step) == ((0.5, 1.5), 0.1)
+    assert (ifmr.bits, ifmr.asymmetric, ifmr.settings.max_percentile, ifmr.settings.min_percentile) == (
+        16,
+        False,
+        0.9,
+        0.8,
+    )
+    assert (ifmr.settings.search_range, ifmr.settings.search_step) == ((0.5, 1.5), 0.1)
     assert (ifmr.channel_axis, ifmr.symmetric_scale) == (1, SymmetricScale.FULL_RANGE)
     hfmg = make_observer(HfmgSettings(num_bits=8, num_of_bins=1024, asymmetric=False))
     assert isinstance(hfmg, HfmgObserver)
-    assert (hfmg.bits, hfmg.num_of_bins, hfmg.asymmetric) == (8, 1024, False)
+    assert (hfmg.bits, hfmg.settings.num_of_bins, hfmg.asymmetric) == (8, 1024, False)
 
 
 def test_factors_are_those_of_the_observers():
@@ -378,6 +383,6 @@ def test_progress_is_told_at_the_end_of_a_forward_pass():
 
 
 def test_a_stream_may_bring_its_own_observer():
-    session = CalibrationSession([stream("a", make_observer=lambda: IfmrObserver(bits=4))])
+    session = CalibrationSession([stream("a", make_observer=lambda: IfmrObserver(IfmrSettings(num_bits=4)))])
     session.observe("a", data(1))
     assert session.result.layers["a"]["input"].bits == 4

@@ -10,7 +10,7 @@ from torch.nn import functional
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, adaround
 from amct.numerics.adaround.scale import initial_scale, least_error_scale
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings
+from amct.numerics.adaround.soft_rounding import Learning
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first
 from amct.numerics.integer import ConvolutionGeometry
 
@@ -45,11 +45,11 @@ def problem(geometry, weight_shape, input_shape, activation=None) -> tuple[AdaRo
     return layer, CachedData(x, layer.forward(x, weight))
 
 
-def quick(**settings: object) -> AdaRoundSettings:
-    return AdaRoundSettings(**{"bits": 4, "num_iteration": 150, "learning_rate": 1e-2, **settings})
+def quick(**settings: object) -> Learning:
+    return Learning(**{"num_bits": 4, "num_iteration": 150, "learning_rate": 1e-2, **settings})
 
 
-def run(layer: AdaRoundLayer, data: CachedData, settings: AdaRoundSettings, **options: object):
+def run(layer: AdaRoundLayer, data: CachedData, settings: Learning, **options: object):
     return adaround(layer, data, settings, generator=torch.Generator().manual_seed(1), **options)
 
 
@@ -87,7 +87,7 @@ def test_the_result_is_on_the_grid_and_better_than_nearest(geometry, weight_shap
 def test_any_number_of_bits_and_one_scale_for_all(geometry, weight_shape, input_shape, bits):
     layer, data = problem(geometry, weight_shape, input_shape)
     for fast in (False, True):
-        result = run(layer, data, quick(bits=bits, fast=fast), channel_wise=False)
+        result = run(layer, data, quick(num_bits=bits, fast=fast, channel_wise=False))
         assert result.factors.scale.shape == (1,)
         assert int(result.integers.min()) >= -(2 ** (bits - 1))
         assert int(result.integers.max()) < 2 ** (bits - 1)

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from grid_optimum import optimal_centres
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from amct.numerics.grid_clusters import (
     half_step_moments,
     lloyd,
     nearest,
-    optimal_centres,
     snap,
     total_cost,
 )

@@ -20,6 +20,7 @@ from amct.numerics.affine import round_scale_to_fp16
 from amct.numerics.arq import WeightKind
 from amct.numerics.hfmg import HfmgObserver
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
@@ -139,11 +140,10 @@ def calibration_inputs(
 
 def observer_for(settings: dict[str, object], *, channel_axis: int | None = None) -> IfmrObserver | HfmgObserver:
     """The observer that the ``activation_quant_params`` of a config ask for."""
-    common = {"bits": settings.get("num_bits", 8), "asymmetric": settings.get("asymmetric", True)}
+    given = {key: settings[key] for key in settings if key not in ("act_algo", "quant_granularity")}
     if settings["act_algo"] == "hfmg":
-        return HfmgObserver(num_of_bins=settings["num_of_bins"], channel_axis=channel_axis, **common)
-    names = ("max_percentile", "min_percentile", "search_range", "search_step")
-    return IfmrObserver(channel_axis=channel_axis, **common, **{name: settings[name] for name in names})
+        return HfmgObserver(HfmgSettings(**given), channel_axis=channel_axis)
+    return IfmrObserver(IfmrSettings(**given), channel_axis=channel_axis)
 
 
 @pytest.mark.parametrize(

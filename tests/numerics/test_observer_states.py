@@ -22,6 +22,7 @@ from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.layer_inputs import LayerInputObserver
 from amct.numerics.min_max import MinMaxObserver
 from amct.numerics.observer import MergeableObserver
+from amct.numerics.settings import HfmgSettings, IfmrSettings
 
 
 def sampling(observer):
@@ -33,10 +34,10 @@ WEIGHT = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 KINDS = {
     "ifmr": lambda: IfmrObserver(),
     "ifmr per channel": lambda: IfmrObserver(channel_axis=-1),
-    "ifmr symmetric 16 bit": lambda: IfmrObserver(bits=16, asymmetric=False),
+    "ifmr symmetric 16 bit": lambda: IfmrObserver(IfmrSettings(num_bits=16, asymmetric=False)),
     "ifmr of Caffe's layers": lambda: sampling(IfmrObserver(keeps_few=True)),
-    "hfmg": lambda: HfmgObserver(num_of_bins=1024),
-    "hfmg per channel": lambda: HfmgObserver(num_of_bins=1024, channel_axis=-1),
+    "hfmg": lambda: HfmgObserver(HfmgSettings(num_of_bins=1024)),
+    "hfmg per channel": lambda: HfmgObserver(HfmgSettings(num_of_bins=1024), channel_axis=-1),
     "min-max": MinMaxObserver,
     "inputs of a linear layer": lambda: LayerInputObserver(channel_axis=-1, weight=WEIGHT),
     "inputs of a convolution": lambda: LayerInputObserver(channel_axis=1),
@@ -156,7 +157,7 @@ def test_a_state_does_not_grow_with_the_number_of_batches(held):
     sizes = []
     for count in (4, 40):
         with storage(held):
-            observer = HfmgObserver(num_of_bins=1024)
+            observer = HfmgObserver(HfmgSettings(num_of_bins=1024))
             for seed in range(count):
                 generator = torch.Generator().manual_seed(seed)
                 observer.observe(torch.randint(-40, 40, (3000,), generator=generator).float())

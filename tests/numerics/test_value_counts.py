@@ -16,6 +16,7 @@ from amct.numerics.counts.histogram import FloatHistogram
 from amct.numerics.counts.samples import EXACT_LIMIT, Samples
 from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES, ValueCounts, _count_by_torch
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 
 FEW = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -2.5]), st.floats(width=32, allow_nan=False, allow_infinity=False))
 ARRAYS = hnp.arrays(np.float32, st.integers(1, 60), elements=FEW)
@@ -91,8 +92,8 @@ def test_pixels_are_counted_exactly_until_something_else_comes():
 @pytest.mark.parametrize("bits", [8, 12, 16])
 def test_the_search_on_counts_is_the_search_on_the_values(bits, asymmetric):
     x = (pixels(EXACT_LIMIT) - 0.485) / 0.229
-    settings = {"bits": bits, "asymmetric": asymmetric}
-    exact, counted = IfmrObserver(**settings), IfmrObserver(**settings)
+    settings = IfmrSettings(num_bits=bits, asymmetric=asymmetric)
+    exact, counted = IfmrObserver(settings), IfmrObserver(settings)
     exact.observe(x)
     with mock.patch("amct.numerics.counts.samples.EXACT_LIMIT", 0):
         counted.observe(x)

@@ -17,7 +17,7 @@ from amct.data import Preparation, batches, open_samples
 from amct.data.lmdb import write_lmdb
 from amct.errors import ArgumentError, CalibrationError, ParseError
 from amct.numerics.adaround.learning import AdaRoundLayer, CachedData, RowShare, adaround
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings
+from amct.numerics.adaround.soft_rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.pipeline.batches import Batches
 
@@ -124,7 +124,7 @@ def test_adaround_learns_the_same_integers_in_parts(kind, count):
     layer = AdaRoundLayer(weight=torch.randn(shape, generator=generator), geometry=geometry)
     x = torch.randn(inputs, generator=generator)
     data = CachedData(x, layer.forward(x, layer.weight))
-    settings = AdaRoundSettings(bits=4, num_iteration=50, fast=True)
+    settings = Learning(num_bits=4, num_iteration=50, fast=True)
     whole = adaround(layer, data, settings)
     parts, rows = [], []
     for index in range(count):

@@ -8,6 +8,7 @@ The entry of an algorithm determines how it is read, checked, expanded, written 
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -320,31 +321,14 @@ def settings_from_dict(data: Mapping[str, Any]) -> ActivationSettings:
     return settings
 
 
-def _ifmr_observer(settings: IfmrSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
-    from amct.numerics.ifmr import IfmrObserver  # defers the import of torch
+def _observer(module: str, name: str) -> ObserverFactory:
+    """An observer class of ``amct.numerics`` as a factory; it is imported, and torch with it, on first use."""
 
-    return IfmrObserver(
-        bits=settings.num_bits,
-        asymmetric=settings.asymmetric,
-        channel_axis=channel_axis,
-        symmetric_scale=symmetric_scale,
-        max_percentile=settings.max_percentile,
-        min_percentile=settings.min_percentile,
-        search_range=settings.search_range,
-        search_step=settings.search_step,
-    )
+    def create(settings: Any, **options: Any) -> Observer:  # noqa: ANN401  see ObserverFactory
+        made: Observer = getattr(import_module(f"amct.numerics.{module}"), name)(settings, **options)
+        return made
 
-
-def _hfmg_observer(settings: HfmgSettings, *, channel_axis: int | None, symmetric_scale: SymmetricScale) -> Observer:
-    from amct.numerics.hfmg import HfmgObserver  # defers the import of torch
-
-    return HfmgObserver(
-        bits=settings.num_bits,
-        asymmetric=settings.asymmetric,
-        channel_axis=channel_axis,
-        symmetric_scale=symmetric_scale,
-        num_of_bins=settings.num_of_bins,
-    )
+    return create
 
 
 _IFMR = Algorithm(name="ifmr", message="ifmr_quantize", settings=IfmrSettings, keys=(), cfg_fields=_SEARCH)
@@ -353,7 +337,7 @@ _HFMG = Algorithm(name="hfmg", message="hfmg_quantize", settings=HfmgSettings, k
 register_activation(
     "ifmr",
     IfmrSettings,
-    _ifmr_observer,
+    _observer("ifmr", "IfmrObserver"),
     {
         "pytorch": replace(
             _IFMR, keys=("num_bits", *_IFMR_KEYS, "act_algo", "asymmetric"), cfg_fields=_SEARCH | _BITS_BY_TYPE
@@ -370,7 +354,7 @@ register_activation(
 register_activation(
     "hfmg",
     HfmgSettings,
-    _hfmg_observer,
+    _observer("hfmg", "HfmgObserver"),
     {
         "pytorch": replace(_HFMG, keys=("num_bits", "act_algo", "asymmetric", "num_of_bins"), cfg_fields=_BITS_BY_TYPE),
         "kv_cache": replace(_HFMG, keys=("act_algo", "num_of_bins", "asymmetric"), optional=_ASYMMETRIC),

@@ -2,9 +2,7 @@
 
 Values are in grid steps. The border between two integer centres is their midpoint, a multiple of one half, so the cost
 depends only on the count, sum and sum of squares of the values up to each half step: a table of 513 columns, however
-much data there is. The cost of any set of centres takes a few subtractions in this table. The optimum is found by
-dynamic programming: the cost is a sum over neighbouring pairs of centres, so the cheapest chain of n centres is found
-by extending the cheapest chains of n - 1.
+much data there is. The cost of any set of centres takes a few subtractions in this table.
 
 Lloyd's iteration moves real-valued centres; on sorted points with prefix sums an iteration costs one binary search per
 centre. ``snap`` rounds its result to the grid and improves it there.
@@ -79,37 +77,6 @@ def total_cost(moments: Floats, centres: Integers) -> float:
     for index in range(centres.size - 1):
         cost += _pair_cost(moments, centres[index], centres[index + 1])
     return cost
-
-
-@compiled
-def optimal_centres(moments: Floats, clusters: int) -> Integers:
-    """Return the ``clusters`` different integers with the least total cost, ascending."""
-    count = 2 * LIMIT + 1
-    pair = np.empty((count, count))
-    for high in range(count):
-        for low in range(high):
-            pair[high, low] = _pair_cost(moments, low - LIMIT, high - LIMIT)
-    best = np.empty(count)
-    for last in range(count):
-        best[last] = _left_cost(moments, last - LIMIT)
-    before = np.zeros((clusters, count), np.int64)
-    for chain in range(1, clusters):
-        longer = np.full(count, np.inf)
-        for last in range(chain, count):
-            for previous in range(chain - 1, last):
-                cost = best[previous] + pair[last, previous]
-                if cost < longer[last]:
-                    longer[last] = cost
-                    before[chain, last] = previous
-        best = longer
-    for last in range(clusters - 1, count):
-        best[last] += _right_cost(moments, last - LIMIT)
-    centres = np.empty(clusters, np.int64)
-    chosen = np.argmin(best[clusters - 1 :]) + clusters - 1
-    for chain in range(clusters - 1, -1, -1):
-        centres[chain] = chosen - LIMIT
-        chosen = before[chain, chosen]
-    return centres
 
 
 @compiled

@@ -12,24 +12,22 @@ histogram is computed once from all data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, integer_range
 from amct.numerics.counts.compiled import compiled, compiled_sum
 from amct.numerics.counts.samples import SamplingObserver
+from amct.numerics.settings import HfmgSettings
 
 if TYPE_CHECKING:
     from amct.numerics.counts.histogram import Bins
     from amct.numerics.counts.samples import Floats
     from amct.numerics.counts.tables import Counts, Values
 
-_SMALLEST_BINS = 1024
-_LARGEST_BINS = 8192
 _STEPS = 100_000  # each narrowing step removes 1/_STEPS of the data
 _KEPT = 4  # narrowing stops when 1/_KEPT of the bins is left
 
@@ -79,12 +77,7 @@ class LinearHistogram:
 class HfmgObserver(SamplingObserver):
     """Observer with HFMG's search for the range."""
 
-    num_of_bins: int = 4096
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not _SMALLEST_BINS <= self.num_of_bins <= _LARGEST_BINS:
-            raise ArgumentError(f"num_of_bins: expected {_SMALLEST_BINS}..{_LARGEST_BINS}, got {self.num_of_bins}")
+    settings: HfmgSettings = field(default=HfmgSettings(), kw_only=False)
 
     def search(self, channel: int) -> tuple[float, float]:
         """Return the range of a channel with the least loss."""
@@ -95,16 +88,16 @@ class HfmgObserver(SamplingObserver):
         if scale < SMALLEST_SCALE or scale / _KEPT > LARGEST_SCALE:
             return minimum, maximum
         histogram = self._histogram(channel, minimum, maximum)
-        ranges = _ranges(histogram.count, math.ceil(histogram.count.sum() / _STEPS), self.num_of_bins // _KEPT)
+        ranges = _ranges(histogram.count, math.ceil(histogram.count.sum() / _STEPS), self.settings.num_of_bins // _KEPT)
         losses = _losses(histogram.count, histogram.width, ranges, highest - lowest + 1)
         left, right = ranges[int(np.argmin(losses))]
         return minimum + histogram.width * int(left), minimum + histogram.width * (int(right) + 1)
 
     def _histogram(self, channel: int, minimum: float, maximum: float) -> LinearHistogram:
         if not self._samples.exact:
-            return LinearHistogram.spread(self._samples.bins(channel), self.num_of_bins, minimum, maximum)
+            return LinearHistogram.spread(self._samples.bins(channel), self.settings.num_of_bins, minimum, maximum)
         first, *others = self._samples.batches_of(channel)
-        histogram = LinearHistogram.of(first, self.num_of_bins, float(first.min()), float(first.max()))
+        histogram = LinearHistogram.of(first, self.settings.num_of_bins, float(first.min()), float(first.max()))
         for batch in others:
             histogram = histogram.plus(batch)
         return histogram

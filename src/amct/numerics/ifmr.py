@@ -7,16 +7,16 @@ values and their clipped and rounded values; as in AMCT, the offset is ignored, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.errors import ArgumentError
 from amct.numerics.affine import LARGEST_SCALE, SMALLEST_SCALE, SymmetricScale, integer_range
 from amct.numerics.counts.compiled import compiled, compiled_sum
 from amct.numerics.counts.samples import Floats, SamplingObserver
 from amct.numerics.counts.value_counts import MAX_DISTINCT_VALUES
+from amct.numerics.settings import IfmrSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,29 +42,14 @@ class Candidates:
 class IfmrObserver(SamplingObserver):
     """Observer with IFMR's search for the range: exact up to 2^20 values, on a histogram beyond."""
 
-    max_percentile: float = 0.999999
-    min_percentile: float = 0.999999
-    search_range: tuple[float, float] = (0.7, 1.3)
-    search_step: float = 0.01
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.search_range = (float(self.search_range[0]), float(self.search_range[1]))
-        for name in ("max_percentile", "min_percentile"):
-            if not 0.5 <= getattr(self, name) <= 1.0:
-                raise ArgumentError(f"{name}: expected 0.5..1, got {getattr(self, name)}")
-        start, end = self.search_range
-        if not 0 < start < end < np.inf:
-            raise ArgumentError(f"search_range: expected 0 < start < end, got [{start}, {end}]")
-        if not 0 < self.search_step <= end - start + _EPSILON:
-            raise ArgumentError(f"search_step: expected a step in (0, {end - start:g}], got {self.search_step}")
+    settings: IfmrSettings = field(default=IfmrSettings(), kw_only=False)
 
     def search(self, channel: int) -> tuple[float, float]:
         """Return the range of a channel with the least loss."""
         samples = self._samples
         data = SortedValues(*samples.sorted_nonzero(channel)) if samples.exact else BinnedValues(samples.bins(channel))
-        minimum = min(0.0, data.smallest(rank_of(self.min_percentile, data.count)))
-        maximum = max(0.0, data.largest(rank_of(self.max_percentile, data.count)))
+        minimum = min(0.0, data.smallest(rank_of(self.settings.min_percentile, data.count)))
+        maximum = max(0.0, data.largest(rank_of(self.settings.max_percentile, data.count)))
         candidates = self._candidates(minimum, maximum)
         best = 0
         # Outside these limits every candidate is near zero or too large, so a search is useless.
@@ -76,9 +61,9 @@ class IfmrObserver(SamplingObserver):
         return (lower, 0.0) if -minimum > maximum else (0.0, upper)
 
     def _candidates(self, minimum: float, maximum: float) -> Candidates:
-        start, end = self.search_range
-        ratios = np.arange(start, end, self.search_step)
-        ratios = ratios[ratios < end - self.search_step * 1e-6]  # rounding may make arange include the end
+        (start, end), step = self.settings.search_range, self.settings.search_step
+        ratios = np.arange(start, end, step)
+        ratios = ratios[ratios < end - step * 1e-6]  # rounding may make arange include the end
         lowest, highest = integer_range(self.bits)
         if self.asymmetric:
             upper = ratios * maximum

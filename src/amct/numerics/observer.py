@@ -258,8 +258,14 @@ def check_mergeable(first: object, second: object) -> None:
         raise ArgumentError(
             f"only observers of the same class can be merged, got {type(first).__name__} and {type(second).__name__}"
         )
-    names = [field.name for field in fields(first) if field.init]  # type: ignore[arg-type]  # observers are dataclasses
-    different = [name for name in names if getattr(first, name) != getattr(second, name)]
-    if different:
-        shown = ", ".join(f"{name} {getattr(first, name)} and {getattr(second, name)}" for name in different)
+    own, others = _settings_of(first), _settings_of(second)
+    shown = ", ".join(f"{name} {own[name]} and {others[name]}" for name in own if own[name] != others[name])
+    if shown:
         raise ArgumentError(f"only observers with the same settings can be merged, got {shown}")
+
+
+def _settings_of(observer: Any) -> dict[str, Any]:  # noqa: ANN401  observers are dataclasses
+    """The arguments of an observer by name, those of its algorithm's settings among them."""
+    values = {field.name: getattr(observer, field.name) for field in fields(observer) if field.init}
+    settings = values.pop("settings", None)
+    return values if settings is None else vars(settings) | values

@@ -1,14 +1,12 @@
 """SNQ: weights clustered to 16 values per layer or per channel, each of them on the layer's int8 grid.
 
 A weight becomes an index 0..15 into a table of 16 int8 values; ``scale · table[index]`` is its dequantized value.
-``grid_clusters`` has the clustering. ``SnqInit.OPTIMAL`` finds the optimal table directly; the other values of AMCT's
-``init_algo`` start an iteration.
+``grid_clusters`` has the clustering: an iteration that begins where ``init_algo`` says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,8 @@ import torch
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first
-from amct.numerics.grid_clusters import d2_sampling, half_step_moments, lloyd, nearest, optimal_centres, snap
+from amct.numerics.grid_clusters import d2_sampling, half_step_moments, lloyd, nearest, snap
+from amct.numerics.settings import SnqSettings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,37 +27,8 @@ CLUSTERS = 16
 _SORTED_POINTS = 2**22
 """More values than this are averaged in bins of 1/256 step before the iteration, to bound its memory."""
 _BINS_PER_STEP = 256
-
-
-class SnqInit(Enum):
-    """Initial centres of the iteration; all names but the last are AMCT's."""
-
-    UNIFORM = "uniform"
-    """Evenly between the smallest and the largest value."""
-    GAUSSIAN = "gaussian"
-    """At the quantiles of the normal distribution with the values' mean and deviation."""
-    D2SAMPLING = "d2sampling"
-    """At randomly drawn values, far from each other (k-means++)."""
-    OPTIMAL = "optimal"
-    """No iteration: the optimal centres are computed directly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnqSettings:
-    """Settings of the clustering, named as in the config."""
-
-    init_algo: SnqInit = SnqInit.UNIFORM
-    max_iteration: int = 1000
-    min_distance: float = 1e-10
-    """The iteration ends when no centre moves farther than this, in steps of the int8 grid."""
-    seed: int = 0
-    """Random seed of D2SAMPLING."""
-
-    def __post_init__(self) -> None:
-        if self.max_iteration < 1:
-            raise ArgumentError(f"max_iteration: expected at least 1, got {self.max_iteration}")
-        if not self.min_distance >= 0:
-            raise ArgumentError(f"min_distance: expected 0 or more, got {self.min_distance}")
+_SEED = 0
+"""Of the centres that are drawn."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +50,6 @@ def snq(
     weight: Tensor,
     *,
     kind: WeightKind,
-    channel_wise: bool = True,
     groups: int = 1,
     settings: SnqSettings = _DEFAULT,
     symmetric_scale: SymmetricScale = SymmetricScale.FULL_RANGE,
@@ -90,9 +59,8 @@ def snq(
     Args:
         weight: floating point, in the layout of ``kind``.
         kind: layout of the weight.
-        channel_wise: one scale and table per output channel, else one for the tensor.
         groups: groups of a transposed convolution.
-        settings: initial centres and end of the iteration.
+        settings: how it is clustered, and whether each output channel has a scale and a table of its own.
         symmetric_scale: divisor of the int8 scale.
 
     Raises:
@@ -101,7 +69,7 @@ def snq(
     """
     if kind is WeightKind.RNN:
         raise ArgumentError("a recurrent layer's weights cannot be clustered; quantize them with arq")
-    factors = arq(weight, kind=kind, bits=8, channel_wise=channel_wise, groups=groups, symmetric_scale=symmetric_scale)
+    factors = arq(weight, kind=kind, channel_wise=settings.channel_wise, groups=groups, symmetric_scale=symmetric_scale)
     rows = channels_first(weight.detach(), kind, groups).float()
     values = rows.reshape(factors.scale.numel(), -1).contiguous().cpu().numpy()
     table = np.empty((len(values), CLUSTERS), np.int8)
@@ -120,16 +88,14 @@ def snq(
 
 def _centres(values: NDArray[np.float32], scale: float, settings: SnqSettings, row: int) -> NDArray[np.int64]:
     moments = half_step_moments(values, scale)
-    if settings.init_algo is SnqInit.OPTIMAL:
-        return optimal_centres(moments, CLUSTERS)
     points, weights = _points(values, scale)
     counts, sums = (np.concatenate(([0.0], np.cumsum(part))) for part in (weights, weights * points))
-    if settings.init_algo is SnqInit.UNIFORM:
+    if settings.init_algo == "uniform":
         start = np.linspace(points[0], points[-1], CLUSTERS)
-    elif settings.init_algo is SnqInit.GAUSSIAN:
+    elif settings.init_algo == "gaussian":
         start = _normal_quantiles(moments, points)
     else:
-        generator = np.random.Generator(np.random.PCG64([settings.seed, row]))
+        generator = np.random.Generator(np.random.PCG64([_SEED, row]))
         start = d2_sampling(points, counts, generator.random(CLUSTERS))
     found = lloyd(points, counts, sums, start, settings.max_iteration, settings.min_distance)
     return snap(moments, found, CLUSTERS)

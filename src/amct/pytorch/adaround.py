@@ -23,7 +23,7 @@ from amct.calibration import ALONE
 from amct.calibration.ranks import Meeting, fingerprint
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.adaround.learning import AdaRoundLayer, AdaRoundResult, CachedData, RowShare, adaround
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings as LearningSettings
+from amct.numerics.adaround.soft_rounding import Learning
 from amct.numerics.integer import ConvolutionGeometry
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline.weights import layer_error
@@ -141,14 +141,7 @@ class _Division:
 def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, division: _Division) -> AdaRoundResult:
     settings = layer.weight
     assert isinstance(settings, AdaRoundSettings)
-    learning = LearningSettings(
-        bits=settings.num_bits,
-        num_iteration=settings.num_iteration,
-        reg_param=settings.reg_param,
-        beta_range=settings.beta_range,
-        warm_start=settings.warm_start,
-        fast=division.fast,
-    )
+    learning = Learning(**vars(settings), fast=division.fast)
     meeting = division.meeting(layer.name)
     with progress.bar(f"  {layer.name}", max(settings.num_iteration, 1)) as advance:
         done = 0
@@ -165,7 +158,6 @@ def _learn(layer: LayerPlan, described: AdaRoundLayer, pairs: CachedData, divisi
                 described,
                 pairs,
                 learning,
-                channel_wise=settings.channel_wise,
                 generator=torch.Generator().manual_seed(_SEED),
                 progress=report,
                 share=division.share(meeting),

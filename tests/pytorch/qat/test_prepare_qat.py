@@ -15,6 +15,7 @@ from torch.nn import functional
 import amct.pytorch as amct
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, TrainingError
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 from amct.pytorch.qat.layers import quantized_layers
 
 
@@ -24,7 +25,7 @@ def batches(count=3):
 
 def test_clips_start_from_all_the_batches():
     model = amct.prepare_qat(net(), batches())
-    observer = IfmrObserver(bits=8, asymmetric=True)
+    observer = IfmrObserver(IfmrSettings(num_bits=8, asymmetric=True))
     for batch in batches():
         observer.observe(batch)
     found = observer.result()

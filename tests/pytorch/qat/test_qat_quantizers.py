@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from amct.errors import TrainingError
-from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import WeightKind, arq
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 from amct.pipeline.weights import WeightPart
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -22,7 +22,7 @@ def values(seed, size=1000):
 
 
 def best_clips(*batches, bits=8):
-    observer = IfmrObserver(bits=bits, asymmetric=False, symmetric_scale=SymmetricScale.NEGATIVE_SIDE)
+    observer = IfmrObserver(IfmrSettings(num_bits=bits, asymmetric=False))
     for batch in batches:
         observer.observe(batch)
     found = observer.result()

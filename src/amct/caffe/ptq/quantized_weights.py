@@ -17,8 +17,7 @@ from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, fr
 from amct.numerics.integer import worst_case_accumulator
 from amct.numerics.rounding.error_cancelling import quantize_weight_cancelling_errors
 from amct.numerics.settings import ArqSettings, SnqSettings
-from amct.numerics.snq import ClusteredWeight, SnqInit, absorb_multiplier, decode, pack_nibbles, snq
-from amct.numerics.snq import SnqSettings as Clustering
+from amct.numerics.snq import ClusteredWeight, absorb_multiplier, decode, pack_nibbles, snq
 from amct.numerics.weight_grid import bias_integers, dequantized_bias, lowest_scale
 from amct.numerics.weight_grid import sum_scale as step_of_sums
 from amct.record import CaffeLayerRecord
@@ -177,7 +176,7 @@ def quantize_weights(
         if layer.type != "InnerProduct" and layer.convolution_param.axis != 1:
             channel_wise = False  # DeQuant scales along axis 1 only
         if isinstance(chosen, SnqSettings):
-            matrix = _clustered(layout, chosen, channel_wise)
+            matrix = _clustered(layout, replace(chosen, channel_wise=channel_wise))
         else:
             matrix = _rounded(layout, _uniform_factors(layout, channel_wise, scale), rounding)
         return QuantizedWeights(layer=layer.name, matrices=(matrix.with_readable_scale(),))
@@ -231,15 +230,8 @@ def _rounded(
     return QuantizedMatrix(blob=0, layout=layout, factors=factors, integers=integers)
 
 
-def _clustered(layout: WeightLayout, settings: SnqSettings, channel_wise: bool) -> QuantizedMatrix:
-    clustering = Clustering(
-        init_algo=SnqInit(settings.init_algo),
-        max_iteration=settings.max_iteration,
-        min_distance=settings.min_distance,
-    )
-    clustered = snq(
-        layout.rows_first(), kind=layout.kind, channel_wise=channel_wise, groups=layout.groups, settings=clustering
-    )
+def _clustered(layout: WeightLayout, settings: SnqSettings) -> QuantizedMatrix:
+    clustered = snq(layout.rows_first(), kind=layout.kind, groups=layout.groups, settings=settings)
     integers = decode(clustered.indices, clustered.table, layout.kind, layout.groups)
     return QuantizedMatrix(blob=0, layout=layout, factors=clustered.factors, integers=integers, clustered=clustered)
 

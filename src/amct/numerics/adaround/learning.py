@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.adaround.scale import initial_scale
-from amct.numerics.adaround.soft_rounding import AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import Learning, SoftRounding
 from amct.numerics.adaround.steps import steps_for
 from amct.numerics.arq import WeightFactors, WeightKind, channels_first, factors_per_row, from_channels_first
 from amct.numerics.gram import GramStatistics, Unfolding, as_pair, improve_rounding
@@ -37,6 +37,7 @@ Progress = Callable[[int, int, float], None]
 _LARGEST_GRAM = 1 << 26  # entries of G; 512 MB
 _SWEEPS = 20
 _REPORTS = 100
+_DEFAULT = Learning()
 _ROWS = 16
 
 
@@ -163,13 +164,12 @@ class AdaRoundResult:
 
 
 @torch.no_grad()
-def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
+def adaround(
     layer: AdaRoundLayer,
     data: CachedData,
-    settings: AdaRoundSettings | None = None,
+    settings: Learning = _DEFAULT,
     *,
     factors: WeightFactors | None = None,
-    channel_wise: bool = True,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
     share: RowShare | None = None,
@@ -179,9 +179,8 @@ def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
     Args:
         layer: weight, geometry and the following activation.
         data: inputs and target outputs.
-        settings: AMCT's defaults when None.
+        settings: how it learns.
         factors: the scale, ``[1]`` or ``[Cout]``; chosen by ``initial_scale`` when None.
-        channel_wise: whether ``initial_scale`` chooses one scale per output channel.
         generator: random generator of the mini-batches.
         progress: called about a hundred times during the learning.
         share: the output channels that this process learns in the fast mode; None: all.
@@ -190,15 +189,18 @@ def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
         CalibrationError: there is no data, or the loss is not finite.
         ArgumentError: the shapes do not fit together.
     """
-    settings = settings or AdaRoundSettings()
     if len(data) == 0:
         raise CalibrationError("AdaRound needs at least one sample of the layer's input, got none")
     if factors is None:
         factors = initial_scale(
-            layer.weight, kind=layer.kind, bits=settings.bits, channel_wise=channel_wise, groups=layer.groups
+            layer.weight,
+            kind=layer.kind,
+            bits=settings.num_bits,
+            channel_wise=settings.channel_wise,
+            groups=layer.groups,
         )
     rows = layer.rows()
-    rounding = SoftRounding(rows, factors_per_row(factors, rows.shape[0]).scale, settings.bits)
+    rounding = SoftRounding(rows, factors_per_row(factors, rows.shape[0]).scale, settings.num_bits)
     initial_loss = _loss_on(layer, data, rounding, rounding.nearest, settings.batch_size)
     obstacle = _reason_against_gram(layer, data, settings) if settings.fast else "fast mode is off"
     if obstacle:
@@ -219,7 +221,7 @@ def adaround(  # noqa: PLR0913  what is learned, from what, how, and by whom
     )
 
 
-def _notes(layer: AdaRoundLayer, settings: AdaRoundSettings, obstacle: str, *, worse: bool) -> tuple[str, ...]:
+def _notes(layer: AdaRoundLayer, settings: Learning, obstacle: str, *, worse: bool) -> tuple[str, ...]:
     notes = []
     if settings.fast and obstacle:
         notes.append(f"the fast mode was not used: {obstacle}")
@@ -257,7 +259,7 @@ def _learn_by_forwards(
     layer: AdaRoundLayer,
     data: CachedData,
     rounding: SoftRounding,
-    settings: AdaRoundSettings,
+    settings: Learning,
     generator: torch.Generator | None,
     progress: Progress | None,
 ) -> Tensor:
@@ -281,7 +283,7 @@ def _learn_by_forwards(
     return rounding.hard()
 
 
-def _reason_against_gram(layer: AdaRoundLayer, data: CachedData, settings: AdaRoundSettings) -> str:
+def _reason_against_gram(layer: AdaRoundLayer, data: CachedData, settings: Learning) -> str:
     """Return why the Gram matrix would be slower or too large; empty when it is not."""
     inputs = layer.rows().shape[1]
     entries = layer.groups * inputs * inputs
@@ -300,7 +302,7 @@ def _learn_by_gram(
     layer: AdaRoundLayer,
     data: CachedData,
     rounding: SoftRounding,
-    settings: AdaRoundSettings,
+    settings: Learning,
     progress: Progress | None,
     share: RowShare | None,
 ) -> Tensor:
@@ -316,7 +318,7 @@ def _learn_by_gram(
 
 
 def _learn_rows(
-    statistics: GramStatistics, rounding: SoftRounding, settings: AdaRoundSettings, progress: Progress | None
+    statistics: GramStatistics, rounding: SoftRounding, settings: Learning, progress: Progress | None
 ) -> Tensor:
     """Learn the rounding of the rows of some output channels."""
     gram = (2 * statistics.gram / statistics.positions).float()

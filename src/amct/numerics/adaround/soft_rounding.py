@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amct.errors import ArgumentError
 from amct.numerics.affine import integer_range
+from amct.numerics.settings import AdaRoundSettings
 
 STRETCH = 1.2
 SHIFT = -0.1
@@ -24,44 +24,13 @@ EPSILON = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaRoundSettings:
-    """Settings of AdaRound, named as in the config files; ``bits`` is ``num_bits`` there."""
+class Learning(AdaRoundSettings):
+    """The settings of AdaRound, and how its learning goes beyond what a config says."""
 
-    bits: int = 8
-    num_iteration: int = 10000
-    reg_param: float = 0.01
-    beta_range: tuple[float, float] = (20.0, 2.0)
-    warm_start: float = 0.2
     learning_rate: float = 1e-3
     batch_size: int = 32
     fast: bool = False
     """Use the Gram matrix of the layer's input where that is cheaper than forwards; ignores the activation after it."""
-
-    def __post_init__(self) -> None:
-        start, end = self.beta_range
-        if not 2 <= self.bits <= 8:
-            raise ArgumentError(f"bits: AdaRound expects 2..8, got {self.bits}")
-        if self.num_iteration < 0 or self.batch_size < 1:
-            raise ArgumentError(
-                f"expected num_iteration >= 0 and batch_size >= 1, got {self.num_iteration} and {self.batch_size}"
-            )
-        if not 0 < self.reg_param < 1 or not 0 < self.warm_start < 1:
-            raise ArgumentError(
-                f"expected reg_param and warm_start inside (0, 1), got {self.reg_param} and {self.warm_start}"
-            )
-        if not start > end > 0:
-            raise ArgumentError(f"beta_range: expected start > end > 0, got [{start}, {end}]")
-        if not self.learning_rate > 0:
-            raise ArgumentError(f"learning_rate: expected a positive number, got {self.learning_rate}")
-
-    def beta_at(self, iteration: int) -> float | None:
-        """Return the exponent of the regularizer, or None during the warm start."""
-        begin = self.num_iteration * self.warm_start
-        if iteration < begin:
-            return None
-        start, end = self.beta_range
-        done = (iteration - begin) / (self.num_iteration - begin)
-        return end + 0.5 * (start - end) * (1 + math.cos(math.pi * done))
 
 
 class SoftRounding:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from amct.numerics.adaround.soft_rounding import BETAS, EPSILON, SHIFT, STRETCH, Adam, AdaRoundSettings, SoftRounding
+from amct.numerics.adaround.soft_rounding import BETAS, EPSILON, SHIFT, STRETCH, Adam, Learning, SoftRounding
 from amct.numerics.counts.compiled import compiled
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Steps(Protocol):
         """Put what was learned into the rounding."""
 
 
-def steps_for(rounding: SoftRounding, unfolding: Unfolding, settings: AdaRoundSettings) -> Steps:
+def steps_for(rounding: SoftRounding, unfolding: Unfolding, settings: Learning) -> Steps:
     """The steps for the device of the rounding."""
     kind = CompiledSteps if rounding.alpha.device.type == "cpu" else TorchSteps
     return kind(rounding, unfolding, settings)
@@ -62,7 +62,7 @@ def steps_for(rounding: SoftRounding, unfolding: Unfolding, settings: AdaRoundSe
 class TorchSteps:
     """Steps with operations of torch."""
 
-    def __init__(self, rounding: SoftRounding, unfolding: Unfolding, settings: AdaRoundSettings) -> None:
+    def __init__(self, rounding: SoftRounding, unfolding: Unfolding, settings: Learning) -> None:
         self._rounding, self._unfolding, self._reg_param = rounding, unfolding, settings.reg_param
         self._adam = Adam(rounding.alpha, settings.learning_rate)
         self._refresh()
@@ -84,7 +84,7 @@ class TorchSteps:
 class CompiledSteps:
     """Steps with compiled loops, on the CPU."""
 
-    def __init__(self, rounding: SoftRounding, unfolding: Unfolding, settings: AdaRoundSettings) -> None:
+    def __init__(self, rounding: SoftRounding, unfolding: Unfolding, settings: Learning) -> None:
         self._rounding, self._unfolding, self._settings = rounding, unfolding, settings
         self._alpha, self._step, self._base = (
             self._flat(rows) for rows in (rounding.alpha, rounding.step, rounding.base)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ from amct.numerics.counts.sampling import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
 from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, dense_memory, flat_values
+
+if TYPE_CHECKING:
+    from amct.numerics.settings import ActivationSettings
 
 EXACT_LIMIT = 1 << 20
 SMALL_EXACT_LIMIT = 1 << 16
@@ -279,12 +283,16 @@ def _nonzero(values: Floats) -> tuple[Floats, int]:
 class SamplingObserver(RangeObserver):
     """Base of observers that search a range over the observed values."""
 
+    settings: ActivationSettings = field(kw_only=False)
+    bits: int = field(init=False)
+    asymmetric: bool = field(init=False)
     keeps_few: bool = False
     """Store fewer values exactly."""
     _samples: Samples = field(init=False, repr=False)
     _planned_batches: int | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
+        self.bits, self.asymmetric = self.settings.num_bits, self.settings.asymmetric
         super().__post_init__()
         self._samples = Samples(self.channel_axis, bits=self.bits, keeps_few=self.keeps_few)
         self._range = self._samples.range

@@ -357,7 +357,6 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
 
 def _stream(name: str, what: str, quantizer: ActivationQuantizer, leader: tuple[str, str] | None) -> Stream:
     search = _WIDE_SEARCH if quantizer.bits < _FEW_BITS else IfmrSettings().search_range
-    make = functools.partial(IfmrObserver, bits=quantizer.bits, asymmetric=True, search_range=search)
-    return Stream(
-        layer=name, name=what, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=make, same_as=leader
-    )
+    settings = IfmrSettings(num_bits=quantizer.bits, search_range=search)
+    make = functools.partial(IfmrObserver, settings)
+    return Stream(layer=name, name=what, settings=settings, batch_num=OPEN_ENDED, make_observer=make, same_as=leader)

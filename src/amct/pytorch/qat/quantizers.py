@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from amct.errors import AmctError, TrainingError
-from amct.numerics.affine import SymmetricScale, integer_range
+from amct.numerics.affine import integer_range
 from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.observer import finite_range
+from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, arq_step, learned_step, scale_count, valid_scale
 
@@ -188,7 +189,7 @@ class ActivationQuantizer(nn.Module):
         return found.clip_min, found.clip_max
 
     def _new_observer(self) -> IfmrObserver:
-        return IfmrObserver(bits=self.bits, asymmetric=False, symmetric_scale=SymmetricScale.NEGATIVE_SIDE)
+        return IfmrObserver(IfmrSettings(num_bits=self.bits, asymmetric=False))
 
     def _find_ready(self) -> bool:
         """Whether the clips are known: after loading a checkpoint, or because a copy was given averaged clips."""

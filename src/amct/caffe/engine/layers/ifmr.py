@@ -20,6 +20,7 @@ from amct.caffe.engine.layer import Layer, register
 from amct.calibration import ALONE, CalibrationSession, RecordFiles, Stream, all_ranks, make_observer
 from amct.calibration.layer_records import caffe_inputs, caffe_stream
 from amct.calibration.record_files import progress_path
+from amct.config.checks import checked_settings
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.errors import AmctError, CalibrationError, FileError
@@ -134,14 +135,15 @@ class IFMR(Layer):
         try:
             if options.settings:
                 return settings_from_dict(json.loads(options.settings))
-            return IfmrSettings(
-                num_bits=options.num_bits_d,
-                asymmetric=options.with_offset,
-                max_percentile=shortest_float(options.max_percentile),
-                min_percentile=shortest_float(options.min_percentile),
-                search_range=(shortest_float(options.search_range_start), shortest_float(options.search_range_end)),
-                search_step=shortest_float(options.search_step),
-            )
+            given = {
+                "num_bits": options.num_bits_d,
+                "asymmetric": bool(options.with_offset),
+                "max_percentile": shortest_float(options.max_percentile),
+                "min_percentile": shortest_float(options.min_percentile),
+                "search_range": (shortest_float(options.search_range_start), shortest_float(options.search_range_end)),
+                "search_step": shortest_float(options.search_step),
+            }
+            return checked_settings(IfmrSettings, given)
         except (AmctError, json.JSONDecodeError) as error:
             raise self.error(f"settings: {error}" if options.settings else str(error)) from error
 
@@ -150,14 +152,7 @@ class IFMR(Layer):
         try:
             if not isinstance(settings, IfmrSettings):
                 return make_observer(settings, symmetric_scale=SymmetricScale.FULL_RANGE)
-            observer = IfmrLayerObserver(
-                bits=settings.num_bits,
-                asymmetric=settings.asymmetric,
-                max_percentile=settings.max_percentile,
-                min_percentile=settings.min_percentile,
-                search_range=settings.search_range,
-                search_step=settings.search_step,
-            )
+            observer = IfmrLayerObserver(settings)
         except AmctError as error:
             raise self.error(str(error)) from error
         observer.sample_for(self.options.batch_num if self.options.batch_num < OPEN_ENDED else None)

@@ -20,6 +20,7 @@ from amct.caffe.engine.layers.ifmr import IfmrLayerObserver, check_named_record
 from amct.caffe.engine.layers.quantization import FakeQuantized
 from amct.errors import AmctError, ConfigError
 from amct.numerics.affine import SymmetricScale
+from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, arq_step, scale_count
 from amct.numerics.weight_kind import WeightKind
@@ -167,7 +168,7 @@ class RetrainDataQuant(_RetrainLayer):
             return False
         if len(given) < 2:
             if self._observer is None:
-                self._observer = IfmrLayerObserver(bits=self.bits, asymmetric=True)
+                self._observer = IfmrLayerObserver(IfmrSettings(num_bits=self.bits))
                 self._observer.sample_for(options.batch_num)
             try:
                 self._observer.observe(bottom.detach())

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from amct.numerics.affine import SymmetricScale
 from amct.numerics.arq import channels_first
 from amct.numerics.ifmr import IfmrObserver
+from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.ulq import ulq, ulq_factors, valid_clips
 from amct.numerics.training.weights import arq_scale, learned_step, scale_count, valid_scale
 from amct.pytorch.qat.quantizers import mean_over_ranks
@@ -67,9 +67,7 @@ class InputQuantizer:
             CalibrationError: the input holds NaN or infinity.
         """
         if self.observer is None:
-            self.observer = IfmrObserver(
-                bits=self.settings.num_bits, asymmetric=False, symmetric_scale=SymmetricScale.NEGATIVE_SIDE
-            )
+            self.observer = IfmrObserver(IfmrSettings(num_bits=self.settings.num_bits, asymmetric=False))
         self.observer.observe(x)
         if last:
             found = self.observer.result()
