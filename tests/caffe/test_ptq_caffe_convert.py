@@ -14,7 +14,7 @@ from test_ptq_caffe_flow import BRANCHES, RECURRENT
 import amct_caffe as amct
 from amct.atomic import FileGroup
 from amct.caffe import quantize
-from amct.caffe.model_files import write_model
+from amct.caffe.model import write_model
 from amct.errors import (
     ArgumentError,
     ArgumentTypeError,

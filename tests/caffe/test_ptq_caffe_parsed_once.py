@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ptq_caffe_flow import batch, golden_flow
 
-from amct.caffe import layer_list, quantize
+from amct.caffe import prototxt, quantize
 from amct.caffe import model as caffe_model
 
 
@@ -13,7 +13,7 @@ from amct.caffe import model as caffe_model
 def reads(monkeypatch):
     """The files that were parsed, by what parsed them."""
     found = {"read_message": [], "read_weights": []}
-    for module, (name, calls) in zip((layer_list, caffe_model), found.items(), strict=True):
+    for module, (name, calls) in zip((prototxt, caffe_model), found.items(), strict=True):
         original = getattr(module, name)
 
         def spy(*args, original=original, calls=calls):

@@ -18,15 +18,13 @@ from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine import blob
-from amct.caffe.layer_list import layer_infos
-from amct.caffe.model import read_model
-from amct.caffe.model_files import write_model
+from amct.caffe.model import read_model, write_model
+from amct.caffe.prototxt import layer_infos, restore_in_place
 from amct.caffe.ptq import update_bn as ptq_update_bn
 from amct.caffe.ptq.folding import accelerate, check_global_statistics, fuse
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph
 from amct.caffe.ptq.insertion import insert_ifmr
 from amct.caffe.ptq.quantized_weights import quantize_weights
-from amct.caffe.uninplace import restore_in_place
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config

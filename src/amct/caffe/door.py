@@ -10,9 +10,9 @@ from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
 from amct.caffe.engine.messages import located_in
-from amct.caffe.layer_list import layer_infos
 from amct.caffe.model import CaffeModel, read_model
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
+from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.calibration import start_calibration
 from amct.caffe.ptq.equalization import divide_channels, find_factors
 from amct.caffe.ptq.graph import QuantGraph

@@ -14,21 +14,22 @@ import torch
 from amct.atomic import Snapshot
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.batch_norm import bn_blobs
-from amct.caffe.engine.messages import read_message
+from amct.caffe.engine.messages import new_message, read_message
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
-from amct.caffe.engine.wire import StoredBlob, read_blob, read_weights
-from amct.caffe.layer_list import TEST_PHASE, read_test_phase
+from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
 from amct.caffe.proto_merge import custom_schema
-from amct.caffe.uninplace import remove_in_place
+from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place
 from amct.errors import ModelError, ParseError
 from amct.model import Graph, Node
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
+from amct.schema import format_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from amct.atomic import FileGroup
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.proto_merge import CustomSchema
 
@@ -107,24 +108,18 @@ def read_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath
         ParseError: it is malformed.
         ModelError: the net is empty, the weights belong to another net, or the model is already quantized.
     """
-    files = Snapshot(model_file, weights_file)
-    net = read_net(model_file, custom_proto)
-    model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
-    files.check_unchanged()
-    for layer in net.layer:
-        check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
-        _unshare_weights(layer)
-    return model
+    return _with_own_weights(_read(read_net, model_file, weights_file, custom_proto), weights_file)
 
 
 def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
     """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
-    files = Snapshot(model_file, weights_file)
-    net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
-    check_is_float(net, str(model_file))
-    model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
-    files.check_unchanged()
-    return model
+
+    def read_all_phases(model_file: AnyPath, custom_proto: AnyPath | None) -> ProtoMessage:
+        net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
+        check_is_float(net, str(model_file))
+        return net
+
+    return _read(read_all_phases, model_file, weights_file, custom_proto)
 
 
 def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_proto: AnyPath | None = None) -> CaffeModel:
@@ -132,13 +127,30 @@ def read_retrained_model(model_file: AnyPath, weights_file: AnyPath, custom_prot
 
     In-place layers are kept.
     """
+    return _with_own_weights(_read(read_test_net, model_file, weights_file, custom_proto), weights_file)
+
+
+def _read(
+    read: Callable[[AnyPath, AnyPath | None], ProtoMessage],
+    model_file: AnyPath,
+    weights_file: AnyPath,
+    custom_proto: AnyPath | None,
+) -> CaffeModel:
+    """The net by one of the functions here and its weights, from one state of both files."""
     files = Snapshot(model_file, weights_file)
-    net = read_test_net(model_file, custom_proto)
+    net = read(model_file, custom_proto)
     model = CaffeModel(net, dict(_stored_weights(net, weights_file)))
     files.check_unchanged()
-    for layer in net.layer:
+    return model
+
+
+def _with_own_weights(model: CaffeModel, weights_file: AnyPath) -> CaffeModel:
+    """The model with checked weights, each layer with its own: those that share may be quantized differently."""
+    for layer in model.net.layer:
         check_weights(layer, model.weights.get(layer.name, []), str(weights_file))
-        _unshare_weights(layer)
+        for spec in layer.param:
+            spec.ClearField("name")
+            spec.ClearField("share_mode")
     return model
 
 
@@ -294,16 +306,50 @@ def _check_outputs(layer: ProtoMessage, blobs: list[torch.Tensor], source: str) 
         blobs[1] = blobs[1].reshape(-1)
 
 
-def _unshare_weights(layer: ProtoMessage) -> None:
-    """Give a layer its own weights: layers that share weights may be folded and quantized differently."""
-    for spec in layer.param:
-        spec.ClearField("name")
-        spec.ClearField("share_mode")
-
-
 def blob_shapes(net: ProtoMessage) -> dict[str, tuple[int, ...]]:
     """The shapes of all blobs; raises the errors of building the net (such as a layer that the engine cannot run)."""
     from amct.caffe.engine.net import Net
 
     built = Net(net, phase=TEST_PHASE, with_gradients=False)
     return {name: blob.shape for name, blob in built.named_blobs().items()}
+
+
+# ------------------------------------------------------------------ writing
+
+
+def write_model(
+    group: FileGroup, model: CaffeModel, model_file: str | os.PathLike[str], weights_file: str | os.PathLike[str]
+) -> None:
+    """Write the prototxt and caffemodel of a model as part of a file group."""
+    group.write_text(model_file, format_text(model.net))
+    with group.open(weights_file) as file:
+        for part in caffemodel_parts(model):
+            file.write(part)
+
+
+def caffemodel_parts(model: CaffeModel) -> list[bytes | memoryview]:
+    """The net with its weights as a serialized NetParameter, in pieces."""
+    parts: list[bytes | memoryview] = [new_message("NetParameter", name=model.net.name).SerializeToString()]
+    for layer in model.net.layer:
+        blobs = [_blob(tensor) for tensor in model.weights.get(layer.name, [])]
+        parts += layer_parts(_head(layer), blobs)
+    return parts
+
+
+def _head(layer: ProtoMessage) -> bytes:
+    """The names of a layer and its blobs, serialized; layer options are only in the prototxt."""
+    head = new_message("LayerParameter", name=layer.name, type=layer.type, bottom=layer.bottom, top=layer.top)
+    return bytes(head.SerializeToString())
+
+
+def _blob(tensor: torch.Tensor) -> list[bytes | memoryview]:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.is_floating_point():
+        return blob_parts(tuple(tensor.shape), tensor.numpy())
+    message = new_message("BlobProto")
+    message.shape.dim.extend(tensor.shape)
+    if tensor.dtype in (torch.int8, torch.uint8):
+        message.int8_data = tensor.numpy().tobytes()
+    else:
+        message.int32_data.extend(tensor.reshape(-1).tolist())
+    return [message.SerializeToString()]

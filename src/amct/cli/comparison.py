@@ -147,7 +147,7 @@ def check_report(path: Path) -> None:
 
 
 def _run_caffe(pair: ModelPair, request: Request) -> _Found:
-    from amct.caffe.layer_list import input_shape
+    from amct.caffe.prototxt import input_shape
 
     request = request.fitting(input_shape(pair.float_model[0], request.custom_proto))
     data, metric = request.batches(), request.metric

@@ -52,7 +52,7 @@ def model_layers(model: str, input_shape: str | None, custom_proto: Path | None 
     """
     path = Path(model)
     if is_prototxt(model):
-        from amct.caffe.layer_list import layer_list
+        from amct.caffe.prototxt import layer_list
 
         return Dialect.caffe, layer_list(path, custom_proto)
     if path.suffix == ".txt":

@@ -193,7 +193,7 @@ def _quantized(
 
     if weights is not None:
         import amct.caffe
-        from amct.caffe.layer_list import input_shape
+        from amct.caffe.prototxt import input_shape
 
         batches = FirstBatches(data.fitting(input_shape(model, caffe["custom_proto"])).stored())
         return amct.caffe.quantize(model, weights, batches, config=config, resume=state, **caffe), batches
@@ -335,7 +335,7 @@ def inspect(
     dialect, layers = model_layers(model, input_shape, custom_proto)
     rows = [{"layer": layer.name, "type": layer.type, "verdict": _verdict(layer, dialect.value)} for layer in layers]
     if is_prototxt(model):
-        from amct.caffe.layer_list import unbuildable_layer
+        from amct.caffe.prototxt import unbuildable_layer
 
         name, reason = unbuildable_layer(model, custom_proto) or (None, "")
         for row in rows:

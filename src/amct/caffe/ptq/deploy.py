@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.integer import stays_integer
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import RECURRENT_TYPES
+from amct.caffe.prototxt import free_name
 from amct.caffe.ptq.insertion import insert_quant, taken_names
 from amct.caffe.ptq.quantized_weights import QuantizedWeights, known, may_overflow, with_bias
 from amct.caffe.ptq.recurrent_deploy import deploy_recurrent, fake_recurrent, integer_recurrent
-from amct.caffe.uninplace import free_name
 from amct.record import CaffeLayerRecord, CaffeRecord
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ import torch
 from amct import log, progress
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.model import blob_shapes, read_model
-from amct.caffe.model_files import write_model
+from amct.caffe.model import blob_shapes, read_model, write_model
+from amct.caffe.prototxt import restore_in_place
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.weight_layout import layout_of
 from amct.caffe.running import build_net, caffe_batches, run_net
-from amct.caffe.uninplace import restore_in_place
 from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
-from amct.caffe.uninplace import free_name
+from amct.caffe.prototxt import free_name
 from amct.config.registry import settings_to_dict
 from amct.model import TensorIndex
 from amct.numerics.settings import IfmrSettings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types
-from amct.caffe.model_files import caffemodel_parts
+from amct.caffe.model import caffemodel_parts
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.onnx.quant import other_format, quantized_onnx
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup, read_bytes, write_text
-from amct.caffe.layer_list import layer_infos
-from amct.caffe.model import read_model, read_training_model
-from amct.caffe.model_files import write_model
+from amct.caffe.model import read_model, read_training_model, write_model
+from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.folding import FusionReport, fuse_after
 from amct.caffe.qat.insertion import RetrainFiles, insert_retrain_layers
 from amct.config.qat.caffe import default_config, expand_config, make_plan, read_config

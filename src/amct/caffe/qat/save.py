@@ -16,6 +16,7 @@ from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
 from amct.caffe.model import CaffeModel, read_retrained_model
+from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.folding import check_global_statistics
@@ -25,7 +26,6 @@ from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, Inference, SaveNotes,
 from amct.caffe.qat.amct_api import retrain_plan
 from amct.caffe.qat.inference_net import inference_model
 from amct.caffe.running import build_net
-from amct.caffe.uninplace import remove_in_place
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
