@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ptq_caffe_flow import batch, golden_flow
 
-from amct.caffe import prototxt, quantize
 from amct.caffe import model as caffe_model
+from amct.caffe import prototxt, quantize
 
 
 @pytest.fixture
