@@ -32,7 +32,7 @@ from torch.nn import functional  # noqa: E402
 
 import amct.pytorch  # noqa: E402
 from amct.export.writer import save_model  # noqa: E402
-from amct.numerics.pruning.two_of_four import broken_groups  # noqa: E402
+from amct.numerics.pruning import broken_groups  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,7 @@ from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
     from amct.pytorch.amct_api import create_quant_config, quantize_model, quantize_preprocess, save_model
-    from amct.pytorch.kv_cache.amct_api import create_quant_cali_config, create_quant_cali_model
-    from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+    from amct.pytorch.kv_cache import QuantCalibrationOp, create_quant_cali_config, create_quant_cali_model
     from amct.pytorch.pruning.amct_api import (
         create_compressed_retrain_model,
         create_prune_retrain_model,
@@ -75,11 +74,11 @@ __getattr__, __dir__ = lazy_names(
         "ConvTranspose2dQAT": "amct.pytorch.qat.single_op.layers",
         "LinearQAT": "amct.pytorch.qat.single_op.layers",
         "MatMulQAT": "amct.pytorch.qat.single_op.layers",
-        "QuantCalibrationOp": "amct.pytorch.kv_cache.calibration_op",
+        "QuantCalibrationOp": "amct.pytorch.kv_cache",
         "create_compressed_retrain_model": "amct.pytorch.pruning.amct_api",
         "create_prune_retrain_model": "amct.pytorch.pruning.amct_api",
-        "create_quant_cali_config": "amct.pytorch.kv_cache.amct_api",
-        "create_quant_cali_model": "amct.pytorch.kv_cache.amct_api",
+        "create_quant_cali_config": "amct.pytorch.kv_cache",
+        "create_quant_cali_model": "amct.pytorch.kv_cache",
         "create_quant_config": "amct.pytorch.amct_api",
         "create_quant_retrain_config": "amct.pytorch.qat.amct_api",
         "create_quant_retrain_model": "amct.pytorch.qat.amct_api",

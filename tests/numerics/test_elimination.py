@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amct.numerics.pruning.elimination import Reader, elimination_order, with_ridge
+from amct.numerics.pruning import Reader, elimination_order, with_ridge
 
 
 def error_without(covariance, weight, kept):

@@ -11,8 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from amct.errors import ArgumentError
-from amct.numerics.pruning.channels import balanced_l2_scores, lowest_channels, remaining_channels
-from amct.numerics.pruning.two_of_four import broken_groups, two_of_four_mask
+from amct.numerics.pruning import (
+    balanced_l2_scores,
+    broken_groups,
+    lowest_channels,
+    remaining_channels,
+    two_of_four_mask,
+)
 
 
 def numpy_scores(weights):

@@ -24,7 +24,7 @@ from amct.numerics.counts.compiled import compiled, values_at
 from amct.numerics.counts.exact_sum import ExactSum, add_exactly
 from amct.numerics.dmq import balance_factors
 from amct.numerics.observer import ActivationFactors, State, checked_array, dense_memory, finite_range
-from amct.numerics.rounding_noise import RoundingNoise
+from amct.numerics.rounding.noise import RoundingNoise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -139,12 +139,12 @@ class PruneNode:
     @property
     def begin(self) -> int | None:
         """The first channel of this node in its chain, or None."""
-        return self._whole("begin")
+        return self.whole("begin")
 
     @property
     def end(self) -> int | None:
         """One past the last channel of this node in its chain, or None."""
-        return self._whole("end")
+        return self.whole("end")
 
     @property
     def prune_index(self) -> tuple[int, ...]:
@@ -169,7 +169,8 @@ class PruneNode:
         except RecordError as error:
             raise RecordError(f'layer "{self.name}": {error}') from error
 
-    def _whole(self, name: str) -> int | None:
+    def whole(self, name: str) -> int | None:
+        """The value of an attribute that is a whole number; None if the node has none."""
         value = self.get(name)
         return value if isinstance(value, int) else None
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.pruning.full_reach import Wanted, prune_fully
+from amct.pytorch.pruning.removal import cost_of
 
 
 def zeroed(model, removal):
@@ -54,12 +55,12 @@ def test_removing_zeroed_channels_changes_nothing(seed):
     x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
     pruned = prune_fully(trace(model, x), Wanted(ratio=lambda _: 0.5, align=lambda _: 1, kept={}))
     assert pruned.chains, pruned.skips
-    assert pruned.after.macs < pruned.before.macs
-    assert sum(p.numel() for p in pruned.model.parameters()) == pruned.after.parameters
+    assert cost_of(pruned.after).macs < cost_of(pruned.before).macs
+    assert sum(p.numel() for p in pruned.model.parameters()) == cost_of(pruned.after).parameters
     assert set(pruned.channels) == {n for n, m in model.named_modules() if makes_channels(m)}
     kept = {name for name, (before, after) in pruned.channels.items() if before == after}
     assert {skip.layer for skip in pruned.skips} == kept
-    torch.testing.assert_close(pruned.model(x), zeroed(model, pruned.removal)(x), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(pruned.model(x), zeroed(model, pruned.after)(x), rtol=1e-9, atol=1e-9)
 
 
 def makes_channels(module):

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import amct.pytorch
 from amct.pytorch.capture.trace import trace
-from amct.pytorch.pruning.costs import RemovalCosts, cost_of
-from amct.pytorch.pruning.propagation import Removal, map_channels
+from amct.pytorch.pruning.propagation import map_channels
+from amct.pytorch.pruning.removal import Removal, RemovalCosts, cost_of
 from amct.pytorch.pruning.selection import Cell, find_cells
 
 
@@ -95,21 +95,20 @@ def test_wide_layers_lose_the_ratio_to_one_multiple():
 def test_costs_of_cells_are_those_of_the_removal(seed, ratio):
     model = RandomNet(seed).eval()
     channel_map = map_channels(trace(model, torch.randn(1, 3, 4, 4)))
-    cells = find_cells(channel_map, dict(model.named_parameters()))
+    cells = find_cells(channel_map)
     costs = RemovalCosts(channel_map, [cell.roots for cell in cells])
     counts = [round(len(cell.roots) * ratio) for cell in cells]
     roots = frozenset(root for cell, count in zip(cells, counts, strict=True) for root in cell.roots[:count])
-    stored = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    exact = cost_of(channel_map, stored, Removal(channel_map, roots)).macs
+    exact = cost_of(Removal(channel_map, roots)).macs
     shares = np.array([count / len(cell.roots) for cell, count in zip(cells, counts, strict=True)])
-    assert costs.macs(np.zeros(len(cells))) == cost_of(channel_map, stored).macs
+    assert costs.macs(np.zeros(len(cells))) == cost_of(Removal(channel_map)).macs
     assert costs.macs(shares) == pytest.approx(exact, rel=1e-9)
     assert costs.work(shares) >= costs.macs(shares) * (1 - 1e-12)
 
 
 def test_losses_are_shares_of_the_filters_power(residual):
     model, x = residual
-    cells = find_cells(map_channels(trace(model, x)), dict(model.named_parameters()))
+    cells = find_cells(map_channels(trace(model, x)))
     for cell in cells:
         assert sum(cell.losses) == pytest.approx(len(cell.makers))
         assert len(cell.losses) == len(cell.roots)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import amct.pytorch
-from amct.numerics.pruning.two_of_four import broken_groups, two_of_four_mask
+from amct.numerics.pruning import broken_groups, two_of_four_mask
 from amct.pytorch.pruning.saving import plain_copy
 from amct.pytorch.pruning.sparse import make_sparse, sparse_layers
 

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import amct.pytorch as amct
 import amct_pytorch
-from amct.numerics.pruning.two_of_four import broken_groups
+from amct.numerics.pruning import broken_groups
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 
 DECAY = 0.8

@@ -30,8 +30,7 @@ from amct.pytorch.inputs import example_inputs
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import apply_plan, restore_plan
 from amct.pytorch.pruning.saving import save_float
-from amct.pytorch.pruning.sparse import mask_records
-from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
+from amct.pytorch.pruning.sparse import mask_records, put_sparse, without_masks
 from amct.pytorch.qat.amct_api import save_trained
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.qat.door import build
@@ -75,14 +74,7 @@ def create_prune_retrain_model(
     start_function(
         "create_prune_retrain_model", model=model, config_defination=config_defination, record_file=record_file
     )
-    path = output_file(record_file, "record_file")
-    traced, plan = read_plan(model, input_data, config_defination, quantize=False)
-    assert plan.prune is not None
-    compressed = apply_plan(traced, plan.prune)
-    for skip in compressed.skips:
-        logger.info("not pruned: %s", skip)
-    write_record(Record(prune=compressed.records), path)
-    return compressed.model.train()
+    return _created(model, input_data, config_defination, record_file, quantize=False)
 
 
 def restore_prune_retrain_model(
@@ -116,10 +108,7 @@ def restore_prune_retrain_model(
         pth_file=pth_file,
         state_dict_name=state_dict_name,
     )
-    record = read_record(record_file)
-    traced, plan = read_plan(model, input_data, config_defination, quantize=False)
-    assert plan.prune is not None
-    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
+    restored = _restored(model, input_data, config_defination, record_file, quantize=False)
     load_state(restored, pth_file, state_dict_name)
     return restored.train()
 
@@ -171,14 +160,7 @@ def create_compressed_retrain_model(
     start_function(
         "create_compressed_retrain_model", model=model, config_defination=config_defination, record_file=record_file
     )
-    path = output_file(record_file, "record_file")
-    traced, plan = read_plan(model, input_data, config_defination, quantize=True)
-    compressed = apply_plan(traced, plan.prune)
-    for skip in compressed.skips:
-        logger.info("not pruned: %s", skip)
-    trainable = _quantized(compressed.model, input_data, plan)
-    write_record(Record(prune=compressed.records), path)
-    return trainable.train()
+    return _created(model, input_data, config_defination, record_file, quantize=True)
 
 
 def restore_compressed_retrain_model(
@@ -210,12 +192,9 @@ def restore_compressed_retrain_model(
         pth_file=pth_file,
         state_dict_name=state_dict_name,
     )
-    record = read_record(record_file)
-    traced, plan = read_plan(model, input_data, config_defination, quantize=True)
-    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
-    trainable = _quantized(restored, input_data, plan)
-    load_state(trainable, pth_file, state_dict_name)
-    return trainable.train()
+    restored = _restored(model, input_data, config_defination, record_file, quantize=True)
+    load_state(restored, pth_file, state_dict_name)
+    return restored.train()
 
 
 def save_compressed_retrain_model(
@@ -260,6 +239,28 @@ def save_compressed_retrain_model(
         write_record(Record(prune=prune), path)
 
 
+def _created(
+    model: nn.Module, input_data: object, config: AnyPath, record_file: AnyPath, *, quantize: bool
+) -> nn.Module:
+    path = output_file(record_file, "record_file")
+    traced, plan = _read_plan(model, input_data, config, quantize=quantize)
+    compressed = apply_plan(traced, plan.prune)
+    for skip in compressed.skips:
+        logger.info("not pruned: %s", skip)
+    trainable = _quantized(compressed.model, input_data, plan)
+    write_record(Record(prune=compressed.records), path)
+    return trainable.train()
+
+
+def _restored(
+    model: nn.Module, input_data: object, config: AnyPath, record_file: AnyPath, *, quantize: bool
+) -> nn.Module:
+    record = read_record(record_file)
+    traced, plan = _read_plan(model, input_data, config, quantize=quantize)
+    restored = restore_plan(traced, plan.prune, record.prune, os.fspath(record_file))
+    return _quantized(restored, input_data, plan)
+
+
 def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> nn.Module:
     """The model with trained quantizers, if the plan has any."""
     if plan.quant is None:
@@ -270,7 +271,7 @@ def _quantized(model: nn.Module, input_data: object, plan: CompressionPlan) -> n
     return trainable
 
 
-def read_plan(
+def _read_plan(
     model: nn.Module, input_data: object, config: AnyPath, *, quantize: bool
 ) -> tuple[Traced, CompressionPlan]:
     """Trace a model and read a simple config of pruning for it."""

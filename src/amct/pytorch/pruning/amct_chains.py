@@ -1,47 +1,299 @@
-"""From a config to chains with the channels that AMCT removes: which layers, how many channels, which ones."""
+"""Chains of layers that AMCT prunes together, so that old scripts give the same shapes, and the channels it removes.
+
+The reach of AMCT's own functions is shorter than the full reach. A convolution or linear layer opens a chain; pooling
+and some activations pass it on; an addition merges two chains; a concatenation puts them side by side; whatever else
+reads a chain ends it, and none of its layers is pruned.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from amct.config.layers import SELECTIVE_PRUNE_TYPES, LayerInfo, LayerList
-from amct.errors import ModelError
 from amct.model import Skip
-from amct.numerics.pruning.channels import balanced_l2_scores, lowest_channels, remaining_channels
+from amct.numerics.pruning import balanced_l2_scores, lowest_channels, remaining_channels
 from amct.numerics.settings import FilterPruneSettings
-from amct.pytorch.capture.program_reader import read_program
-from amct.pytorch.pruning.amct_reach import Chain, ChainFinder
+from amct.pytorch.capture.program_reader import Operation, Program, Value
+from amct.pytorch.pruning.channels import argument, described, positive
+from amct.pytorch.pruning.cutting import node_type
+from amct.pytorch.pruning.propagation import program_of
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from amct.config.plan import PrunePlan
-    from amct.pytorch.capture.program_reader import Program
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.pruning.amct_reach import Link
 
 
-def captured(traced: Traced) -> Program:
-    """The program of a traced model.
+_NO_NODE = frozenset(
+    {"alias", "clone", "contiguous", "detach", "dropout", "feature_dropout", "identity", "lift_fresh_copy"}
+)
+"""Operations that an exported file does not contain."""
+_PASSING = _NO_NODE | frozenset(
+    {
+        "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
+        "adaptive_avg_pool2d", "adaptive_avg_pool3d", "pad", "constant_pad_nd", "relu", "leaky_relu", "log_softmax",
+        "softmax", "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "bernoulli", "ceil", "celu", "clamp",
+        "clip",
+        "clamp_min", "clamp_max", "hardtanh", "relu6", "to", "_to_copy", "type_as", "cos", "cosh", "round", "pow",
+    }
+)  # fmt: skip
+_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+_GLOBAL_POOL = "adaptive_avg_pool2d"
 
-    Raises:
-        ModelError: The model could not be captured.
+
+@dataclass(frozen=True)
+class Link:
+    """A layer in a chain: its channels ``begin`` to ``end`` are those of the chain."""
+
+    name: str
+    type: str
+    begin: int
+    end: int
+    group: int = 1
+
+
+@dataclass(eq=False)
+class Chain:
+    """Layers whose channels are pruned together."""
+
+    producers: list[Link]
+    consumers: list[Link] = field(default_factory=list)
+    prune_group: int = 1
+    ended: str | None = None  # why it is not pruned
+
+    @property
+    def size(self) -> int:
+        """The number of channels."""
+        return self.producers[0].end
+
+
+@dataclass
+class _Carried:
+    """A chain in a tensor: its range along the axis of channels."""
+
+    chain: Chain
+    begin: int
+    end: int
+
+
+@dataclass
+class _Tensor:
+    """The chains that a tensor carries.
+
+    ``axis`` is that of their channels, 1 of convolutions or -1 of linear layers.
     """
-    if traced.program is None:
-        raise ModelError(
-            f"{type(traced.model).__name__} cannot be pruned, because it cannot be captured as a program: "
-            f"{traced.failure}. Express this by operations on tensors"
+
+    carried: list[_Carried] = field(default_factory=list)
+    axis: int = 1
+    made_by: str = ""  # the kind of operation, without those that pass channels on
+    matrix: bool = False  # made by a linear layer that ONNX writes as MatMul
+    pooled: bool = False  # the result of global average pooling
+
+
+class ChainFinder:
+    """Walks through a program and collects its chains."""
+
+    def __init__(self, program: Program, modules: Mapping[str, nn.Module], active: Collection[str]) -> None:
+        self.program, self.modules, self.active = program, modules, active
+        self._tensors: dict[int, _Tensor] = {}
+        self._chains: list[Chain] = []
+        self._merged: dict[int, Chain] = {}
+        weights = (operation.operand(1) for operation in program.operations)
+        self._calls = Counter(value.parameter for value in weights if value is not None and value.parameter)
+
+    def find(self) -> list[Chain]:
+        """All chains, in the order of their first producers; those that ended say why."""
+        for operation in self.program.operations:
+            if not operation.constant:
+                tensor = self._result(operation)
+                for value in operation.results:
+                    self._tensors[id(value)] = tensor
+        for value in self.program.outputs:
+            self._end(self._of(value), "its channels are an output of the model")
+        return self._chains
+
+    def _of(self, value: Value | None) -> _Tensor:
+        """What a tensor carries, without chains that have ended."""
+        tensor = self._tensors.get(id(value), _Tensor())
+        carried = [_Carried(self._current(each.chain), each.begin, each.end) for each in tensor.carried]
+        tensor.carried = [each for each in carried if each.chain.ended is None]
+        return tensor
+
+    def _current(self, chain: Chain) -> Chain:
+        while id(chain) in self._merged:
+            chain = self._merged[id(chain)]
+        return chain
+
+    def _result(self, operation: Operation) -> _Tensor:
+        kind = operation.kind
+        if kind in ("conv2d", "conv_transpose2d", "linear"):
+            return self._layer(operation)
+        if kind == "batch_norm":
+            return self._batch_norm(operation)
+        if kind in _PASSING or (kind in _RESIZING and argument(operation, 1) is None):
+            return self._passed(operation)
+        if kind in ("flatten", "view", "reshape") and self._drops_positions(operation):
+            tensor = self._of(operation.operand(0))
+            return _Tensor(tensor.carried, axis=-1, made_by=tensor.made_by)
+        if kind == "add":
+            return self._added(operation)
+        if kind in ("cat", "concat", "concatenate"):
+            return self._concatenated(operation)
+        return self._ended(operation)
+
+    def _passed(self, operation: Operation) -> _Tensor:
+        tensor = self._of(operation.operand(0))
+        pooled = tensor.pooled if operation.kind in _NO_NODE else False
+        if operation.kind == _GLOBAL_POOL:
+            shape = operation.results[0].shape or ()
+            pooled = len(shape) == 4 and shape[-2:] == (1, 1)
+        return _Tensor(tensor.carried, tensor.axis, tensor.made_by, tensor.matrix, pooled)
+
+    def _drops_positions(self, operation: Operation) -> bool:
+        """Whether a reshaping behind global average pooling only drops the two axes of size 1."""
+        given, result = operation.operand(0), operation.results[0].shape or ()
+        if given is None or not self._of(given).pooled or len(result) != 2:
+            return False
+        sizes = argument(operation, 1, 0)
+        return bool(sizes == 1 if operation.kind == "flatten" else sizes[0] != -1)
+
+    def _ended(self, operation: Operation) -> _Tensor:
+        for value in operation.operands:
+            self._end(self._of(value), f"{described(operation)} ends the chain")
+        return _Tensor(made_by=operation.kind)
+
+    def _end(self, tensor: _Tensor, reason: str) -> None:
+        for each in tensor.carried:
+            each.chain.ended = each.chain.ended or reason
+
+    # -- layers --------------------------------------------------------------------------------------------------------
+
+    def _layer(self, operation: Operation) -> _Tensor:
+        weight = operation.operand(1)
+        path = (weight.parameter or "").rpartition(".")[0] if weight is not None else ""
+        module = self.modules.get(path)
+        given = operation.operand(0)
+        if weight is None or given is None or not isinstance(module, (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)):
+            return self._ended(operation)
+        tensor = self._of(given)
+        if self._calls[weight.parameter or ""] > 1:
+            self._end(tensor, f'"{path}" is called several times')
+            return _Tensor(made_by=operation.kind)
+        link_type = node_type(module, len(given.shape or ()))
+        axis = -1 if isinstance(module, nn.Linear) else 1
+        if tensor.axis != axis:
+            self._end(tensor, f'"{path}" reads another axis than that of its channels')
+            tensor = _Tensor()
+        groups = getattr(module, "groups", 1)
+        if groups > 1 and groups == getattr(module, "in_channels", 0):
+            return self._depthwise(tensor, path, link_type, module)
+        self._join_groups(tensor, path, groups, transposed=isinstance(module, nn.ConvTranspose2d))
+        self._consume(tensor, path, link_type, groups)
+        opened = self._opened(path, link_type, module, groups)
+        return _Tensor(opened, axis, operation.kind, matrix=link_type == "MatMul")
+
+    def _opened(self, path: str, link_type: str, module: nn.Module, groups: int) -> list[_Carried]:
+        if path not in self.active or not isinstance(module, (nn.Conv2d, nn.Linear)):
+            return []
+        channels = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+        chain = Chain([Link(path, link_type, 0, channels, groups)], prune_group=groups)
+        self._chains.append(chain)
+        return [_Carried(chain, 0, channels)]
+
+    def _consume(self, tensor: _Tensor, path: str, link_type: str, groups: int = 1) -> None:
+        for each in tensor.carried:
+            if each.chain.ended is None:
+                each.chain.consumers.append(Link(path, link_type, each.begin, each.end, groups))
+
+    def _depthwise(self, tensor: _Tensor, path: str, link_type: str, module: nn.Module) -> _Tensor:
+        if isinstance(module, nn.ConvTranspose2d) or module.out_channels != module.in_channels:
+            self._end(tensor, f'"{path}" makes several channels from one')
+            return _Tensor(made_by="conv2d")
+        self._consume(tensor, path, link_type, getattr(module, "groups", 1))
+        return _Tensor(tensor.carried, 1, "conv2d")
+
+    def _join_groups(self, tensor: _Tensor, path: str, groups: int, *, transposed: bool) -> None:
+        if groups == 1:
+            return
+        if len(tensor.carried) > 1 or transposed:
+            self._end(tensor, f'"{path}" has groups, which must not divide concatenated channels')
+        for each in tensor.carried:
+            chain = each.chain
+            if max(chain.prune_group, groups) % min(chain.prune_group, groups):
+                self._end(tensor, f'"{path}" has {groups} groups, another layer of the chain {chain.prune_group}')
+            chain.prune_group = max(chain.prune_group, groups)
+
+    def _batch_norm(self, operation: Operation) -> _Tensor:
+        given = operation.operand(0)
+        tensor = self._of(given)
+        path = operation.callers[-1].path if operation.callers else ""
+        rank = len(given.shape or ()) if given is not None else 0
+        if not isinstance(self.modules.get(path), nn.modules.batchnorm._BatchNorm):
+            return self._ended(operation)
+        if tensor.matrix and tensor.axis == -1:
+            if rank != 4:
+                self._end(tensor, f'"{path}" normalizes another axis than that of its channels')
+        else:
+            self._consume(tensor, path, "BatchNormalization")
+        return _Tensor(tensor.carried, tensor.axis, tensor.made_by, tensor.matrix)
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def _added(self, operation: Operation) -> _Tensor:
+        """Two chains are merged if each operand carries exactly one, along the same axis."""
+        values = [value for value in operation.arguments[:2] if isinstance(value, Value)]
+        tensors = [self._of(value) for value in values]
+        both = len(tensors) == 2 and all(len(tensor.carried) == 1 for tensor in tensors)
+        if not both or tensors[0].axis != tensors[1].axis or not _same_range(tensors):
+            return self._ended(operation)
+        first, second = (tensor.carried[0].chain for tensor in tensors)
+        if first is not second:
+            self._merge(first, second)
+        return _Tensor(tensors[0].carried, tensors[0].axis, "add")
+
+    def _merge(self, first: Chain, second: Chain) -> None:
+        if max(first.prune_group, second.prune_group) % min(first.prune_group, second.prune_group):
+            first.ended = "its layers have groups that do not divide each other"
+        first.producers += second.producers
+        first.consumers += second.consumers
+        first.prune_group = max(first.prune_group, second.prune_group)
+        self._merged[id(second)] = first
+        self._chains.remove(second)
+
+    def _concatenated(self, operation: Operation) -> _Tensor:
+        values: Sequence[Value] = operation.arguments[0]
+        tensors = [self._of(value) for value in values]
+        axis = positive(argument(operation, 1, 0), len(values[0].shape or ()))
+        fits = axis == 1 and all(
+            self._can_concatenate(tensor, value) for tensor, value in zip(tensors, values, strict=True)
         )
-    return read_program(traced.program)
+        if not fits:
+            return self._ended(operation)
+        carried, offset = [], 0
+        for tensor, value in zip(tensors, values, strict=True):
+            carried += [_Carried(each.chain, each.begin + offset, each.end + offset) for each in tensor.carried]
+            offset += int((value.shape or ())[1] or 0)
+        return _Tensor(carried, 1, "cat")
+
+    def _can_concatenate(self, tensor: _Tensor, value: Value) -> bool:
+        if tensor.carried:
+            return tensor.axis == 1 or len(value.shape or ()) == 2
+        return tensor.made_by in ("conv2d", "conv_transpose2d", "linear", "cat")
+
+
+def _same_range(tensors: Iterable[_Tensor]) -> bool:
+    return len({(tensor.carried[0].begin, tensor.carried[0].end) for tensor in tensors}) == 1
 
 
 def prunable_layers(traced: Traced) -> LayerList:
     """The layers of a model in the form that configs need, with what matters for pruning."""
-    program = captured(traced)
+    program = program_of(traced)
     calls: dict[str, list[int]] = {}
     for operation in program.operations:
         weight, given = operation.operand(1), operation.operand(0)
@@ -69,7 +321,7 @@ def _prunable(layer: LayerInfo, module: nn.Module | None, calls: Mapping[str, Se
 def find_chains(traced: Traced, plan: PrunePlan) -> list[Chain]:
     """The chains of the layers that a plan prunes, with those that ended."""
     modules = dict(traced.model.named_modules(remove_duplicate=False))
-    return ChainFinder(captured(traced), modules, {layer.name for layer in plan.filters}).find()
+    return ChainFinder(program_of(traced), modules, {layer.name for layer in plan.filters}).find()
 
 
 def chain_skips(

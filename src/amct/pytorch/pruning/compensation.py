@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from amct.numerics.pruning.elimination import Reader, elimination_order, with_ridge
-from amct.pytorch.pruning.chain_records import REPEAT, axis_attribute
+from amct.numerics.pruning import Reader, elimination_order, with_ridge
+from amct.pytorch.pruning.cutting import removed_positions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from amct.pytorch.pruning.measuring.input_moments import InputMoments
-    from amct.pytorch.pruning.propagation import ChannelMap
+    from amct.pytorch.pruning.channels import ChannelMap
+    from amct.pytorch.pruning.measuring import InputMoments
     from amct.pytorch.pruning.selection import Cell
     from amct.record import PruneRecord
 
@@ -38,9 +38,7 @@ def compensate(model: nn.Module, chains: Sequence[PruneRecord], moments: Mapping
     for chain in chains:
         for node in chain.consumers:
             if node.name in moments:
-                repeat = axis_attribute(node, REPEAT) or 1
-                places = (index * repeat + offset for index in node.prune_index for offset in range(repeat))
-                removed.setdefault(node.name, set()).update(places)
+                removed.setdefault(node.name, set()).update(removed_positions(node))
     with torch.no_grad():
         for name, gone in removed.items():
             if gone:
@@ -66,7 +64,7 @@ def _fit(module: nn.Module, removed: Sequence[int], moments: InputMoments) -> No
 
 
 def ranked_by_data(
-    cells: Sequence[Cell], channel_map: ChannelMap, model: nn.Module, moments: Mapping[str, InputMoments]
+    cells: Sequence[Cell], channel_map: ChannelMap, moments: Mapping[str, InputMoments]
 ) -> tuple[Cell, ...]:
     """The cells with their sets in the order in which the layers that read them lose least.
 
@@ -80,7 +78,7 @@ def ranked_by_data(
     found = []
     for cell in cells:
         readers = [
-            _reader(model.get_submodule(name), moments[name], places)
+            _reader(channel_map.modules[name], moments[name], places)
             for name, inputs in roots.items()
             if (places := _places(cell, inputs)) is not None
         ]

@@ -14,19 +14,19 @@ from amct.numerics.settings import SelectivePruneSettings
 from amct.pytorch.pruning.amct_chains import chain_skips, chosen_chains, find_chains, removed_count
 from amct.pytorch.pruning.compensation import compensate
 from amct.pytorch.pruning.cutting import cut_channels
-from amct.pytorch.pruning.measuring.input_moments import InputMoments, measure_inputs, mixes
-from amct.pytorch.pruning.sparse import make_plain, make_sparse, mask_records, put_masks, sparse_refusal
+from amct.pytorch.pruning.measuring import measure_inputs
+from amct.pytorch.pruning.sparse import make_sparse, mask_records, put_masks, sparse_refusal
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import nn
 
     from amct.config.plan import PrunePlan
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.pruning.amct_reach import Chain
+    from amct.pytorch.pruning.amct_chains import Chain
     from amct.record import PruneRecord
 
 logger = logging.getLogger(__name__)
@@ -34,13 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compressed:
-    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons.
-
-    ``plain`` is a copy without masks, whose weights have their zeros.
-    """
+    """A compressed copy of a model, its record, and the layers that stay as they are, with reasons."""
 
     model: nn.Module
-    plain: nn.Module
     records: tuple[PruneRecord, ...]
     skips: tuple[Skip, ...]
 
@@ -54,25 +50,17 @@ def apply_plan(traced: Traced, plan: PrunePlan | None, batches: Iterable[Argumen
         ModelError: The model cannot be copied, or does not run without the channels that were removed.
     """
     if plan is None:
-        return Compressed(model=_copied(traced), plain=_copied(traced), records=(), skips=())
+        return Compressed(model=_copied(traced), records=(), skips=())
     chains = find_chains(traced, plan)
     records = chosen_chains(traced, plan, chains)
     model = _copied(traced)
     consumers = {node.name for record in records for node in record.consumers}
-    compensate(model, records, measured(traced, consumers, batches))
+    compensate(model, records, measure_inputs(traced.model, consumers, batches))
     cut_channels(model, records)
     _check_runs(model, traced)
     refused = _make_sparse(model, plan)
     skips = (*chain_skips(chains, plan, records, traced.module_types), *refused)
-    plain = copy_model(model)
-    make_plain(plain)
-    return Compressed(model=model, plain=plain, records=(*records, *mask_records(model)), skips=skips)
-
-
-def measured(traced: Traced, names: Collection[str], batches: Iterable[Arguments]) -> dict[str, InputMoments]:
-    """What can be measured of the inputs of some layers."""
-    modules = dict(traced.model.named_modules())
-    return measure_inputs(traced.model, [name for name in names if mixes(modules.get(name))], batches)
+    return Compressed(model=model, records=(*records, *mask_records(model)), skips=skips)
 
 
 def restore_plan(traced: Traced, plan: PrunePlan | None, records: Sequence[PruneRecord], source: str) -> nn.Module:

@@ -1,7 +1,8 @@
-"""Removes channels from a model as the chains of a record say; every fault of a record is found before a tensor is cut.
+"""The chains of a record: made from removed channels (who makes them, who reads them), and cut from a model.
 
 A producer loses output channels, a consumer the input channels that it read from it. Batch norms, other normalizations
-and depthwise convolutions are consumers that lose their channels altogether.
+and depthwise convolutions are consumers that lose their channels altogether. Every fault of a record is found before a
+tensor is cut.
 """
 
 from __future__ import annotations
@@ -14,14 +15,125 @@ import torch
 from torch import nn
 
 from amct.errors import RecordError, did_you_mean
-from amct.pytorch.pruning.chain_records import PARAMETER, REPEAT, axis_attribute, node_type
+from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from amct.record import PruneNode, PruneRecord
+    from amct.pytorch.pruning.channels import ChannelMap, Labels, LayerChannels
+    from amct.pytorch.pruning.removal import Removal
+    from amct.pytorch.pruning.selection import Cell
+
+
+PARAMETER = "Parameter"
+"""The type of a node that is a parameter or buffer by itself, cut along the attribute ``axis``."""
+REPEAT = "repeat"
+"""Of a Linear behind a Flatten: the number of its inputs per channel."""
+
+_TYPES: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.Linear, "Gemm"),
+    (nn.modules.batchnorm._NormBase, "BatchNormalization"),
+    (nn.LayerNorm, "LayerNormalization"),
+    (nn.RMSNorm, "RMSNormalization"),
+    (nn.GroupNorm, "GroupNormalization"),
+    (nn.PReLU, "PRelu"),
+    (nn.Embedding, "Gather"),
+    (nn.modules.conv._ConvTransposeNd, "ConvTranspose"),
+    (nn.modules.conv._ConvNd, "Conv"),
+)
+
+
+def node_type(module: nn.Module | None, rank: int | None = None) -> str:
+    """The ONNX type of a module in a record; ``rank`` is that of its input, on which the type of a Linear depends."""
+    found = next((name for kind, name in _TYPES if isinstance(module, kind)), PARAMETER)
+    matrix = isinstance(module, nn.Linear) and rank is not None and (rank != 2 or module.bias is None)
+    return "MatMul" if matrix else found
+
+
+def chain_records(removal: Removal, cells: Sequence[Cell]) -> list[PruneRecord]:
+    """One chain for each cell that loses channels, in the order of the cells."""
+    found = []
+    for cell in cells:
+        gone = [root for root in cell.roots if root in removal.roots]
+        if gone:
+            found.append(_ChainWriter(removal.channel_map, np.array(cell.roots), np.array(gone)).write(cell))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _ChainWriter:
+    """Writes the chain of one cell: its sets of channels, and those of them that are removed."""
+
+    channel_map: ChannelMap
+    members: Labels
+    gone: Labels
+
+    def write(self, cell: Cell) -> PruneRecord:
+        channel_map, sets = self.channel_map, self.channel_map.sets
+        producers = [self._node(maker, sets.roots(maker.outputs), produces=True) for maker in cell.makers]
+        consumers: dict[str, PruneNode] = {}
+        for layer in channel_map.layers:
+            roots = sets.roots(layer.outputs if layer.inputs is None else layer.inputs)
+            if layer.name not in consumers and np.isin(roots, self.gone).any():
+                consumers[layer.name] = self._node(layer, roots)
+        cut_with_module = _tensors_of_layers(channel_map)
+        for name, axes in channel_map.parameters.items():
+            for axis, own in enumerate(axes if name not in cut_with_module else ()):
+                if own is not None and len(positions := self._places(sets.roots(own))):
+                    node = PruneNode.channels(name, PARAMETER, 0, len(own), positions, axis=axis)
+                    consumers[f"{name}:{axis}"] = node
+        return PruneRecord(producers=tuple(producers), consumers=tuple(consumers.values()))
+
+    def _places(self, roots: Labels) -> list[int]:
+        """Where an axis has removed channels."""
+        places: list[int] = np.flatnonzero(np.isin(roots, self.gone)).tolist()
+        return places
+
+    def _node(self, layer: LayerChannels, roots: Labels, *, produces: bool = False) -> PruneNode:
+        """The node of a layer; a consumer has the range of the chain's channels in its input."""
+        module = self.channel_map.modules.get(layer.name)
+        given = layer.operation.operand(0)
+        kind = node_type(module, len(given.shape or ()) if given is not None else None)
+        more: dict[str, int] = {}
+        repeat = 1 if produces or layer.inputs is None else _repeat(roots)
+        if repeat > 1:
+            more[REPEAT], roots = repeat, roots[::repeat]
+        if kind == PARAMETER:
+            more["axis"] = layer.axes[1] if produces else layer.axes[0]
+        groups = getattr(module, "groups", 1)
+        if groups > 1:
+            more["group"] = groups
+        members = np.flatnonzero(np.isin(roots, self.members))
+        begin, end = (0, len(roots)) if produces else (int(members[0]), int(members[-1]) + 1)
+        return PruneNode.channels(layer.name, kind, begin, end, self._places(roots), **more)
+
+
+def _tensors_of_layers(channel_map: ChannelMap) -> set[str]:
+    """The parameters and buffers that are cut with their module."""
+    modules = {layer.name: channel_map.modules.get(layer.name) for layer in channel_map.layers}
+    return {
+        f"{path}.{name}"
+        for path, module in modules.items()
+        if module is not None and node_type(module) != PARAMETER
+        for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
+
+def _repeat(roots: Labels) -> int:
+    """The length of the runs of equal labels that an axis consists of."""
+    changes = np.flatnonzero(np.diff(roots)) + 1
+    borders = np.concatenate([[0], changes, [len(roots)]])
+    lengths = np.diff(borders)
+    run = int(np.gcd.reduce(lengths))
+    return run if run > 1 and len(roots) % run == 0 else 1
+
+
+def removed_positions(node: PruneNode) -> list[int]:
+    """The positions along its axis that a node removes."""
+    repeat = node.whole(REPEAT) or 1
+    return [index * repeat + offset for index in node.prune_index for offset in range(repeat)]
 
 
 @dataclass(eq=False)
@@ -73,7 +185,7 @@ def _note(
     produces: bool,
 ) -> None:
     """Check a node against the model and note what it removes."""
-    axis = axis_attribute(node, "axis")
+    axis = node.whole("axis")
     if node.kind == PARAMETER and axis is not None:
         stored = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
         if node.name not in stored or not 0 <= axis < stored[node.name].ndim:
@@ -124,7 +236,7 @@ def _follows_input(module: nn.Module) -> bool:
 
 def _positions(node: PruneNode, size: int, where: str) -> list[int]:
     """The positions that a node removes from an axis, checked."""
-    repeat = axis_attribute(node, REPEAT) or 1
+    repeat = node.whole(REPEAT) or 1
     if repeat < 1 or size % repeat:
         raise RecordError(f"{where}: {size} inputs are no multiple of repeat {repeat}")
     channels = size // repeat
@@ -136,7 +248,7 @@ def _positions(node: PruneNode, size: int, where: str) -> list[int]:
         raise RecordError(f"{where}: prune_index {wrong[0]} is not within its channels {begin}..{end}")
     if len(set(node.prune_index)) == channels:
         raise RecordError(f"{where}: prune_index removes all of its {channels} channels")
-    return [index * repeat + offset for index in node.prune_index for offset in range(repeat)]
+    return removed_positions(node)
 
 
 def _check_groups(name: str, cut: _ModuleCut, source: str) -> None:

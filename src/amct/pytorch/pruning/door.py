@@ -5,25 +5,25 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import nn
 
 from amct.atomic import read_bytes
 from amct.config.prune.compress_pytorch import expand_config, make_plan
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordError
-from amct.numerics.pruning.channels import ASCEND_CHANNELS
+from amct.numerics.pruning import ASCEND_CHANNELS
 from amct.numerics.settings import FilterPruneSettings
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.pruning.amct_chains import prunable_layers
-from amct.pytorch.pruning.compression import Compressed, apply_plan
-from amct.pytorch.pruning.costs import cost_of
+from amct.pytorch.pruning.compression import apply_plan
 from amct.pytorch.pruning.cutting import channel_counts, cut_channels
 from amct.pytorch.pruning.full_reach import Pruned, Wanted, prune_fully
-from amct.pytorch.pruning.measuring.agreement import agreement
+from amct.pytorch.pruning.measuring import refresh_batch_norms
 from amct.pytorch.pruning.propagation import map_channels
 from amct.pytorch.pruning.pruned_model import PrunedModel
+from amct.pytorch.pruning.removal import Removal, cost_of
+from amct.pytorch.pruning.saving import plain_copy
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.user_model import copy_model
 from amct.record import Record, read_record
@@ -95,12 +95,10 @@ def prune(  # noqa: PLR0913  a front door with its settings
         raise ConfigError(f"{source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
     if reach == "amct":
         assert plan is not None
-        found = apply_plan(traced, plan, data)
-        result = _pruned_as_amct(traced, found, settings, io)
+        found = _as_amct(traced, plan, data)
     else:
-        wanted = _wanted(ratio or DEFAULT_RATIO, flops, align, plan)
-        result = _pruned_fully(traced, prune_fully(traced, wanted, data), settings, io)
-    result.model.train(model.training)
+        found = prune_fully(traced, _wanted(ratio or DEFAULT_RATIO, flops, align, plan), data)
+    result = _result(model, traced, found, settings, io)
     if batches is not None:
         refresh_batch_norms(result.model, data)
     return result
@@ -136,9 +134,7 @@ def sparsify(
     plan = _plan(traced, text, "sparsify" if config is None else os.fspath(config))
     if not plan.selective or plan.filters:
         raise ConfigError(f"{plan.source}: expected n_out_of_m_pruner for all layers; prune removes channels")
-    result = _pruned_as_amct(traced, apply_plan(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
-    result.model.train(model.training)
-    return result
+    return _result(model, traced, _as_amct(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
 
 
 def restore_pruned(
@@ -167,34 +163,6 @@ def restore_pruned(
     if state is not None:
         load_state(restored, state, None)
     return restored.train(model.training)
-
-
-def refresh_batch_norms(model: nn.Module, batches: Iterable[Arguments]) -> None:
-    """Measure the mean and variance of every batch norm anew, as the average over all batches, in place."""
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
-    ]
-    modes = {module: module.training for module in model.modules()}
-    momenta = [norm.momentum for norm in norms]
-    model.eval()
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-        norm.train()
-    try:
-        with torch.no_grad(), agreement(["batch norms", str(len(norms))]) as agreed:
-            for args, kwargs in agreed.each(batches):
-                model(*args, **kwargs)
-            measured = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
-            for statistic, mean in zip(measured, agreed.means(measured), strict=True):
-                statistic.copy_(mean)
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-        for module, training in modes.items():
-            module.training = training
 
 
 def _check_model(model: object) -> None:
@@ -250,38 +218,35 @@ def _wanted(ratio: float, flops: float | None, align: int, plan: PrunePlan | Non
     )
 
 
-def _pruned_fully(traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
-    return PrunedModel(
+def _as_amct(traced: Traced, plan: PrunePlan, batches: Iterable[Arguments] = ()) -> Pruned:
+    """Apply a plan of AMCT's config."""
+    found = apply_plan(traced, plan, batches)
+    plain = plain_copy(found.model)
+    whole = map_channels(traced)
+    smaller = map_channels(cached_trace(plain, (*traced.inputs.args, traced.inputs.kwargs)))
+    names = [maker.name for maker in whole.producers if maker.name in whole.modules]
+    return Pruned(
         model=found.model,
-        record=Record(prune=found.chains),
-        skipped=found.skips,
-        channels=found.channels,
-        before=found.before,
-        after=found.after,
-        original=traced,
-        config=settings,
-        io=io or IoOptions(),
+        chains=found.records,
+        skips=found.skips,
+        channels={
+            name: (channel_counts(whole.modules[name])[1], channel_counts(plain.get_submodule(name))[1])
+            for name in names
+        },
+        before=Removal(whole),
+        after=Removal(smaller),
     )
 
 
-def _pruned_as_amct(traced: Traced, found: Compressed, settings: str, io: IoOptions | None) -> PrunedModel:
-    whole = map_channels(traced)
-    shapes = {name: tuple(tensor.shape) for name, tensor in traced.model.named_parameters()}
-    before = cost_of(whole, shapes)
-    smaller = cached_trace(found.plain, (*traced.inputs.args, traced.inputs.kwargs))
-    after = cost_of(map_channels(smaller), {name: tuple(t.shape) for name, t in smaller.model.named_parameters()})
-    modules = dict(traced.model.named_modules())
-    names = [maker.name for maker in whole.producers if maker.name in modules]
-    channels = {
-        name: (channel_counts(modules[name])[1], channel_counts(found.plain.get_submodule(name))[1]) for name in names
-    }
+def _result(model: nn.Module, traced: Traced, found: Pruned, settings: str, io: IoOptions | None) -> PrunedModel:
+    found.model.train(model.training)
     return PrunedModel(
         model=found.model,
-        record=Record(prune=found.records),
-        skipped=found.skips,
-        channels=channels,
-        before=before,
-        after=after,
+        record=Record(prune=found.chains),
+        skipped=tuple(found.skips),
+        channels=found.channels,
+        before=cost_of(found.before),
+        after=cost_of(found.after),
         original=traced,
         config=settings,
         io=io or IoOptions(),

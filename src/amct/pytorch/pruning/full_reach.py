@@ -1,7 +1,9 @@
 """Pruning with full reach: channels are followed through every operation that has a rule.
 
-The cut model is captured again and compared with the prediction. A line of user code that turns out to have a literal
-size ends the chain there, and the choice is made anew.
+The cut model is captured again, and every tensor must have the shape that the channel map predicts. A size that the
+user's code computes from its tensors (``x.shape[1] // 2``) looks in a captured program like a literal; in the program
+of the cut model a computed size has changed and a literal one has not. A line with a literal size ends the chain there,
+and the choice is made anew.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from amct.errors import ModelError
 from amct.model import Skip
-from amct.pytorch.pruning.chain_records import chain_records
+from amct.pytorch.capture.program import CaptureFailure, capture
+from amct.pytorch.capture.program_reader import read_program
 from amct.pytorch.pruning.compensation import compensate, ranked_by_data
-from amct.pytorch.pruning.compression import measured
-from amct.pytorch.pruning.costs import Cost, cost_of
-from amct.pytorch.pruning.cutting import cut_channels
-from amct.pytorch.pruning.propagation import ChannelMap, Removal, map_channels
+from amct.pytorch.pruning.cutting import chain_records, cut_channels
+from amct.pytorch.pruning.measuring import measure_inputs
+from amct.pytorch.pruning.propagation import map_channels
+from amct.pytorch.pruning.removal import Removal, cost_of
 from amct.pytorch.pruning.selection import Cell, choose, find_cells
-from amct.pytorch.pruning.verification import find_fault
 from amct.pytorch.user_model import copy_model
 
 if TYPE_CHECKING:
@@ -27,14 +29,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from amct.pytorch.capture.program_reader import Operation
     from amct.pytorch.capture.trace import Traced
+    from amct.pytorch.inputs import ExampleInputs
     from amct.pytorch.layer_hooks import Arguments
-    from amct.pytorch.pruning.measuring.input_moments import InputMoments
+    from amct.pytorch.pruning.channels import ChannelMap
+    from amct.pytorch.pruning.measuring import InputMoments
     from amct.record import PruneRecord
+
 
 logger = logging.getLogger(__name__)
 
-ALIGN = 8
 LARGEST_RATIO = 0.95
 _SEARCH_STEPS = 7
 
@@ -48,18 +53,16 @@ class Pruned:
         chains: What was removed.
         skips: Every layer that keeps all its channels, with the reason.
         channels: The numbers of output channels of every layer that makes channels, before and after.
-        before: The cost of the whole model.
-        after: The cost of the cut model.
-        removal: The channels that were removed.
+        before: The channels of the whole model.
+        after: Those of the cut model.
     """
 
     model: nn.Module
-    chains: tuple[PruneRecord, ...]
-    skips: tuple[Skip, ...]
+    chains: Sequence[PruneRecord]
+    skips: Sequence[Skip]
     channels: Mapping[str, tuple[int, int]]
-    before: Cost
-    after: Cost
-    removal: Removal
+    before: Removal
+    after: Removal
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +78,7 @@ class Wanted:
 
     ratio: Callable[[Cell], float]
     flops: float | None = None
-    align: Callable[[Cell], int] = lambda _: ALIGN
+    align: Callable[[Cell], int]
     kept: Mapping[str, str]
 
 
@@ -93,20 +96,18 @@ def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = (
     while True:
         channel_map = map_channels(traced, literal_places=literal, kept_layers=wanted.kept)
         if moments is None:
-            moments = measured(traced, {layer.name for layer in channel_map.layers}, batches)
-        cells = find_cells(channel_map, dict(traced.model.named_parameters(remove_duplicate=False)))
-        cells = ranked_by_data(cells, channel_map, traced.model, moments)
-        removal = Removal(channel_map, _chosen(channel_map, cells, wanted, traced.model))
-        modules = dict(traced.model.named_modules(remove_duplicate=False))
-        chains = chain_records(removal, cells, modules)
+            moments = measure_inputs(traced.model, {layer.name for layer in channel_map.layers}, batches)
+        cells = ranked_by_data(find_cells(channel_map), channel_map, moments)
+        removal = _chosen(channel_map, cells, wanted)
+        chains = chain_records(removal, cells)
         model = copy_model(traced.model)
         cut_channels(model, chains)
-        fault = find_fault(model, traced.inputs, removal) if chains else None
+        fault = _find_fault(model, traced.inputs, removal) if chains else None
         if fault is None:
             model = copy_model(traced.model)
             compensate(model, chains, moments)
             cut_channels(model, chains)
-            return _result(traced, model, chains, removal, cells, wanted)
+            return _result(model, chains, removal, cells, wanted)
         found = fault.literal_places(removal) - literal
         if not found:
             raise ModelError(f"{type(model).__name__} does not run without the channels that were removed: {fault}")
@@ -114,37 +115,25 @@ def prune_fully(traced: Traced, wanted: Wanted, batches: Iterable[Arguments] = (
         literal |= found
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-
-
-def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted, model: nn.Module) -> frozenset[int]:
+def _chosen(channel_map: ChannelMap, cells: Sequence[Cell], wanted: Wanted) -> Removal:
     if wanted.flops is None:
         return choose(channel_map, cells, wanted.ratio, wanted.align)
-    stored = _shapes(model)
-    limit = cost_of(channel_map, stored).macs * wanted.flops
+    limit = cost_of(Removal(channel_map)).macs * wanted.flops
     low, high = 0.0, LARGEST_RATIO
     for _ in range(_SEARCH_STEPS):
         middle = (low + high) / 2
-        roots = choose(channel_map, cells, lambda _, ratio=middle: ratio, wanted.align)  # type: ignore[misc]  # bound per step
-        enough = cost_of(channel_map, stored, Removal(channel_map, roots)).macs <= limit
-        low, high = (low, middle) if enough else (middle, high)
-    roots = choose(channel_map, cells, lambda _: high, wanted.align)
-    left = cost_of(channel_map, stored, Removal(channel_map, roots)).macs
-    if left > limit:
+        removal = choose(channel_map, cells, lambda _, ratio=middle: ratio, wanted.align)  # type: ignore[misc]  # bound per step
+        low, high = (low, middle) if cost_of(removal).macs <= limit else (middle, high)
+    removal = choose(channel_map, cells, lambda _: high, wanted.align)
+    if cost_of(removal).macs > limit:
         logger.warning("more than %.0f %% of the MACs are left: no more channels can be removed", 100 * wanted.flops)
-    return roots
+    return removal
 
 
 def _result(
-    traced: Traced,
-    model: nn.Module,
-    chains: Sequence[PruneRecord],
-    removal: Removal,
-    cells: Sequence[Cell],
-    wanted: Wanted,
+    model: nn.Module, chains: Sequence[PruneRecord], removal: Removal, cells: Sequence[Cell], wanted: Wanted
 ) -> Pruned:
-    channel_map, stored = removal.channel_map, _shapes(traced.model)
+    channel_map = removal.channel_map
     channels, skips = {}, []
     for maker in channel_map.producers:
         count = len(maker.outputs)
@@ -152,15 +141,8 @@ def _result(
         if channels[maker.name][1] == count:
             reason = channel_map.sets.reason(maker.outputs) or _too_few(maker.name, cells, wanted)
             skips.append(Skip(maker.name, reason))
-    return Pruned(
-        model=model,
-        chains=tuple(chains),
-        skips=tuple(skips),
-        channels=channels,
-        before=cost_of(channel_map, stored),
-        after=cost_of(channel_map, stored, removal),
-        removal=removal,
-    )
+    before = Removal(channel_map)
+    return Pruned(model=model, chains=chains, skips=skips, channels=channels, before=before, after=removal)
 
 
 def _too_few(name: str, cells: Sequence[Cell], wanted: Wanted) -> str:
@@ -170,3 +152,52 @@ def _too_few(name: str, cells: Sequence[Cell], wanted: Wanted) -> str:
             count, align = cell.sizes[place][0], wanted.align(cell)
             return f"rounded to a multiple of {align}, all of its {count} channels are left"
     return "its channels cannot be removed"
+
+
+def _find_fault(model: nn.Module, inputs: ExampleInputs, removal: Removal) -> _Fault | None:
+    """Capture a cut model and compare it with the prediction; None if it is as predicted."""
+    program = capture(model, inputs)
+    if isinstance(program, CaptureFailure):
+        return _Fault(str(program), program.where)
+    expected = removal.channel_map.program.operations
+    found = read_program(program).operations
+    for before, after in zip(expected, found, strict=False):
+        if before.kind != after.kind:
+            return _Fault(f"the cut model computes {after.kind} in place of {before.kind}", before.where)
+        for one, other in zip(before.results, after.results, strict=False):
+            if removal.shape(one) != other.shape:
+                return _Fault(
+                    f"{before.kind} returns the shape {other.shape}, expected {removal.shape(one)}", before.where
+                )
+        if not _same_start(before, after, removal):
+            return _Fault(f"{before.kind} starts at a literal channel", before.where)
+    if len(expected) != len(found):
+        return _Fault(f"the cut model has {len(found)} operations, expected {len(expected)}", "")
+    return None
+
+
+def _same_start(before: Operation, after: Operation, removal: Removal) -> bool:
+    """Whether a slice of channels starts where the channels in front of it end."""
+    front = removal.channel_map.starts.get(before.name)
+    if front is None:
+        return True
+    start = int((after.arguments[2] if len(after.arguments) > 2 else 0) or 0)
+    if start < 0:
+        start += after.arguments[0].shape[after.arguments[1]]
+    return start == removal.left(front, len(front))
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """What is wrong with a cut model, and the line of user code."""
+
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.text}{f' ({self.where})' if self.where else ''}"
+
+    def literal_places(self, removal: Removal) -> frozenset[str]:
+        """The lines whose sizes are literal: that of the fault, or all that the removal depends on."""
+        assumed = {place for place, labels in removal.channel_map.assumed.items() if len(removal.removed(labels))}
+        return frozenset({self.where} if self.where in assumed else assumed)

@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.numerics.pruning.channels import filter_norms
-from amct.pytorch.pruning.costs import RemovalCosts
+from amct.numerics.pruning import filter_norms
+from amct.pytorch.pruning.removal import Removal, RemovalCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
-    from amct.pytorch.pruning.propagation import ChannelMap
-    from amct.pytorch.pruning.rules.registry import LayerChannels
+    from amct.pytorch.pruning.channels import ChannelMap, LayerChannels
 
 
 _SMALLEST = float(np.finfo(np.float64).tiny)
@@ -80,13 +78,8 @@ class Cell:
         return [count for count in range(len(self.roots)) if fits(count)]
 
 
-def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[Cell, ...]:
-    """The cells of a model whose channels may be removed, in the order of their first makers.
-
-    Args:
-        channel_map: The channels of the model.
-        weights: Its parameters by name.
-    """
+def find_cells(channel_map: ChannelMap) -> tuple[Cell, ...]:
+    """The cells of a model whose channels may be removed, in the order of their first makers."""
     makers = channel_map.producers
     sets = channel_map.sets
     outputs = [sets.roots(maker.outputs) for maker in makers]
@@ -94,81 +87,79 @@ def find_cells(channel_map: ChannelMap, weights: Mapping[str, Tensor]) -> tuple[
     for number, (maker, roots) in enumerate(zip(makers, outputs, strict=True)):
         for root in np.unique(roots[~sets.is_kept(maker.outputs)]).tolist():
             made_by.setdefault(root, []).append(number)
-    cells: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for root, numbers in made_by.items():
-        cells.setdefault(tuple(numbers), []).append(root)
-    norms = {number: _norms(makers[number], weights) for number in {n for numbers in cells for n in numbers}}
-    scores = {number: _scaled(each) for number, each in norms.items()}
-    powers = {number: each**2 / max(float((each**2).sum()), _SMALLEST) for number, each in norms.items()}
+        groups.setdefault(tuple(numbers), []).append(root)
+    norms = {number: _norms(channel_map, makers[number]) for places in groups for number in places}
     found = []
-    for places, members_of in sorted(cells.items()):
-        by_multiplicity = _by_multiplicity(members_of, [outputs[number] for number in places])
-        for each, members in by_multiplicity.items():
-            ranked = _ranked(members, [(outputs[number], scores[number]) for number in places])
-            sizes = tuple((len(outputs[number]), count) for number, count in zip(places, each, strict=True))
-            losses = _losses(ranked, [(outputs[number], powers[number]) for number in places])
-            made = tuple(makers[number] for number in places)
-            found.append(Cell(makers=made, roots=ranked, sizes=sizes, losses=losses))
+    for places, members in sorted(groups.items()):
+        made = [_Made(makers[number], outputs[number], norms[number]) for number in places]
+        counts = np.stack([each.summed(members) for each in made], axis=1).astype(int).tolist()
+        by_count: dict[tuple[int, ...], list[int]] = {}
+        for root, count in zip(members, counts, strict=True):
+            by_count.setdefault(tuple(count), []).append(root)
+        found += [_cell(made, own, each) for each, own in by_count.items()]
     return tuple(found)
 
 
-def _by_multiplicity(roots: Sequence[int], outputs: Sequence[NDArray[np.int64]]) -> dict[tuple[int, ...], list[int]]:
-    """Sets by the number of channels that they have in each maker."""
-    counts = [
-        dict(zip(*(part.tolist() for part in np.unique(each, return_counts=True)), strict=True)) for each in outputs
-    ]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for root in roots:
-        found.setdefault(tuple(count[root] for count in counts), []).append(root)
-    return found
-
-
-def _norms(maker: LayerChannels, weights: Mapping[str, Tensor]) -> NDArray[np.float64]:
+def _norms(channel_map: ChannelMap, maker: LayerChannels) -> NDArray[np.float64]:
     """The norm of each filter of a layer."""
     assert maker.weight is not None
-    norms = np.asarray(filter_norms(weights[maker.weight].detach().movedim(maker.axes[1], 0)))
+    weight = channel_map.tensors[maker.weight].detach()
+    norms = np.asarray(filter_norms(weight.movedim(maker.axes[1], 0)))
     # Of a grouped transposed convolution each column is in every group.
     return np.tile(norms, len(maker.outputs) // len(norms))
 
 
-def _scaled(norms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Norms scaled to [0, 1]."""
-    scaled: NDArray[np.float64] = (norms - norms.min()) / max(float(norms.max() - norms.min()), _SMALLEST)
-    return scaled
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A layer of a cell: the set of each of its output channels, and the norms of their filters."""
+
+    layer: LayerChannels
+    outputs: NDArray[np.int64]
+    norms: NDArray[np.float64]
+
+    def summed(self, members: Sequence[int], values: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+        """The sum of some values of the channels in each of some sets, given ascending; without any their number."""
+        sets = np.array(members)
+        places = np.searchsorted(sets, self.outputs)
+        inside = (places < len(sets)) & (sets[np.minimum(places, len(sets) - 1)] == self.outputs)
+        weights = None if values is None else values[inside]
+        return np.bincount(places[inside], weights=weights, minlength=len(sets)).astype(np.float64)
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """The norms scaled to [0, 1]."""
+        lowest, highest = self.norms.min(), self.norms.max()
+        scaled: NDArray[np.float64] = (self.norms - lowest) / max(float(highest - lowest), _SMALLEST)
+        return scaled
+
+    @property
+    def powers(self) -> NDArray[np.float64]:
+        """The share of the power of all filters that each has."""
+        powers: NDArray[np.float64] = self.norms**2 / max(float((self.norms**2).sum()), _SMALLEST)
+        return powers
 
 
-def _losses(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[float, ...]:
-    """The share of the power of its filters that each set has, added up over the makers."""
-    order = np.argsort(roots)
-    members = np.array(roots)[order]
-    total = np.zeros(len(roots))
-    for outputs, powers in makers:
-        places, inside = _among(members, outputs)
-        total[order] += np.bincount(places[inside], weights=powers[inside], minlength=len(members))
-    return tuple(total.tolist())
-
-
-def _among(members: NDArray[np.int64], roots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each root is among sorted members, and whether it is."""
-    places = np.searchsorted(members, roots)
-    return places, (places < len(members)) & (members[np.minimum(places, len(members) - 1)] == roots)
-
-
-def _ranked(roots: Sequence[int], makers: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> tuple[int, ...]:
-    """Sets by their mean score over the makers, the lowest first."""
-    order = np.sort(np.array(roots))
-    total = np.zeros(len(order))
-    for outputs, scores in makers:
-        places, inside = _among(order, outputs)
-        sums = np.bincount(places[inside], weights=scores[inside], minlength=len(order))
-        total += sums / np.maximum(np.bincount(places[inside], minlength=len(order)), 1)
-    return tuple(int(root) for root in order[np.argsort(total, kind="stable")])
+def _cell(made: Sequence[_Made], members: Sequence[int], counts: Sequence[int]) -> Cell:
+    """A cell of sets with so many channels in each layer: ordered by their mean score over the layers."""
+    scores, losses = np.zeros(len(members)), np.zeros(len(members))
+    for each, count in zip(made, counts, strict=True):
+        scores += each.summed(members, each.scores) / count
+        losses += each.summed(members, each.powers)
+    order = np.argsort(scores, kind="stable")
+    return Cell(
+        makers=tuple(each.layer for each in made),
+        roots=tuple(np.array(members)[order].tolist()),
+        sizes=tuple((len(each.outputs), count) for each, count in zip(made, counts, strict=True)),
+        losses=tuple(losses[order].tolist()),
+    )
 
 
 def choose(
     channel_map: ChannelMap, cells: Sequence[Cell], ratio: Callable[[Cell], float], align: Callable[[Cell], int]
-) -> frozenset[int]:
-    """The sets to remove when each cell loses about its ratio, and a multiple of channels is left.
+) -> Removal:
+    """What is removed when each cell loses about its ratio, and a multiple of channels is left.
 
     A cell's number of channels is rounded up or down so that the whole model has about the MACs that the ratios give
     without rounding. Those cells are rounded down that save most time for what is lost with their channels.
@@ -179,7 +170,8 @@ def choose(
         costs = RemovalCosts(channel_map, [cell.roots for cell in cells])
         wanted = costs.macs(np.array([ratio(cell) for cell in cells]))
         chosen = _Rounding(cells, options, costs).reach(wanted)
-    return frozenset(root for cell, count in zip(cells, chosen, strict=True) for root in cell.roots[:count])
+    roots = frozenset(root for cell, count in zip(cells, chosen, strict=True) for root in cell.roots[:count])
+    return Removal(channel_map, roots)
 
 
 class _Rounding:

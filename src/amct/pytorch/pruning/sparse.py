@@ -1,4 +1,4 @@
-"""Layers with 2:4 sparsity: plain torch layers whose weight is multiplied by a mask.
+"""Layers with 2:4 sparsity: their weight is multiplied by a mask, and then quantized if they have a quantizer.
 
 A sparse layer is its torch class with two more buffers, so that its state dict, its checkpoints and
 DistributedDataParallel work as ever. The dense weight is trained; gradients of removed weights are zero, because the
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amct.errors import RecordError, did_you_mean
-from amct.numerics.pruning.two_of_four import two_of_four_mask
-from amct.pytorch.user_model import as_array
+from amct.numerics.pruning import two_of_four_mask
+from amct.pytorch.qat.layers import QuantizedConv2d, QuantizedConvTranspose2d, QuantizedLayer, QuantizedLinear
+from amct.pytorch.user_model import as_array, copy_model
 from amct.record import PruneNode, PruneRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
 
 MASK = "weight_mask"
 STEPS = "mask_steps"
@@ -178,3 +180,58 @@ def put_masks(model: nn.Module, records: Iterable[PruneRecord], source: str) -> 
             shape = tuple(layer.weight.shape)
             raise RecordError(f'{source}: the mask of layer "{name}" has the shape {mask.shape}, its weight {shape}')
         layer.weight_mask.copy_(torch.from_numpy(mask))
+
+
+class _SparseQuantized(Sparse):
+    def quantized_weight(self) -> Tensor:
+        """The masked weight on its grid."""
+        return cast("Tensor", cast("QuantizedLayer", self).weight_quantizer(self.masked_weight()))
+
+
+class SparseQuantizedConv2d(_SparseQuantized, QuantizedConv2d):
+    """The quantized Conv2d with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedConv2d
+
+
+class SparseQuantizedLinear(_SparseQuantized, QuantizedLinear):
+    """The quantized Linear with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedLinear
+
+
+class SparseQuantizedConvTranspose2d(_SparseQuantized, QuantizedConvTranspose2d):
+    """The quantized ConvTranspose2d with 2:4 sparsity; the weight is masked first."""
+
+    plain_class = QuantizedConvTranspose2d
+    input_axis = 0
+
+
+SPARSE_QUANTIZED: Mapping[type[nn.Module], type[Sparse]] = {
+    each.plain_class: each for each in (SparseQuantizedConv2d, SparseQuantizedLinear, SparseQuantizedConvTranspose2d)
+}
+
+
+def without_masks(model: nn.Module) -> tuple[nn.Module, dict[str, Sparse]]:
+    """A plain copy of a model with masks, and its sparse layers by name; a model without masks itself."""
+    layers = sparse_layers(model)
+    if not layers:
+        return model, {}
+    plain = copy_model(model)
+    make_plain(plain)
+    for original, duplicate in zip(model.modules(), plain.modules(), strict=True):
+        duplicate.training = original.training
+    return plain, layers
+
+
+def put_sparse(model: nn.Module, layers: Mapping[str, Sparse]) -> None:
+    """Make layers of a model with quantizers sparse as others are, in place; some may have stayed float."""
+    for name, layer in layers.items():
+        quantized = isinstance(model.get_submodule(name), QuantizedLayer)
+        make_sparse(model, {name: layer.update_freq}, SPARSE_QUANTIZED if quantized else SPARSE)
+        found = model.get_submodule(name)
+        assert isinstance(found, Sparse)
+        with torch.no_grad():
+            found.weight.copy_(layer.weight)
+            found.weight_mask.copy_(layer.weight_mask)
+            found.mask_steps.copy_(layer.mask_steps)

@@ -32,7 +32,7 @@ from amct.pytorch.door import IoOptions
 from amct.pytorch.folding import fuse
 from amct.pytorch.inputs import torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
-from amct.pytorch.pruning.sparse_quantized import put_sparse, without_masks
+from amct.pytorch.pruning.sparse import put_sparse, without_masks
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
 from amct.pytorch.qat.model import QatState, as_qat_model, first_samples, keep_statistics, with_state
 from amct.pytorch.qat.operations import add_calls, instrument

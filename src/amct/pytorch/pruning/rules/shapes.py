@@ -8,46 +8,45 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.pytorch.pruning.channel_sets import concatenated
-from amct.pytorch.pruning.rules.layers import unknown
-from amct.pytorch.pruning.rules.registry import Flow, argument, positive, rule
+from amct.pytorch.pruning.channels import ChannelMap, argument, concatenated, positive, rule
+from amct.pytorch.pruning.rules.computing import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from amct.pytorch.capture.program_reader import Operation
-    from amct.pytorch.pruning.channel_sets import Axes, Axis, Labels
+    from amct.pytorch.pruning.channels import Axes, Axis, Labels
 
 
 @rule("cat", "concat", "concatenate")
-def concatenation(flow: Flow, operation: Operation) -> Axes:
+def concatenation(channels: ChannelMap, operation: Operation) -> Axes:
     """Tensors one behind the other; their other axes are coupled."""
     values = operation.arguments[0]
-    inputs = [flow.of(value) for value in values]
+    inputs = [channels.of(value) for value in values]
     axis = positive(argument(operation, 1, 0), len(inputs[0]))
     found: list[Axis] = []
     for place in range(len(inputs[0])):
         if place == axis:
             found.append(concatenated([(axes[axis], v.shape[axis]) for axes, v in zip(inputs, values, strict=True)]))
         else:
-            found.append(flow.join([axes[place] for axes in inputs], operation))
+            found.append(channels.join([axes[place] for axes in inputs], operation))
     return tuple(found)
 
 
 @rule("stack")
-def stack(flow: Flow, operation: Operation) -> Axes:
+def stack(channels: ChannelMap, operation: Operation) -> Axes:
     """Tensors side by side along a new axis."""
-    inputs = [flow.of(value) for value in operation.arguments[0]]
+    inputs = [channels.of(value) for value in operation.arguments[0]]
     axis = positive(argument(operation, 1, 0), len(inputs[0]) + 1)
-    axes = [flow.join([each[place] for each in inputs], operation) for place in range(len(inputs[0]))]
+    axes = [channels.join([each[place] for each in inputs], operation) for place in range(len(inputs[0]))]
     return (*axes[:axis], None, *axes[axis:])
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
-def split(flow: Flow, operation: Operation) -> list[Axes]:
+def split(channels: ChannelMap, operation: Operation) -> list[Axes]:
     """Parts along an axis; sizes must follow the channels."""
     value, how = operation.arguments[:2]
-    axes = flow.of(value)
+    axes = channels.of(value)
     axis = positive(argument(operation, 2, 0), len(axes))
     labels = axes[axis]
     total = value.shape[axis]
@@ -59,37 +58,39 @@ def split(flow: Flow, operation: Operation) -> list[Axes]:
     else:
         sizes = list(how)
     if labels is not None:
-        _split_evenly(flow, operation, labels, sizes)
+        _split_evenly(channels, operation, labels, sizes)
     borders = np.cumsum([0, *sizes])
     parts = [None if labels is None else labels[a:b] for a, b in pairwise(borders)]
     return [(*axes[:axis], part, *axes[axis + 1 :]) for part in parts]
 
 
-def _split_evenly(flow: Flow, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
+def _split_evenly(channels: ChannelMap, operation: Operation, labels: Labels, sizes: Sequence[int]) -> None:
     """Let equal parts lose as many channels, as a computed size does; other sizes must follow by themselves."""
     if len(set(sizes)) == 1:
-        flow.sets.join_rows(labels.reshape(len(sizes), sizes[0]), "every part of a split must keep as many channels")
+        channels.sets.join_rows(
+            labels.reshape(len(sizes), sizes[0]), "every part of a split must keep as many channels"
+        )
     elif operation.kind in ("chunk", "unsafe_chunk", "tensor_split"):
-        flow.keep([labels], operation, "makes parts of unequal size")
+        channels.keep([labels], operation, "makes parts of unequal size")
     if operation.kind not in ("chunk", "unsafe_chunk"):
-        flow.follows_sizes(labels, operation)
+        channels.follows_sizes(labels, operation)
 
 
 @rule("unbind")
-def unbind(flow: Flow, operation: Operation) -> list[Axes]:
+def unbind(channels: ChannelMap, operation: Operation) -> list[Axes]:
     """One tensor for each position of an axis."""
     value = operation.arguments[0]
-    axes = flow.of(value)
+    axes = channels.of(value)
     axis = positive(argument(operation, 1, 0), len(axes))
-    flow.keep([axes[axis]], operation, "takes its positions apart")
+    channels.keep([axes[axis]], operation, "takes its positions apart")
     return [(*axes[:axis], *axes[axis + 1 :])] * int(value.shape[axis])
 
 
 @rule("slice")
-def sliced(flow: Flow, operation: Operation) -> Axes:
+def sliced(channels: ChannelMap, operation: Operation) -> Axes:
     """A run of positions; on channels its borders must follow them."""
     value = operation.arguments[0]
-    axes = list(flow.of(value))
+    axes = list(channels.of(value))
     axis = positive(argument(operation, 1, 0), len(axes))
     start, end, step = argument(operation, 2, 0) or 0, argument(operation, 3), argument(operation, 4, 1)
     labels = axes[axis]
@@ -99,40 +100,40 @@ def sliced(flow: Flow, operation: Operation) -> Axes:
     if chosen.indices(len(labels)) == (0, len(labels), 1):
         return tuple(axes)
     if step != 1:
-        flow.keep([labels], operation, "takes every second channel or fewer")
+        channels.keep([labels], operation, "takes every second channel or fewer")
     half = len(labels) // 2
     if len(labels) == 2 * half and half in chosen.indices(len(labels))[:2]:
-        flow.sets.join(labels[:half], labels[half:], "both halves must keep as many channels")
-    flow.follows_sizes(labels, operation)
-    flow.starts[operation.name] = labels[: chosen.indices(len(labels))[0]]
+        channels.sets.join(labels[:half], labels[half:], "both halves must keep as many channels")
+    channels.follows_sizes(labels, operation)
+    channels.starts[operation.name] = labels[: chosen.indices(len(labels))[0]]
     axes[axis] = labels[chosen]
     return tuple(axes)
 
 
 @rule("select")
-def select(flow: Flow, operation: Operation) -> Axes:
+def select(channels: ChannelMap, operation: Operation) -> Axes:
     """One position of an axis."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     axis = positive(argument(operation, 1, 0), len(axes))
-    flow.keep([axes.pop(axis)], operation, "takes one of its channels by number")
+    channels.keep([axes.pop(axis)], operation, "takes one of its channels by number")
     return tuple(axes)
 
 
 @rule("roll", "flip")
-def rolled(flow: Flow, operation: Operation) -> Axes:
+def rolled(channels: ChannelMap, operation: Operation) -> Axes:
     """Positions moved along some axes, which are kept."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     moved = argument(operation, 1 if operation.kind == "flip" else 2, None) or range(len(axes))
     for axis in moved if not isinstance(moved, int) else [moved]:
         place = positive(axis, len(axes))
-        flow.keep([axes[place]], operation, "moves its channels")
+        channels.keep([axes[place]], operation, "moves its channels")
     return tuple(axes)
 
 
 @rule("pad", "constant_pad_nd")
-def pad(flow: Flow, operation: Operation) -> Axes:
+def pad(channels: ChannelMap, operation: Operation) -> Axes:
     """Padding has a literal size: positions that it adds cannot be removed."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     shape = operation.arguments[0].shape
     widths = operation.arguments[1]
     constant = argument(operation, 2, "constant") in ("constant", 0, None) or operation.kind == "constant_pad_nd"
@@ -143,7 +144,7 @@ def pad(flow: Flow, operation: Operation) -> Axes:
         if labels is None or (before, after) == (0, 0):
             continue
         if before < 0 or after < 0 or not constant:
-            flow.keep([labels], operation, "pads by other channels")
+            channels.keep([labels], operation, "pads by other channels")
             axes[place] = None
         else:
             parts: list[tuple[Axis, int]] = [(None, before), (labels, shape[place]), (None, after)]
@@ -152,32 +153,32 @@ def pad(flow: Flow, operation: Operation) -> Axes:
 
 
 @rule("pixel_shuffle")
-def pixel_shuffle(flow: Flow, operation: Operation) -> Axes:
+def pixel_shuffle(channels: ChannelMap, operation: Operation) -> Axes:
     """Runs of channels become pixels: a run can only be removed whole."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     labels, run = axes[-3], int(operation.arguments[1]) ** 2
     if labels is not None:
-        axes[-3] = flow.sets.join_rows(labels.reshape(-1, run).T, "pixel_shuffle needs whole runs of channels")
+        axes[-3] = channels.sets.join_rows(labels.reshape(-1, run).T, "pixel_shuffle needs whole runs of channels")
     return (*axes[:-2], None, None)
 
 
 @rule("pixel_unshuffle")
-def pixel_unshuffle(flow: Flow, operation: Operation) -> Axes:
+def pixel_unshuffle(channels: ChannelMap, operation: Operation) -> Axes:
     """Pixels become runs of channels."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     labels = axes[-3]
     axes[-3] = None if labels is None else np.repeat(labels, int(operation.arguments[1]) ** 2)
     return (*axes[:-2], None, None)
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
-def channel_shuffle(flow: Flow, operation: Operation) -> Axes:
+def channel_shuffle(channels: ChannelMap, operation: Operation) -> Axes:
     """Groups of channels interleaved: each group must lose the same channels."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     labels, groups = axes[1], int(operation.arguments[1])
     if labels is not None:
         rows = labels.reshape(groups, -1)
-        flow.sets.join_rows(rows, "every group of a shuffle must keep as many channels")
+        channels.sets.join_rows(rows, "every group of a shuffle must keep as many channels")
         axes[1] = rows.T.reshape(-1)
     return tuple(axes)
 
@@ -186,16 +187,16 @@ def channel_shuffle(flow: Flow, operation: Operation) -> Axes:
 
 
 @rule("permute")
-def permute(flow: Flow, operation: Operation) -> Axes:
+def permute(channels: ChannelMap, operation: Operation) -> Axes:
     """Axes in another order."""
-    axes = flow.of(operation.arguments[0])
+    axes = channels.of(operation.arguments[0])
     return tuple(axes[axis] for axis in operation.arguments[1])
 
 
 @rule("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT")
-def transpose(flow: Flow, operation: Operation) -> Axes:
+def transpose(channels: ChannelMap, operation: Operation) -> Axes:
     """Two axes swapped."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     if len(axes) < 2:
         return tuple(axes)
     one, other = (argument(operation, place, default) for place, default in ((1, -2), (2, -1)))
@@ -204,9 +205,9 @@ def transpose(flow: Flow, operation: Operation) -> Axes:
 
 
 @rule("movedim", "moveaxis")
-def movedim(flow: Flow, operation: Operation) -> Axes:
+def movedim(channels: ChannelMap, operation: Operation) -> Axes:
     """Axes moved to other places."""
-    axes = flow.of(operation.arguments[0])
+    axes = channels.of(operation.arguments[0])
     source, target = (
         [value] if isinstance(value, int) else list(value) for value in (operation.arguments[1], operation.arguments[2])
     )
@@ -220,31 +221,31 @@ def movedim(flow: Flow, operation: Operation) -> Axes:
 
 
 @rule("unsqueeze")
-def unsqueeze(flow: Flow, operation: Operation) -> Axes:
+def unsqueeze(channels: ChannelMap, operation: Operation) -> Axes:
     """A new axis."""
-    axes = list(flow.of(operation.arguments[0]))
+    axes = list(channels.of(operation.arguments[0]))
     axes.insert(positive(operation.arguments[1], len(axes) + 1), None)
     return tuple(axes)
 
 
 @rule("squeeze")
-def squeeze(flow: Flow, operation: Operation) -> Axes:
+def squeeze(channels: ChannelMap, operation: Operation) -> Axes:
     """Axes of size 1 removed."""
     value = operation.arguments[0]
-    axes = list(flow.of(value))
+    axes = list(channels.of(value))
     given = argument(operation, 1)
     chosen = range(len(axes)) if given is None else [given] if isinstance(given, int) else given
     gone = {positive(axis, len(axes)) for axis in chosen}
     gone = {axis for axis in gone if value.shape[axis] == 1}
-    flow.keep([axes[axis] for axis in gone], operation, "drops the axis")
+    channels.keep([axes[axis] for axis in gone], operation, "drops the axis")
     return tuple(labels for place, labels in enumerate(axes) if place not in gone)
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def expand(flow: Flow, operation: Operation) -> Axes:
+def expand(channels: ChannelMap, operation: Operation) -> Axes:
     """Axes of size 1 repeated; a size that is not -1 must follow the channels."""
     value, result = operation.arguments[0], operation.results[0]
-    axes = flow.of(value)
+    axes = channels.of(value)
     new = len(result.shape or ()) - len(axes)
     found: list[Axis] = [None] * new
     sizes = argument(operation, 1)
@@ -252,14 +253,14 @@ def expand(flow: Flow, operation: Operation) -> Axes:
         whole = value.shape[place] == (result.shape or ())[new + place]
         found.append(labels if whole else None)
         if whole and isinstance(sizes, (list, tuple)) and sizes[new + place] != -1:
-            flow.follows_sizes(labels if value.shape[place] != 1 else None, operation)
+            channels.follows_sizes(labels if value.shape[place] != 1 else None, operation)
     return tuple(found)
 
 
 @rule("repeat", "tile")
-def repeat(flow: Flow, operation: Operation) -> Axes:
+def repeat(channels: ChannelMap, operation: Operation) -> Axes:
     """Copies of a tensor behind one another."""
-    axes, counts = flow.of(operation.arguments[0]), list(operation.arguments[1])
+    axes, counts = channels.of(operation.arguments[0]), list(operation.arguments[1])
     counts = [1] * (len(axes) - len(counts)) + counts
     padded: list[Axis] = [*(None for _ in range(len(counts) - len(axes))), *axes]
     return tuple(None if labels is None else np.tile(labels, n) for labels, n in zip(padded, counts, strict=True))
@@ -269,26 +270,26 @@ def repeat(flow: Flow, operation: Operation) -> Axes:
 
 
 @rule("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as")
-def reshape(flow: Flow, operation: Operation) -> Axes:
+def reshape(channels: ChannelMap, operation: Operation) -> Axes:
     """Runs of axes merged or split; the sizes given must follow the channels."""
     value, result = operation.arguments[0], operation.results[0]
     old, new = tuple(value.shape), tuple(size or 0 for size in result.shape or ())
-    axes = flow.of(value)
+    axes = channels.of(value)
     if 0 in old or 0 in new:
-        return unknown(flow, operation)
+        return unknown(channels, operation)
     given = _given_sizes(operation, len(new))
     found: list[Axis] = [None] * len(new)
     for old_run, new_run in runs(old, new):
-        labels = _merged(flow, operation, [axes[place] for place in old_run], [old[place] for place in old_run])
+        labels = _merged(channels, operation, [axes[place] for place in old_run], [old[place] for place in old_run])
         if labels is None:
             continue
         place = _carrier(new_run, new, given)
         if place is None:
-            flow.keep([labels], operation, "ends the chain: it reshapes the channels")
+            channels.keep([labels], operation, "ends the chain: it reshapes the channels")
             continue
-        found[place] = _split_labels(flow, labels, [new[axis] for axis in new_run], new_run.index(place))
+        found[place] = _split_labels(channels, labels, [new[axis] for axis in new_run], new_run.index(place))
         if given[place] is not None or any(given[axis] is None for axis in new_run if axis != place):
-            flow.follows_sizes(found[place], operation)
+            channels.follows_sizes(found[place], operation)
     return tuple(found)
 
 
@@ -326,15 +327,17 @@ def runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], li
         yield one, other
 
 
-def _merged(flow: Flow, operation: Operation, axes: Sequence[Axis], sizes: Sequence[int]) -> Axis:
+def _merged(channels: ChannelMap, operation: Operation, axes: Sequence[Axis], sizes: Sequence[int]) -> Axis:
     """The labels of axes merged to one; at most one of them may have any."""
     places = [place for place, labels in enumerate(axes) if labels is not None and sizes[place] > 1]
     if not places:
         return None
     if len(places) > 1:
-        movable = [place for place in places if not flow.sets.is_kept(axes[place]).all()]  # type: ignore[arg-type]  # not None
+        movable = [place for place in places if not channels.sets.is_kept(axes[place]).all()]  # type: ignore[arg-type]  # not None
         if len(movable) != 1:
-            flow.keep([axes[place] for place in places], operation, "ends the chain: it merges two axes of channels")
+            channels.keep(
+                [axes[place] for place in places], operation, "ends the chain: it merges two axes of channels"
+            )
             return None
         places = movable
     place = places[0]
@@ -354,8 +357,8 @@ def _carrier(run: Sequence[int], new: Sequence[int], given: Sequence[int | None]
     return computed[0] if len(computed) == 1 else max(wide, key=lambda place: new[place])
 
 
-def _split_labels(flow: Flow, labels: Labels, sizes: Sequence[int], place: int) -> Labels:
+def _split_labels(channels: ChannelMap, labels: Labels, sizes: Sequence[int], place: int) -> Labels:
     """Labels split to several axes: what lies along the others is coupled."""
     rows = np.moveaxis(labels.reshape(sizes), place, -1).reshape(-1, sizes[place])
-    same = (flow.sets.roots(rows.reshape(-1)).reshape(rows.shape) == flow.sets.roots(rows[0])).all()
-    return rows[0] if same else flow.sets.join_rows(rows, "it is reshaped with channels that cannot be removed")
+    same = (channels.sets.roots(rows.reshape(-1)).reshape(rows.shape) == channels.sets.roots(rows[0])).all()
+    return rows[0] if same else channels.sets.join_rows(rows, "it is reshaped with channels that cannot be removed")

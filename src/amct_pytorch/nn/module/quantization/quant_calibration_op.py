@@ -1,5 +1,5 @@
 """AMCT's import path of ``QuantCalibrationOp``."""
 
-from amct.pytorch.kv_cache.calibration_op import QuantCalibrationOp
+from amct.pytorch.kv_cache import QuantCalibrationOp
 
 __all__ = ["QuantCalibrationOp"]

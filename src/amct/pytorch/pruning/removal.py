@@ -1,26 +1,54 @@
-"""Parameters and multiply-accumulate operations (MACs) of a model, before and after channels are removed."""
+"""A choice of channels to remove, and what the model costs without them: parameters, multiply-accumulate operations."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from amct.pytorch.pruning.propagation import Removal
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from amct.pytorch.capture.program_reader import Operation, Value
-    from amct.pytorch.pruning.channel_sets import Axis
-    from amct.pytorch.pruning.propagation import ChannelMap
+    from amct.pytorch.pruning.channels import Axis, ChannelMap, Labels
 
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _PRODUCTS = ("matmul", "bmm", "mm")
+
+
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """A choice of channels to remove, as a set of roots of a channel map."""
+
+    channel_map: ChannelMap
+    roots: frozenset[int] = field(default_factory=frozenset)
+
+    def removed(self, labels: Labels) -> Labels:
+        """The positions of an axis that are removed."""
+        found: Labels = np.flatnonzero(self._is_removed[self.channel_map.sets.roots(labels)])
+        return found
+
+    @cached_property
+    def _is_removed(self) -> NDArray[np.bool_]:
+        """Whether each label is the root of a removed set."""
+        found = np.zeros(self.channel_map.sets.count, np.bool_)
+        found[list(self.roots)] = True
+        return found
+
+    def left(self, labels: Labels | None, size: int) -> int:
+        """How many positions of an axis are left."""
+        return size if labels is None else size - len(self.removed(labels))
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The shape of an activation or parameter after the removal."""
+        axes = zip(self.channel_map.of(value), value.shape or (), strict=True)
+        return tuple(self.left(labels, size or 0) for labels, size in axes)
 
 
 @dataclass(frozen=True)
@@ -31,23 +59,16 @@ class Cost:
     macs: int
 
 
-def cost_of(channel_map: ChannelMap, stored: dict[str, tuple[int, ...]], removal: Removal | None = None) -> Cost:
-    """The cost of a model after a removal; without one, of the whole model.
+def cost_of(removal: Removal) -> Cost:
+    """The cost of a model after a removal.
 
     MACs are those of convolutions, linear layers and products of activations.
-
-    Args:
-        channel_map: The channels of the model.
-        stored: The shapes of its parameters by name.
-        removal: The channels to remove.
     """
-    chosen = removal or Removal(channel_map)
-    parameters = 0
-    for name, shape in stored.items():
-        axes = channel_map.parameters.get(name, (None,) * len(shape))
-        parameters += math.prod(chosen.left(labels, size) for labels, size in zip(axes, shape, strict=True))
-    macs = sum(_macs(operation, chosen) for operation in channel_map.program.operations)
-    return Cost(parameters=parameters, macs=macs)
+    channels, parameters = removal.channel_map, 0
+    for name, parameter in channels.model.named_parameters():
+        axes = channels.parameters.get(name, (None,) * parameter.ndim)
+        parameters += math.prod(removal.left(labels, size) for labels, size in zip(axes, parameter.shape, strict=True))
+    return Cost(parameters=parameters, macs=sum(_macs(operation, removal) for operation in channels.program.operations))
 
 
 def _macs(operation: Operation, removal: Removal) -> int:
@@ -100,7 +121,7 @@ class RemovalCosts:
             if factors is None:
                 continue
             weight, read, other = factors
-            axes = [(axis, size, False) for axis, size in self._axes(weight)[read:]]
+            axes = [(axis, size, False) for axis, size in islice(self._axes(weight), read, None)]
             axes += [(axis, size, True) for axis, size in self._axes(other)]
             counted = [(self._counts(axis, len(groups)), size, of_other) for axis, size, of_other in axes]
             fixed = math.prod(size for counts, size, _ in counted if not counts.any())
@@ -117,10 +138,8 @@ class RemovalCosts:
         self._sizes, self._made = np.array(sizes, np.float64), np.array(made, np.bool_)
         self._starts = np.array(starts, np.int64)
 
-    def _axes(self, value: Value) -> list[tuple[Axis, int]]:
-        shape = [size or 0 for size in value.shape or ()]
-        axes = self._map.parameters.get(value.parameter or "") or self._map.values.get(value.name)
-        return list(zip(axes or (None,) * len(shape), shape, strict=True))
+    def _axes(self, value: Value) -> Iterator[tuple[Axis, int]]:
+        return ((axis, size or 0) for axis, size in zip(self._map.of(value), value.shape or (), strict=True))
 
     def _counts(self, axis: Axis, groups: int) -> NDArray[np.float64]:
         """How many positions of an axis belong to a set of each group."""

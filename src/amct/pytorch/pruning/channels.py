@@ -1,27 +1,126 @@
-"""The registry of rules, and what a rule can say about an operation.
+"""The channels of all tensors of a model: which belong together, which must stay, and the rules that say so.
 
-A rule is a function of a ``Flow`` and an operation. It returns the axes of the operation's result; for an operation
-with several results a list, one for each position. What it couples or keeps it says through the flow.
+Each position along an axis of a tensor has a label, the number of a channel. Channels that an operation couples (both
+operands of an addition, a filter and its batch norm) are joined to one set. A set is *kept*, with a reason, if
+removing it would change more than tensors that can be cut: an output of the model, an operation of unknown effect. An
+axis without labels (None) is kept whole.
+
+A rule is a function of the ``ChannelMap`` and an operation. It returns the axes of the operation's result; for an
+operation with several results a list, one for each position. What it couples or keeps it tells the map.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from amct.pytorch.pruning.channel_sets import KEPT, ChannelSets
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Labels = NDArray[np.int64]
+    Axis = Labels | None
+    Axes = tuple[Axis, ...]
+    from collections.abc import Callable
 
     from torch import nn
 
-    from amct.pytorch.capture.program_reader import Operation, Value
-    from amct.pytorch.pruning.channel_sets import Axes, Axis, Labels
+    from amct.pytorch.capture.program_reader import Operation, Program, Value
 
-    Rule = Callable[["Flow", Operation], Axes | list[Axes]]
+    Rule = Callable[["ChannelMap", Operation], Axes | list[Axes]]
+
+
+KEPT = 0
+"""The label of positions that cannot be removed, such as those of a literal padding."""
+
+
+class ChannelSets:
+    """Disjoint sets of channels (union-find), and why some of them are kept."""
+
+    def __init__(self) -> None:
+        self._parent = np.zeros(1024, np.int64)
+        self._count = 1  # label 0 is KEPT
+        self._reasons: dict[int, str] = {KEPT: "its positions are fixed"}
+
+    @property
+    def count(self) -> int:
+        """The number of labels."""
+        return self._count
+
+    def new(self, size: int) -> Labels:
+        """Labels of new channels, each a set of its own."""
+        first, self._count = self._count, self._count + size
+        if self._count > len(self._parent):
+            self._parent = np.concatenate([self._parent, np.zeros(max(self._count, len(self._parent)), np.int64)])
+        labels = np.arange(first, self._count, dtype=np.int64)
+        self._parent[first : self._count] = labels
+        return labels
+
+    def roots(self, labels: Labels) -> Labels:
+        """One label for each set: equal for channels of the same set."""
+        found = self._parent[labels]
+        while True:
+            above = self._parent[found]
+            if np.array_equal(above, found):
+                break
+            found = above
+        self._parent[labels] = found
+        return found
+
+    def join(self, first: Labels, second: Labels, reason: str) -> None:
+        """Couple two arrays of channels position by position; ``reason`` says why, for sets that become kept by it."""
+        for a, b in zip(self.roots(first).tolist(), self.roots(second).tolist(), strict=True):
+            one, other = self._root(a), self._root(b)
+            if one == other:
+                continue
+            upper, lower = min(one, other), max(one, other)
+            if upper == KEPT:  # not joined, so that each set keeps its own reason
+                self._reasons.setdefault(lower, reason)
+                continue
+            self._parent[lower] = upper
+            if lower in self._reasons:
+                self._reasons.setdefault(upper, self._reasons[lower])
+
+    def _root(self, label: int) -> int:
+        while self._parent[label] != label:
+            label = int(self._parent[label])
+        return label
+
+    def join_rows(self, rows: NDArray[np.int64], reason: str) -> Labels:
+        """Couple all rows of a matrix of labels; returns the labels of one."""
+        for row in rows[1:]:
+            self.join(rows[0], row, reason)
+        first: Labels = rows[0]
+        return first
+
+    def keep(self, labels: Axis, reason: str) -> None:
+        """Keep channels: the first reason of a set is the one that is told."""
+        if labels is None:
+            return
+        for root in np.unique(self.roots(labels)).tolist():
+            self._reasons.setdefault(root, reason)
+
+    def is_kept(self, labels: Labels) -> NDArray[np.bool_]:
+        """Whether each channel is kept."""
+        kept = np.fromiter(self._reasons, np.int64, len(self._reasons))
+        return np.isin(self.roots(labels), kept)
+
+    def reason(self, labels: Labels) -> str | None:
+        """Why the first kept channel among some is kept; None if none is."""
+        found = (self._reasons.get(root) for root in self.roots(labels).tolist() if root != KEPT)
+        return next((text for text in found if text is not None), None)
+
+
+def concatenated(parts: Sequence[tuple[Axis, int]]) -> Axis:
+    """The labels of axes one behind the other, each with its size; None if none has any."""
+    if all(axis is None for axis, _ in parts):
+        return None
+    return np.concatenate([np.full(size, KEPT) if axis is None else axis for axis, size in parts])
+
 
 RULES: dict[str, Rule] = {}
 """The rules by the kind of operation."""
@@ -61,19 +160,43 @@ class LayerChannels:
 
 
 @dataclass(eq=False)
-class Flow:
-    """The channels of all tensors of a program, as far as it was read."""
+class ChannelMap:
+    """The channels of all tensors of a model, as far as its program was followed.
 
-    modules: Mapping[str, nn.Module]
-    shared: frozenset[str]  # parameters that several modules have
-    stored: Mapping[str, tuple[int, ...]]  # shapes of parameters and buffers by name
-    literal_places: frozenset[str] = frozenset()  # lines whose sizes are known to be literal
+    Attributes:
+        program: The operations.
+        model: The model.
+        literal_places: Lines of user code (``file:line``) whose sizes are known to be literal.
+        sets: Which channels belong together, and which must stay.
+        layers: The operations with weights and the normalizations, in execution order.
+        parameters: The labels along each axis of each parameter and buffer that was read.
+        axes: The labels along each axis of each activation, by the identity of its value.
+        assumed: Lines whose sizes are assumed to follow the number of channels, with these channels.
+        starts: By slice: the channels in front of its start.
+    """
+
+    program: Program
+    model: nn.Module
+    literal_places: frozenset[str] = frozenset()
     sets: ChannelSets = field(default_factory=ChannelSets)
-    axes: dict[int, Axes] = field(default_factory=dict)  # by the identity of the value
-    parameters: dict[str, Axes] = field(default_factory=dict)
     layers: list[LayerChannels] = field(default_factory=list)
-    assumed: dict[str, Labels] = field(default_factory=dict)  # lines whose sizes are assumed to follow the model
-    starts: dict[str, Labels] = field(default_factory=dict)  # by operation: what a slice leaves out in front
+    parameters: dict[str, Axes] = field(default_factory=dict)
+    axes: dict[int, Axes] = field(default_factory=dict)
+    assumed: dict[str, Labels] = field(default_factory=dict)
+    starts: dict[str, Labels] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        owners = Counter(id(tensor) for _, tensor in tensors)
+        self._shared = {name for name, tensor in tensors if owners[id(tensor)] > 1}
+        self.tensors = dict(tensors)
+
+    @property
+    def producers(self) -> tuple[LayerChannels, ...]:
+        """The layers that make channels, each layer once."""
+        return tuple({layer.name: layer for layer in reversed(self.layers) if layer.produces}.values())[::-1]
 
     def of(self, value: Value) -> Axes:
         """The axes of a tensor; those of a parameter are new channels."""
@@ -82,12 +205,12 @@ class Flow:
         return self.axes.get(id(value), (None,) * len(value.shape or ()))
 
     def _of_parameter(self, name: str, value: Value) -> Axes:
-        if name not in self.stored:
+        if name not in self.tensors:
             return (None,) * len(value.shape or ())
         if name not in self.parameters:
-            axes = tuple(self.sets.new(size) for size in self.stored[name])
+            axes = tuple(self.sets.new(size) for size in self.tensors[name].shape)
             self.parameters[name] = axes
-            if name in self.shared:
+            if name in self._shared:
                 for labels in axes:
                     self.sets.keep(labels, f"several modules share {name}")
         return self.parameters[name]
@@ -156,7 +279,7 @@ class Flow:
                 path = None
             else:
                 self.join([filters, outputs], operation)
-        if weight is None or (path is None and weight not in self.stored):
+        if weight is None or (path is None and weight not in self.tensors):
             self.keep([inputs, outputs], operation, "computes its weight")
             return
         self.layers.append(

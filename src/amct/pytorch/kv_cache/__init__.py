@@ -1,1 +1,0 @@
-"""Calibration of key/value caches: the factors with which the outputs of layers are quantized in a cache."""
