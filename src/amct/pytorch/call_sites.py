@@ -1,9 +1,12 @@
-"""Call sites: which operation of which module call computes a tensor.
+"""Torch functions inside a forward: how they are intercepted, counted and named.
 
-Operations are numbered within each module call, without those of the modules it calls. Operations of the module's
-hooks have negative numbers, so that a hook that is added or removed later does not shift those of the forward. A call
-site is found by running a copy of the model; it stays valid for other batch sizes and for the folded copy, as folding
-replaces whole modules.
+A ``FunctionMode`` passes the functions that a forward calls to a listener, which may observe the call, change it, or do
+something else in its place.
+
+A call site says which operation of which module call computes a tensor. Operations are numbered within each module
+call, without those of the modules it calls. Operations of the module's hooks have negative numbers, so that a hook that
+is added or removed later does not shift those of the forward. A call site is found by running a copy of the model; it
+stays valid for other batch sizes and for the folded copy, as folding replaces whole modules.
 
 When the call sites are known, only the modules of these operations are followed, and those that they call directly:
 what happens deeper belongs to the latter. Hooks on every module, and a mode around the whole forward, would cost 5 % of
@@ -13,19 +16,91 @@ the time of a small convolutional network.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Collection, Iterator
 
     from torch.utils.hooks import RemovableHandle
+
+Listener = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called with a torch function and its arguments in place of the function; returns what the caller gets."""
+
+
+class FunctionMode(TorchFunctionMode):
+    """Passes the torch functions that are called inside of it, but not those called inside torch functions, on.
+
+    Args:
+        listener: Calls the function, or does something else in its place.
+        opens_attention: Whether the functions inside of ``F.multi_head_attention_forward`` are passed on.
+    """
+
+    def __init__(self, listener: Listener, *, opens_attention: bool = False) -> None:
+        super().__init__()
+        self.listener = listener
+        self.opens_attention = opens_attention
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401  torch's protocol
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if self.opens_attention and func is functional.multi_head_attention_forward:
+            with self:
+                return _opened_attention(func)(*args, **kwargs)
+        return self.listener(func, args, kwargs)
+
+
+def _opened_attention(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of torch's attention function whose inner functions a mode can intercept.
+
+    ``F.multi_head_attention_forward`` is written in Python and, while a mode is active, only ever hands itself over to
+    that mode. The copy leaves out this check; it is not torch's own function that is changed.
+    """
+    assert isinstance(func, FunctionType)
+    names = {**func.__globals__, "has_torch_function": _never}
+    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def function_name(func: object) -> str:
+    """The name of a torch function in a call site."""
+    return getattr(func, "__name__", str(func))
+
+
+@dataclass
+class OpenCall:
+    """A module call that is being executed: what it has called so far, and whether its forward runs or a hook."""
+
+    in_forward: bool = False
+    of_forward: int = 0
+    of_hooks: int = 0
+
+    def next_operation(self) -> int:
+        """The number of the function that is called now."""
+        if self.in_forward:
+            self.of_forward += 1
+            return self.of_forward - 1
+        self.of_hooks += 1
+        return -self.of_hooks
 
 
 @dataclass(frozen=True)
@@ -47,8 +122,14 @@ class CallSite:
     function: str
 
 
+WantedSites = frozenset[tuple[str, int]] | None
+"""Module paths and operation numbers whose results are reported; None for all."""
+
+
 class OperationWatch:
     """Reports the result of the torch functions that a model calls, with its call site, while inside ``forward()``.
+
+    Hooks tell which module call is being executed; of modules without hooks it is that of their caller.
 
     Args:
         model: The model.
@@ -64,132 +145,87 @@ class OperationWatch:
         wanted: WantedSites,
         callees: Collection[str] = (),
     ) -> None:
+        self._seen = seen
+        self._wanted = wanted
         paths = None if wanted is None else frozenset(path for path, _ in wanted)
         self._everywhere = paths is None or "" in paths
-        self._tracker = _ModuleCallTracker(
-            model, None if paths is None else {*paths, *callees, *_children(model, paths)}
-        )
-        self._mode = _OperationMode(self._tracker, seen, wanted)
-        if paths is not None and not self._everywhere:
-            self._tracker.run_inside(paths, self._mode)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The context of one forward pass of the whole model."""
-        self._tracker.begin()
-        try:
-            with self._mode if self._everywhere else nullcontext():
-                yield
-        finally:
-            self._tracker.end()
-
-    def callees(self, path: str) -> frozenset[str]:
-        """The modules that a module has called directly."""
-        return frozenset(self._tracker.callees.get(path, ()))
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self._tracker.detach()
-
-
-WantedSites = frozenset[tuple[str, int]] | None
-"""Module paths and operation numbers whose results are reported; None for all."""
-
-
-@dataclass
-class OpenCall:
-    """A module call that is being executed: what it has called so far, and whether its forward runs or a hook."""
-
-    in_forward: bool = False
-    of_forward: int = 0
-    of_hooks: int = 0
-
-    def next_operation(self) -> int:
-        """The number of the function that is called now."""
-        if self.in_forward:
-            self.of_forward += 1
-            return self.of_forward - 1
-        self.of_hooks += 1
-        return -self.of_hooks
-
-
-def _children(model: nn.Module, paths: Collection[str]) -> set[str]:
-    """The modules that the given ones are likely to call: their children, and those in lists and dictionaries."""
-    names = {module: name for name, module in model.named_modules()}  # of a shared module its first one
-    found: set[str] = set()
-    waiting = [model.get_submodule(path) for path in paths]
-    while waiting:
-        for child in waiting.pop().children():
-            found.add(names[child])
-            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # never called itself
-                waiting.append(child)
-    return found
-
-
-class _ModuleCallTracker:
-    """Tracks by hooks which module call is being executed; of modules without hooks it is that of their caller.
-
-    Args:
-        model: The model.
-        followed: The modules that get hooks beside the model itself; None: all.
-    """
-
-    def __init__(self, model: nn.Module, followed: Collection[str] | None) -> None:
-        self.callees: dict[str, set[str]] = {}
-        """The modules that each one has called directly."""
+        self._inside = frozenset() if paths is None or self._everywhere else paths  # the mode is on in their calls only
+        self._mode: FunctionMode | None = FunctionMode(self._report)
+        self._entered = ExitStack()  # holds the mode while it is on
+        self._depth = 0  # of calls of the modules ``inside``
+        self._callees: dict[str, set[str]] = {}
         self._calls: Counter[str] = Counter()
         self._open: list[tuple[str, int, OpenCall]] = []
         self._is_running = False  # the forward of the whole model
         self._is_watching = False
-        self._inside: Collection[str] = ()
-        self._mode: TorchFunctionMode | None = None
-        self._entered = ExitStack()  # holds the mode while it is on
-        self._depth = 0  # of calls of the modules ``inside``
         self._handles: list[RemovableHandle] = []
+        followed = None if paths is None else {*paths, *callees, *_children(model, paths)}
         for name, module in model.named_modules():
-            if followed is not None and module is not model and name not in followed:
-                continue
-            # The first and the last of all hooks, around those of the user.
-            if module is not model:
-                self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-            self._handles.append(module.register_forward_pre_hook(self._set_forward(running=True)))
-            self._handles.append(module.register_forward_hook(self._set_forward(running=False), prepend=True))
             if module is model:
-                self._handles.append(module.register_forward_pre_hook(self._note_running(running=True)))
-                ended = self._note_running(running=False)
-                self._handles.append(module.register_forward_hook(ended, prepend=True, always_call=True))
-            else:
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+                self._follow_model(model)
+            elif followed is None or name in followed:
+                self._follow(name, module)
 
-    def run_inside(self, paths: Collection[str], mode: TorchFunctionMode) -> None:
-        """Enter a mode for the calls of some modules only."""
-        self._inside, self._mode = paths, mode
+    # Of all hooks these are the first and the last ones, around those of the user. They are closures, which a deep copy
+    # of the model shares, unlike methods with their object.
 
-    def begin(self) -> None:
-        """Begin a forward of the whole model: before it is called, or when its hooks have run and its forward runs."""
+    def _follow(self, name: str, module: nn.Module) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(self._entering(name), prepend=True),
+            module.register_forward_pre_hook(self._set_forward(running=True)),
+            module.register_forward_hook(self._set_forward(running=False), prepend=True),
+            module.register_forward_hook(self._leaving(), always_call=True),
+        ]
+
+    def _follow_model(self, model: nn.Module) -> None:
+        self._handles += [
+            model.register_forward_pre_hook(self._set_forward(running=True)),
+            model.register_forward_hook(self._set_forward(running=False), prepend=True),
+            model.register_forward_pre_hook(self._note_running(running=True)),
+            model.register_forward_hook(self._note_running(running=False), prepend=True, always_call=True),
+        ]
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The context of one forward of the whole model.
+
+        It begins before the model is called, or when its hooks have run and its forward runs.
+        """
         self._is_watching, self._depth = True, 0
         self._calls.clear()
         self._open = [("", 0, OpenCall(in_forward=self._is_running))]
+        try:
+            with self._mode if self._everywhere and self._mode else nullcontext():
+                yield
+        finally:
+            self._is_watching = False
+            self._depth = 0
+            self._entered.close()  # a call that was interrupted has left the mode on
 
-    def end(self) -> None:
-        """End the forward; a call that was interrupted has left the mode on."""
-        self._is_watching = False
-        self._depth = 0
-        self._entered.close()
-
-    def next_operation(self) -> tuple[str, int, int]:
-        path, call, opened = self._open[-1]
-        return path, call, opened.next_operation()
+    def callees(self, path: str) -> frozenset[str]:
+        """The modules that a module has called directly."""
+        return frozenset(self._callees.get(path, ()))
 
     def detach(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._mode = None  # it refers to this object: the model would be freed late, with its weights
 
+    def _report(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
+        result = func(*args, **kwargs)
+        path, call, opened = self._open[-1]
+        number = opened.next_operation()
+        if self._wanted is None or (path, number) in self._wanted:
+            for index, leaf in enumerate(pytree.tree_leaves(result)):
+                if isinstance(leaf, torch.Tensor):
+                    self._seen(CallSite(path, call, number, index, function_name(func)), leaf)
+        return result
+
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
             if self._open:
-                self.callees.setdefault(self._open[-1][0], set()).add(name)
+                self._callees.setdefault(self._open[-1][0], set()).add(name)
             self._open.append((name, self._calls[name], OpenCall()))
             self._calls[name] += 1
             if self._is_watching and self._mode is not None and name in self._inside:
@@ -212,39 +248,27 @@ class _ModuleCallTracker:
 
         return note
 
-    def _leave(self, *_: object) -> None:
-        if len(self._open) < 2:
-            return
-        path = self._open.pop()[0]
-        if self._depth and path in self._inside:
-            self._depth -= 1
-            if self._depth == 0:
-                self._entered.close()
+    def _leaving(self) -> Callable[..., None]:
+        def leave(*_: object) -> None:
+            if len(self._open) < 2:
+                return
+            path = self._open.pop()[0]
+            if self._depth and path in self._inside:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._entered.close()
+
+        return leave
 
 
-class _OperationMode(TorchFunctionMode):
-    """Intercepts the torch functions that the model calls, but not those called inside torch functions."""
-
-    def __init__(
-        self, tracker: _ModuleCallTracker, seen: Callable[[CallSite, torch.Tensor], None], wanted: WantedSites
-    ) -> None:
-        super().__init__()
-        self._tracker = tracker
-        self._seen = seen
-        self._wanted = wanted
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401  torch's protocol
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        result = func(*args, **(kwargs or {}))
-        path, call, number = self._tracker.next_operation()
-        if self._wanted is None or (path, number) in self._wanted:
-            name = getattr(func, "__name__", str(func))
-            for index, leaf in enumerate(pytree.tree_leaves(result)):
-                if isinstance(leaf, torch.Tensor):
-                    self._seen(CallSite(path, call, number, index, name), leaf)
-        return result
+def _children(model: nn.Module, paths: Collection[str]) -> set[str]:
+    """The modules that the given ones are likely to call: their children, and those in lists and dictionaries."""
+    names = {module: name for name, module in model.named_modules()}  # of a shared module its first one
+    found: set[str] = set()
+    waiting = [model.get_submodule(path) for path in paths]
+    while waiting:
+        for child in waiting.pop().children():
+            found.add(names[child])
+            if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # never called itself
+                waiting.append(child)
+    return found

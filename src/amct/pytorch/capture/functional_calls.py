@@ -13,16 +13,14 @@ What their forward does besides (padding) stays as it is.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from amct.pytorch.capture.layer_types import quantizable_type
 
@@ -173,24 +171,6 @@ _FORMS: Mapping[Any, _Form] = MappingProxyType(
 """How the calls of a function are read; its positional parameters, in order, with the names used here."""
 
 
-def opened(func: object) -> Callable[..., Any] | None:
-    """A copy of torch's attention function whose inner functions a mode can intercept; None for other functions.
-
-    ``F.multi_head_attention_forward`` is written in Python and, while a mode is active, only ever hands itself over to
-    that mode. The copy leaves out this check; it is not torch's own function that is changed.
-    """
-    if func is not functional.multi_head_attention_forward or not isinstance(func, FunctionType):
-        return None
-    names = {**func.__globals__, "has_torch_function": _never}
-    copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-def _never(_: object) -> bool:
-    return False
-
-
 # -- layers with a computed weight -------------------------------------------------------------------------------------
 
 
@@ -243,39 +223,17 @@ def store_weights(model: nn.Module, computed: Mapping[str, ComputedWeight]) -> N
             module.weight = nn.Parameter(values.weight, requires_grad=module.weight.requires_grad)
         if values.bias is not None:
             module.bias = nn.Parameter(values.bias, requires_grad=module.weight.requires_grad)
-        forward = module.forward
-        stored = functools.partial(_stored_forward, module, forward)  # unlike a closure it is copied and pickled
-        module.forward = functools.update_wrapper(stored, forward)
 
 
-def _stored_forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    with _StoredWeight(module):
-        return forward(*args, **kwargs)
-
-
-class _StoredWeight(TorchFunctionMode):
-    """Passes a layer's own weight and bias to the torch function that it calls."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
-        self._type = quantizable_type(module)
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401  torch's protocol
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        call = functional_call(func, args, kwargs)
-        own: Any = self._module.weight
-        if call is None or call.type != self._type:
-            return func(*args, **kwargs)
-        if call.columns:
-            return functional.linear(call.input, own) if base_of(call.weight) is own else func(*args, **kwargs)
-        if call.weight.shape != own.shape:
-            return func(*args, **kwargs)
-        args, kwargs = with_operands(func, args, kwargs, weight=own, bias=self._module.bias)
-        return func(*args, **kwargs)
+def with_stored_weight(
+    module: nn.Module, call: FunctionalCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    """The call in the forward of a layer with its own weight and bias; None if the call is not that of the layer."""
+    own: Any = module.weight
+    if call.type != quantizable_type(module):
+        return None
+    if call.columns:
+        return (functional.linear, (call.input, own), {}) if base_of(call.weight) is own else None
+    if call.weight.shape != own.shape:
+        return None
+    return func, *with_operands(func, args, kwargs, weight=own, bias=module.bias)

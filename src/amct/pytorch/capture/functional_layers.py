@@ -1,7 +1,7 @@
 """Layers made of functional calls: child modules of a copied model, called in place of the torch functions.
 
 The module that holds the parameter gets a child for each layer: ``attn.in_proj_weight`` is computed by the child
-``amct_functional_in_proj_weight`` of ``attn``. While the copy's forward runs, a ``TorchFunctionMode`` of this forward
+``amct_functional_in_proj_weight`` of ``attn``. While the copy's forward runs, a mode of this forward
 passes each such call on to the child. So hooks, captured programs and ONNX see a module like any other, and
 nn.MultiheadAttention takes its ordinary path: torch has its fast path for tensors without modes only.
 
@@ -18,22 +18,23 @@ import logging
 import threading
 import warnings
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from amct.model import Skip
+from amct.pytorch.call_sites import FunctionMode
 from amct.pytorch.capture.functional_calls import (
     ComputedWeight,
     base_of,
     channels_of,
     computed_weight,
     functional_call,
-    opened,
     store_weights,
+    with_stored_weight,
 )
 from amct.pytorch.capture.layer_types import LAYER_TYPES, is_layer
 from amct.pytorch.user_model import copy_model
@@ -85,10 +86,12 @@ class FunctionalLayers:
     Attributes:
         sources: What each layer is made of, by name.
         problems: Functional calls on parameters that cannot be layers.
+        stored: The paths of layers that compute with their own weight in place of one computed in their forward.
     """
 
     sources: Mapping[str, LayerSource]
     problems: tuple[Skip, ...]
+    stored: frozenset[str] = frozenset()
 
     def by_call(self, model: nn.Module) -> dict[tuple[int, Any], nn.Module]:
         """The layers by the identity of their parameter in ``model``, and the rest of their source."""
@@ -129,20 +132,30 @@ def _as_module(layer: FunctionalLayer, parameter: Tensor) -> nn.Module:
     return module.eval()  # type: ignore[no-any-return]
 
 
-def with_functional_layers(model: nn.Module, layers: Sequence[FunctionalLayer], problems: Sequence[Skip]) -> nn.Module:
-    """A copy that shares the model's tensors and calls these layers in place of the torch functions."""
+def with_functional_layers(
+    model: nn.Module,
+    layers: Sequence[FunctionalLayer],
+    problems: Sequence[Skip],
+    computed: Mapping[str, ComputedWeight] = MappingProxyType({}),
+) -> nn.Module:
+    """A copy that shares the model's tensors and calls these layers in place of the torch functions.
+
+    Layers that compute their weight have the values of ``computed``.
+    """
     duplicate = copy_model(model, share_tensors=True)
     for layer in layers:
         owner, _, child = child_path(layer.name).rpartition(".")
         module = _as_module(layer, _stored(duplicate, layer.source.parameter))
         duplicate.get_submodule(owner).add_module(child, module)
-    for owner in {layer.source.parameter.rpartition(".")[0] for layer in layers}:
+    store_weights(duplicate, computed)
+    for owner in {*computed, *(layer.source.parameter.rpartition(".")[0] for layer in layers)}:
         module = duplicate.get_submodule(owner)
         if is_layer(module):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave)
     sources = {layer.name: layer.source for layer in layers}
-    setattr(duplicate, _LAYERS, FunctionalLayers(sources=sources, problems=tuple(problems)))
+    found = FunctionalLayers(sources=sources, problems=tuple(problems), stored=frozenset(computed))
+    setattr(duplicate, _LAYERS, found)
     forward = duplicate.forward
     redirected = functools.partial(_redirected_forward, duplicate, forward)  # unlike a closure it is copied and pickled
     duplicate.forward = functools.update_wrapper(redirected, forward)  # keeps the signature
@@ -174,7 +187,7 @@ def _redirected_forward(model: nn.Module, forward: Callable[..., Any], *args: An
     assert layers is not None
     before, _state.running = _running(), []
     try:
-        with _Redirection(layers.by_call(model)):
+        with FunctionMode(_Redirection(model, layers), opens_attention=True):
             return forward(*args, **kwargs)
     finally:
         _state.running = before
@@ -196,29 +209,26 @@ def _leave(*_: object) -> None:
     _state.running = _running()[:-1]
 
 
-class _Redirection(TorchFunctionMode):
-    """Passes functional calls on to layers."""
+class _Redirection:
+    """Passes functional calls on to layers, and gives layers their stored weights."""
 
-    def __init__(self, layers: Mapping[tuple[int, Any], nn.Module]) -> None:
-        super().__init__()
-        self._layers = layers
-        self._parameters = frozenset(identity for identity, _ in layers)
+    def __init__(self, model: nn.Module, layers: FunctionalLayers) -> None:
+        self._layers = layers.by_call(model)
+        self._parameters = frozenset(identity for identity, _ in self._layers)
+        self._stored = [model.get_submodule(path) for path in layers.stored]
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401  torch's protocol
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        attention = opened(func)
-        if attention is not None:
-            with self:
-                return attention(*args, **kwargs)
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
         call = functional_call(func, args, kwargs)
-        layer = self._layer_of(call) if call is not None else None
-        return func(*args, **kwargs) if call is None or layer is None else layer(call.input)
+        if call is None:
+            return func(*args, **kwargs)
+        running = _running()[-1:]
+        if running and any(module is running[0] for module in self._stored):
+            replaced = with_stored_weight(running[0], call, func, args, kwargs)
+            if replaced is not None:
+                func, args, kwargs = replaced
+                return func(*args, **kwargs)
+        layer = self._layer_of(call)
+        return func(*args, **kwargs) if layer is None else layer(call.input)
 
     def _layer_of(self, call: FunctionalCall) -> nn.Module | None:
         parameter = base_of(call.weight)
@@ -280,13 +290,14 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs, *, stored: b
     """
     duplicate = copy_model(model)
     finder = _Finder(duplicate)
+    mode = FunctionMode(finder, opens_attention=True)
     hooks = []
     for module in duplicate.modules():
         if is_layer(module):
             hooks += [module.register_forward_pre_hook(finder.enter), module.register_forward_hook(finder.leave)]
     arguments = pytree.tree_map_only(Tensor, torch.Tensor.clone, (inputs.args, inputs.kwargs))
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), finder:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
             warnings.simplefilter("ignore")  # calibration runs the model again and says what it has to say
             duplicate(*arguments[0], **arguments[1])
     except Exception as error:  # noqa: BLE001  the user's forward runs here; tracing it reports its error
@@ -299,9 +310,7 @@ def find_functional_layers(model: nn.Module, inputs: ExampleInputs, *, stored: b
     computed = finder.computed() if stored else {}
     if not layers and not problems and not computed:
         return model
-    found = with_functional_layers(model, layers, problems)
-    store_weights(found, computed)
-    return found
+    return with_functional_layers(model, layers, problems, computed)
 
 
 @dataclass
@@ -347,11 +356,10 @@ class _Constants:
                 self.tensors.pop(id(base_of(tensor)), None)
 
 
-class _Finder(TorchFunctionMode):
+class _Finder:
     """Notes the functional calls on the parameters of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._constants = _Constants({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
         self._found: dict[tuple[str, Channels], _Found] = {}
@@ -369,18 +377,8 @@ class _Finder(TorchFunctionMode):
         """Note that a layer's own forward has ended."""
         self._running.pop()
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401  torch's protocol
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        attention = opened(func)
-        if attention is not None:
-            with self:
-                return attention(*args, **kwargs)
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
+        """Note a call and execute it; the listener of a ``FunctionMode``."""
         call = functional_call(func, args, kwargs)
         if call is not None:
             self._note(call)

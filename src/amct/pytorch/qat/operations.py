@@ -1,7 +1,7 @@
 """Quantizers inside a forward of the user's own: behind operations that are no layers, and in functional calls.
 
 As a quantized layer, a module whose forward needs them is an object of a class derived from its own. While the forward
-runs, a ``TorchFunctionMode`` sees the torch functions that it calls. It numbers them within each call of a module, as
+runs, a ``FunctionMode`` sees the torch functions that it calls. It numbers them within each call of a module, as
 ``call_sites.py`` does to name the place of a tensor (functions of hooks apart), and quantizes the results at the
 places that have a quantizer. Every module of a model with such places is of such a class, so that functions are counted
 for the module that calls them. A part of the model that runs alone, as gradient checkpointing does, needs nothing from
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from amct.pytorch.call_sites import OpenCall
-from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_call, opened
+from amct.pytorch.call_sites import FunctionMode, OpenCall, function_name
+from amct.pytorch.capture.functional_calls import base_of, channels_of, functional_call
 from amct.pytorch.qat.layers import QuantizedCall
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -39,7 +39,7 @@ QUANTIZERS = "amct_quantizers"
 OUTPUT = "output"
 _CALLS = "_functional_calls"
 _SHARED = "_shared_quantizers"
-_TOLD = "_other_way_was_told"
+_WARNED = "_warned_of_other_operations"
 
 
 def operation_name(operation: int, result: int) -> str:
@@ -153,13 +153,13 @@ def _is_instrumented(module: nn.Module) -> bool:
 @contextmanager
 def called(module: nn.Module) -> Iterator[_Frame]:
     """The context of a module's call: its hooks and its forward."""
-    mode = _current_mode()
-    if mode is None:
-        mode = _OperationMode()
-        with mode, mode.frame(module) as frame:
+    operations = _current()
+    if operations is None:
+        operations = _Operations()
+        with operations.mode, operations.frame(module) as frame:
             yield frame
         return
-    with mode.frame(module) as frame:
+    with operations.frame(module) as frame:
         yield frame
 
 
@@ -169,20 +169,22 @@ def inside(module: nn.Module) -> Iterator[None]:
 
     If another module calls just the forward, without hooks, its functions count as those of that module.
     """
-    mode = _current_mode()
-    if mode is None:
+    operations = _current()
+    if operations is None:
         with called(module) as frame, frame.forward():
             yield
-    elif mode.innermost.module is module and not mode.innermost.opened.in_forward:
-        with mode.innermost.forward():
+    elif operations.innermost.module is module and not operations.innermost.opened.in_forward:
+        with operations.innermost.forward():
             yield
     else:
         yield
 
 
-def _current_mode() -> _OperationMode | None:
+def _current() -> _Operations | None:
+    """The operations of the forward that this thread is running."""
     stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return next((each for each in reversed(stack) if isinstance(each, _OperationMode)), None)
+    listeners = (mode.listener for mode in reversed(stack) if isinstance(mode, FunctionMode))
+    return next((each for each in listeners if isinstance(each, _Operations)), None)
 
 
 def quantizer_of(module: nn.Module, name: str, function: str = "") -> ActivationQuantizer | None:
@@ -200,8 +202,8 @@ def _is_at(quantizer: ActivationQuantizer, name: str, expected: str, function: s
     """Whether an operation is the one that a quantizer was put behind; otherwise this is told once."""
     if expected == function:
         return True
-    if not torch.compiler.is_compiling() and not vars(quantizer).get(_TOLD):
-        setattr(quantizer, _TOLD, True)
+    if not torch.compiler.is_compiling() and not vars(quantizer).get(_WARNED):
+        setattr(quantizer, _WARNED, True)
         logger.warning(
             'the quantizer of "%s" expects the result of %s as %s, which is %s now: the forward takes another way than '
             "when the model was prepared. That tensor is not quantized here, but it is in the exported file",
@@ -272,12 +274,12 @@ class _Frame:
             self.opened.in_forward = False
 
 
-class _OperationMode(TorchFunctionMode):
+class _Operations:
     """Numbers the torch functions of each module call, quantizes results and functional calls."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._frames: list[_Frame] = []
+        self.mode = FunctionMode(self)
 
     @property
     def innermost(self) -> _Frame:
@@ -287,35 +289,27 @@ class _OperationMode(TorchFunctionMode):
     @contextmanager
     def frame(self, module: nn.Module) -> Iterator[_Frame]:
         """The context of one call of a module."""
+        before = self.mode.opens_attention
         self._frames.append(_Frame(module, _calls_of(module), OpenCall()))
+        self.mode.opens_attention = before or bool(self._frames[-1].calls)
         try:
             yield self._frames[-1]
         finally:
             self._frames.pop()
+            self.mode.opens_attention = before
 
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401  torch's protocol
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        kwargs = kwargs or {}
-        if any(frame.calls for frame in self._frames):
-            attention = opened(func)
-            if attention is not None:
-                with self:
-                    return attention(*args, **kwargs)
-            call = functional_call(func, args, kwargs)
-            is_layer, layer = self._layer_of(call) if call is not None else (False, None)
-            if call is not None and layer is not None:
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401  any result
+        """Call a function with quantized operands, or quantize its results."""
+        call = functional_call(func, args, kwargs) if self.mode.opens_attention else None
+        if call is not None:
+            is_layer, layer = self._layer_of(call)
+            if layer is not None:
                 return _quantized_call(layer, call, func, args, kwargs)
             if is_layer:
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         frame = self._frames[-1]
-        number = frame.opened.next_operation()
-        return _quantized_results(frame.module, number, getattr(func, "__name__", str(func)), result)
+        return _quantized_results(frame.module, frame.opened.next_operation(), function_name(func), result)
 
     def _layer_of(self, call: FunctionalCall) -> tuple[bool, QuantizedCall | None]:
         """Whether a call is one of the functional layers, and its quantizers."""
