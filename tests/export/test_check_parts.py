@@ -10,8 +10,7 @@ from onnx import helper
 from amct.export.check.running import LoadedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
-from amct.export.onnx.part_runner import PartRunner
-from amct.export.onnx.parts import consecutive_parts, part_model, parts_before
+from amct.export.onnx.parts import PartRunner, consecutive_parts, part_model, parts_before
 from amct.export.onnx.runtime import Runner
 
 

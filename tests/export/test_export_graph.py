@@ -10,7 +10,8 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.messages import attribute_value, copy_fields
+from amct.export.onnx.kept_weights import copy_fields
+from amct.export.onnx.messages import attribute_value
 
 
 def names(model):

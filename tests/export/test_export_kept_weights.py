@@ -20,9 +20,14 @@ from amct.errors import AmctError, ExportError
 from amct.export import formats
 from amct.export.onnx import kept_weights, runtime
 from amct.export.onnx.file_parts import initializer_bytes, model_parts, read_parts
-from amct.export.onnx.kept_weights import KeptWeights, kept_arrays, owner_of, with_values
-from amct.export.onnx.light import with_weights_beside
-from amct.export.onnx.messages import tensor_array
+from amct.export.onnx.kept_weights import (
+    KeptWeights,
+    kept_arrays,
+    owner_of,
+    tensor_array,
+    with_values,
+    with_weights_beside,
+)
 from amct.export.onnx.runtime import Runner
 from amct.export.writer import save_model
 

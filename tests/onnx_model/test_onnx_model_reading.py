@@ -14,10 +14,9 @@ from onnx_nets import graph_model, node, normal, products, run
 
 import amct.onnx_model as amct
 from amct.errors import AmctError, ArgumentTypeError, ConfigError, ExportError, FileError, ModelError, ParseError
-from amct.export.onnx.light import LARGEST_CONSTANT
+from amct.export.onnx.kept_weights import LARGEST_CONSTANT
 from amct.onnx_model.layers import find_all_layers
-from amct.onnx_model.opset import with_opset
-from amct.onnx_model.reading import read_model
+from amct.onnx_model.reading import read_model, with_opset
 
 
 def test_a_path_bytes_and_a_model_are_read_alike(tmp_path):

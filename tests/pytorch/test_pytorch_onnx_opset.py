@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.pytorch.onnx.opset import lower_opset
+from amct.export.onnx.rewrites import lower_opset
 
 INT64 = np.int64
 

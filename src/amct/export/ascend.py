@@ -22,10 +22,8 @@ from onnx import TensorProto
 
 from amct.errors import ExportError
 from amct.export.formats import ExportedModel
-from amct.export.onnx.layer import layer_report
-from amct.export.onnx.layer_lookup import find_layers, recurrent_problem
-from amct.export.onnx.messages import attribute_value
-from amct.export.onnx.weights import (
+from amct.export.onnx.layer import (
+    layer_report,
     owned_name,
     replace_bias,
     replace_weight,
@@ -33,6 +31,8 @@ from amct.export.onnx.weights import (
     stored_weight,
     straighten_gemm,
 )
+from amct.export.onnx.layer_lookup import find_layers, recurrent_problem
+from amct.export.onnx.messages import attribute_value
 from amct.export.qdq.balance import insert_balance
 from amct.model.kinds import LayerKind
 

@@ -13,9 +13,8 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from amct.export.formats import ExportedModel, write_metadata
-from amct.export.onnx.layer import layer_report
+from amct.export.onnx.layer import layer_report, replace_bias, replace_weight, share_weights, straighten_gemm
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.weights import replace_bias, replace_weight, share_weights, straighten_gemm
 from amct.export.qdq.balance import along_channels, insert_balance
 from amct.numerics.affine import integer_range
 

@@ -18,7 +18,7 @@ from amct.export.binding import placeholder_factors
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.layer_lookup import find_layers
 from amct.export.onnx.messages import parameter_bytes
-from amct.export.onnx.part_runner import PartRunner
+from amct.export.onnx.parts import PartRunner
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.memory import LARGE_MODEL
 from amct.onnx_model.layers import find_all_layers, weight_parts

@@ -15,8 +15,9 @@ from amct.errors import ModelError
 from amct.export.formats import layer_outputs, rescaled_layers
 from amct.export.onnx.graph import OnnxGraph
 from amct.export.onnx.runtime import Runner, as_tensor
+from amct.model.operators import BATCH_NORM
 from amct.onnx_model.batches import onnx_batches
-from amct.onnx_model.layers import BATCH_NORM, find_all_layers
+from amct.onnx_model.layers import find_all_layers
 from amct.onnx_model.reading import AnyModel, read_model
 from amct.pipeline import compare as flow_compare
 from amct.pipeline.door import ModelOutput

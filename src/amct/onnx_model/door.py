@@ -12,9 +12,9 @@ from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ConfigError
 from amct.export.binding import placeholder_factors
 from amct.export.fake_quant import fake_quant_model
-from amct.export.onnx.kept_weights import KeptWeights, with_values
+from amct.export.onnx.kept_weights import KeptWeights, tensor_array, with_values
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.messages import model_opset, parameter_bytes, tensor_array
+from amct.export.onnx.messages import model_opset, parameter_bytes
 from amct.export.onnx.runtime import Runner, as_tensor
 from amct.export.saving import layer_factors
 from amct.numerics.min_max import MinMaxObserver
@@ -24,8 +24,7 @@ from amct.onnx_model.calibrating import balance_factors, start_calibration
 from amct.onnx_model.comparing import Pair, onnx_output
 from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
-from amct.onnx_model.opset import with_opset
-from amct.onnx_model.reading import input_shape, read_model
+from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
 from amct.pipeline.fingerprints import fingerprint
 from amct.pipeline.preparation import Preparation, enabled_layers

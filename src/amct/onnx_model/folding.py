@@ -15,13 +15,14 @@ import torch
 
 from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
+from amct.export.onnx.layer import owned_name, replace_weight
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer
 from amct.export.onnx.messages import attribute_value
-from amct.export.onnx.weights import owned_name, replace_weight
 from amct.model import Folded, FusionPattern, Node, fold_batch_norms
 from amct.model.kinds import KIND_OF_OPERATOR
+from amct.model.operators import BATCH_NORM, WITH_BIAS
 from amct.numerics.fold import ChannelAffine, fold_after
-from amct.onnx_model.layers import BATCH_NORM, topology
+from amct.onnx_model.layers import topology
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.export.onnx.layer import Layer
 
-_HEADS = frozenset({"Conv", "ConvTranspose", "Gemm"})  # MatMul has no bias input
-_PATTERN = FusionPattern(heads=_HEADS, stages=(frozenset({BATCH_NORM}),))
+_PATTERN = FusionPattern(heads=WITH_BIAS, stages=(frozenset({BATCH_NORM}),))
 _PARTS = ("scale", "B", "mean", "var")
 
 
@@ -94,7 +94,7 @@ def _refusal(graph: OnnxGraph, head: NodeProto, norm: NodeProto) -> str | None:
 def _fold_constants(graph: OnnxGraph, skip: Collection[str]) -> dict[str, str]:
     """Fold sums and products with constants; returns by layer the last node that was folded into it."""
     folded: dict[str, str] = {}
-    for head in [node for node in graph.nodes if node.op_type in _HEADS and node.name not in skip]:
+    for head in [node for node in graph.nodes if node.op_type in WITH_BIAS and node.name not in skip]:
         while (node := graph.only_consumer(head.output[0])) is not None and node.name not in skip:
             layer = _layer(graph, head)
             affine = None if isinstance(layer, str) else _constant_affine(graph, layer, node)

@@ -10,12 +10,12 @@ import numpy as np
 from amct.config.layers import LayerInfo, LayerList
 from amct.export.binding import LayerBinding, placeholder_factors
 from amct.export.onnx.graph import OnnxGraph
-from amct.export.onnx.layer import shared_tensor
+from amct.export.onnx.layer import replace_weight, shared_tensor
 from amct.export.onnx.layer_lookup import LayerMismatchError, find_layer, recurrent_problem
 from amct.export.onnx.messages import attribute_value, subgraphs
-from amct.export.onnx.weights import replace_weight
 from amct.model import Graph, Node, Skip
 from amct.model.kinds import ANY_RANK, KIND_OF_OPERATOR
+from amct.model.operators import FLOAT_WEIGHTED
 from amct.pipeline.weights import WeightPart
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from amct.export.onnx.layer import Layer
     from amct.pipeline.weights import LayerWeights
 
-BATCH_NORM = "BatchNormalization"
-_OTHER_WEIGHTED = frozenset(
-    {"DeformConv", "Einsum", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "PRelu", "RNN"}
-)
-"""Operators with weights that have no quantized form; they are reported as skipped."""
 _FLOATS = (np.float32, np.float16)
 
 
@@ -113,7 +108,7 @@ def find_all_layers(model: ModelProto) -> Layers:
                 found[node.name] = layer
             else:
                 skips.append(Skip(node.name, layer))
-        elif node.op_type in _OTHER_WEIGHTED:
+        elif node.op_type in FLOAT_WEIGHTED:
             skips.append(Skip(node.name, f"{node.op_type} is not quantizable"))
     operators = {node.name: node.op_type for node in graph.nodes if node.op_type != "Constant"}
     for node in graph.nodes:

@@ -8,11 +8,12 @@ supported by the exporters, shapes are declared, and no weights are listed as in
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from onnx import ModelProto, helper, inliner
+from onnx import ModelProto, helper, inliner, version_converter
 
 from amct.atomic import Snapshot, read_bytes
 from amct.errors import ArgumentTypeError, ModelError, ParseError
@@ -24,42 +25,16 @@ from amct.export.onnx.checked import (
     decode_model,
     load_external,
 )
-from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.onnx.light import light_copy, with_weights_beside
-from amct.export.onnx.messages import first_line, fresh_name
-from amct.export.onnx.pool_padding import with_explicit_pool_padding
+from amct.export.onnx.kept_weights import KeptWeights, is_large, light_copy, with_weights_beside
+from amct.export.onnx.messages import captures, first_line, fresh_name, model_opset
+from amct.export.onnx.rewrites import with_explicit_pool_padding
 from amct.export.onnx.sizes import check_sizes
+from amct.export.request import OPSETS, check_opset
 from amct.memory import give_back_freed
-from amct.onnx_model.identities import remove_identities
-from amct.onnx_model.opset import (
-    drop_stored_inputs,
-    set_file_version,
-    usual_opset,
-    with_opset,
-)
+from amct.model.operators import ASCEND, QUANTIZED
 
 AnyModel = str | os.PathLike[str] | bytes | ModelProto
 """A path, the bytes of a file, or a model in memory."""
-
-_QUANTIZED = frozenset(
-    {
-        "ConvInteger",
-        "DequantizeLinear",
-        "DynamicQuantizeLinear",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "QAttention",
-        "QGemm",
-        "QLinearAdd",
-        "QLinearConv",
-        "QLinearMatMul",
-        "QuantizeLinear",
-    }
-)
-_DEPLOYED = frozenset(
-    {"AscendDequant", "AscendQuant", "BasicGRUInplaceFillWindowCache", "BasicLSTMInplaceFillWindowCache"}
-)
-"""Ascend's own operators, which cannot be run here."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,7 +79,7 @@ def read_model(
     proto = _without_functions(source, proto)
     drop_stored_inputs(proto)
     set_file_version(proto)
-    _refuse_quantized(source, proto, _DEPLOYED if allow_quantized else _DEPLOYED | _QUANTIZED)
+    _refuse_quantized(source, proto, ASCEND if allow_quantized else ASCEND | QUANTIZED)
     _check(source, proto)
     check_loops(source, proto)
     _name_nodes(proto)
@@ -172,8 +147,8 @@ def _refuse_quantized(source: str, proto: ModelProto, refused: frozenset[str]) -
     found = next((node for node in proto.graph.node if node.op_type in refused), None)
     if found is None:
         return
-    what = "is already quantized" if refused > _DEPLOYED else "is a deploy file, which only the chip can run"
-    advice = "start from the float model" if refused > _DEPLOYED else "use the fake_quant or qdq file"
+    what = "is already quantized" if refused > ASCEND else "is a deploy file, which only the chip can run"
+    advice = "start from the float model" if refused > ASCEND else "use the fake_quant or qdq file"
     raise ModelError(f'{source} {what}: node "{found.name or found.output[0]}" is a {found.op_type}; {advice}')
 
 
@@ -236,3 +211,89 @@ def element_dtype(proto: ModelProto, name: str) -> str:
     """The NumPy name of the element type of an input."""
     value = next(value for value in proto.graph.input if value.name == name)
     return str(helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type).name)
+
+
+def remove_identities(model: ModelProto) -> None:
+    """Remove Identity nodes in place; those that write an output, or what the body of an If, Loop or Scan reads, stay.
+
+    Some exporters write one behind every operator. It would hide what follows a layer: a constant or a batch norm that
+    is folded into it, an activation that its quantizer absorbs.
+    """
+    graph = model.graph
+    fixed = {value.name for value in graph.output}.union(*(captures(node) for node in graph.node))
+    source: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        if node.op_type == "Identity" and not node.domain and node.output[0] not in fixed:
+            source[node.output[0]] = source.get(node.input[0], node.input[0])
+        else:
+            kept.append(node)
+    if not source:
+        return
+    for node in kept:
+        for index, name in enumerate(node.input):
+            if name in source:
+                node.input[index] = source[name]
+    known = [value for value in graph.value_info if value.name not in source]
+    del graph.node[:], graph.value_info[:]
+    graph.node.extend(kept)
+    graph.value_info.extend(known)
+
+
+NEWEST_FILE_VERSION = 10
+"""The IR version of the newest supported opset; runtimes reject files with a newer one."""
+STORED_ALONE = 4
+"""The first IR version in which stored tensors need not be listed as inputs; files of opset 7 and 8 are older."""
+
+
+def usual_opset(model: ModelProto) -> int:
+    """The default opset for exporting a model: its own, or the nearest supported one."""
+    return min(max(model_opset(model), OPSETS[0]), OPSETS[-1])
+
+
+def with_opset(model: ModelProto, opset: int) -> ModelProto:
+    """Convert a model to another opset; returns the model itself if it has this opset. Node and tensor names are kept.
+
+    Raises:
+        ArgumentError: the opset is outside 16..21.
+        ModelError: an operator of the model does not exist in that opset.
+    """
+    check_opset(opset)
+    if model_opset(model) == opset:
+        return model
+    try:
+        converted = version_converter.convert_version(light_copy(model), opset)
+    except Exception as error:
+        raise ModelError(
+            f"the model has opset {model_opset(model)} and cannot be converted to {opset}: {_reason(error)}; "
+            f"export it again with an opset of {OPSETS[0]}..{OPSETS[-1]}"
+        ) from error
+    result = with_weights(converted, model)
+    set_file_version(result)
+    return result
+
+
+def _reason(error: Exception) -> str:
+    """What the converter says, without the place in its own source and the condition that failed there."""
+    return re.sub(r"^\S+:\d+: \w+: Assertion `.*?` failed: ", "", first_line(error))
+
+
+def set_file_version(model: ModelProto) -> None:
+    """Set an IR version that fits the model's opset, that runtimes support, and without stored tensors as inputs."""
+    needed = helper.find_min_ir_version_for(list(model.opset_import), ignore_unknown=True)
+    model.ir_version = max(needed, STORED_ALONE, min(model.ir_version, NEWEST_FILE_VERSION))
+
+
+def with_weights(light: ModelProto, model: ModelProto) -> ModelProto:
+    """Add the large initializers of the model to its (possibly changed) light copy, in place, and return it."""
+    light.graph.initializer.extend(tensor for tensor in model.graph.initializer if is_large(tensor))
+    drop_stored_inputs(light)
+    return light
+
+
+def drop_stored_inputs(model: ModelProto) -> None:
+    """Remove inputs that are also initializers; old files list weights as optional inputs."""
+    stored = {tensor.name for tensor in model.graph.initializer}
+    kept = [value for value in model.graph.input if value.name not in stored]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)

@@ -22,7 +22,9 @@ import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError, ModelError
-from amct.export.onnx.messages import any_value, attribute_value, copy_fields, reads, tensor_array
+from amct.export.onnx.kept_weights import copy_fields, tensor_array
+from amct.export.onnx.messages import any_value, attribute_value, reads
+from amct.model.operators import ARRANGING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from amct.export.onnx.kept_weights import KeptWeights
 
 _ZERO = 128
-_MOVING = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _EXACT_IN_FLOAT32 = 1 << 24
 _NARROW_BITS = (4, 8)
 _LARGEST_NIBBLE = 15
@@ -150,7 +151,7 @@ class _Translation:
     # -- on integers ---------------------------------------------------------------------------------------------------
 
     def _layer(self, node: NodeProto, x: _Integers) -> None:
-        if node.op_type in _MOVING:
+        if node.op_type in ARRANGING:
             self._nodes.append(node)
             self._kinds[node.output[0]] = x
         elif node.op_type == "Pad":

@@ -11,7 +11,7 @@ from amct.errors import AmctError
 from amct.export.check.reference import loss
 from amct.export.check.similarity import output_similarity
 from amct.export.formats import layer_outputs, rescaled_layers
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.kept_weights import light_copy
 from amct.export.onnx.messages import reads
 from amct.export.onnx.runtime import Runner
 from amct.export.onnx.sizes import sizes_of_run

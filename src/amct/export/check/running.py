@@ -33,8 +33,7 @@ import numpy as np
 from amct.errors import ModelError
 from amct.export.onnx.messages import first_line, parameter_bytes, reads
 from amct.export.onnx.parts import consecutive_parts, part_model
-from amct.export.onnx.run_watch import RunWatch, longest_run
-from amct.export.onnx.runtime import open_session, quiet_options
+from amct.export.onnx.runtime import RunWatch, longest_run, open_session, quiet_options
 from amct.memory import give_back_freed
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from amct.export.onnx.kept_weights import KeptWeights, kept_values, refers
-from amct.export.onnx.messages import copy_fields
+from amct.export.onnx.kept_weights import KeptWeights, copy_fields, kept_values, refers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

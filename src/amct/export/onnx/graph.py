@@ -14,21 +14,21 @@ from onnx import ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, 
 from onnx.reference import ReferenceEvaluator
 
 from amct.errors import ExportError, did_you_mean
+from amct.export.onnx.kept_weights import copy_fields, tensor_array
 from amct.export.onnx.messages import (
     any_value,
     attribute_value,
     captures,
     constant_node_value,
     copied_node,
-    copy_fields,
     make_attribute,
     model_opset,
     new_node,
     reads,
     stored_bytes,
-    tensor_array,
 )
 from amct.model import TensorIndex
+from amct.model.operators import REDUCING, STORED_ARITHMETIC, STORED_MOVING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,27 +38,8 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.kept_weights import KeptWeights
 
-_DETERMINISTIC_FOLDS = frozenset(
-    {
-        "Cast",
-        "Concat",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
-"""Operators allowed between a weight and its layer; exporters keep them in the graph if the weight is large."""
-_ARITHMETIC_FOLDS = frozenset({"Abs", "Add", "Div", "Exp", "Mul", "Neg", "Pow", "Reciprocal", "Sqrt", "Sub"})
-"""The same for a weight that is normalized in each run; these broadcast: a result may be larger than its operands."""
-_REDUCING_FOLDS = frozenset({"ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
-_FOLDS = _DETERMINISTIC_FOLDS | _ARITHMETIC_FOLDS | _REDUCING_FOLDS
-
+_FOLDS = STORED_MOVING | STORED_ARITHMETIC | REDUCING
+"""Operators allowed between a stored value and a weight."""
 _LONGEST_FOLD = 64
 """The longest chain of operators between a stored value and a tensor that still counts as constant."""
 _LARGEST_FOLD = 2**26
@@ -240,7 +221,7 @@ class OnnxGraph(TensorIndex[NodeProto]):
             assert indices is not None
             axis = attribute_value(node, "axis", 0)
             result = data.nbytes // max(data.shape[axis] if data.ndim else 1, 1) * indices.size
-        elif node.op_type in _ARITHMETIC_FOLDS:
+        elif node.op_type in STORED_ARITHMETIC:
             operands = [value for value in inputs.values() if value is not None]
             result = math.prod(np.broadcast_shapes(*(each.shape for each in operands))) * operands[0].itemsize
         stored = sum(stored_bytes(tensor) for tensor in self._initializers.values())

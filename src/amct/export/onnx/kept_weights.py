@@ -11,6 +11,9 @@ makes such a model owns its arrays::
 
 A key cannot be guessed, and files from elsewhere are read without any external data that is left: no file can refer to
 memory.
+
+Checking, shape inference and opset conversion need small constants (shapes, axes) but no weights. For them there are
+light copies, in which large initializers are inputs of the same name and shape.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from amct.errors import ExportError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
+    from google.protobuf.message import Message
     from numpy.typing import NDArray
+
 
 LEAST_BYTES = 2**16
 """Smaller arrays are stored in the message."""
@@ -176,6 +181,23 @@ def kept_array(tensor: TensorProto) -> NDArray[Any] | None:
     return None if found is None else found.array()
 
 
+def tensor_array(tensor: TensorProto) -> NDArray[Any]:
+    """The array of a tensor message.
+
+    Raises:
+        ExportError: its data is in a file that was not loaded.
+    """
+    kept = kept_array(tensor)
+    if kept is not None:
+        return kept
+    if tensor.data_location == TensorProto.EXTERNAL:
+        raise ExportError(
+            f'the data of initializer "{tensor.name}" is in another file and was not loaded; '
+            "load the model with onnx.load(path), which reads external data"
+        )
+    return numpy_helper.to_array(tensor)
+
+
 def refers(model: ModelProto) -> bool:
     """Whether a model has weights beside it."""
     return any(kept_values(tensor) is not None for tensor in model.graph.initializer)
@@ -203,3 +225,62 @@ def whole_tensor(tensor: TensorProto) -> TensorProto:
     """A message that holds its values: the message itself, or one with the values to which it refers."""
     array = kept_array(tensor)
     return tensor if array is None else numpy_helper.from_array(array, tensor.name)
+
+
+def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None:
+    """Copy one message into another field by field, without the skipped (large) fields."""
+    for field, value in source.ListFields():
+        if field.name in skip:
+            continue
+        if hasattr(value, "extend"):  # a repeated field; descriptors differ between protobuf releases
+            getattr(target, field.name).extend(value)
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
+
+
+LARGEST_CONSTANT = 4096  # values; larger constants are weights, not shapes or indices
+
+
+def light_copy(model: ModelProto) -> ModelProto:
+    """A copy of the model with large initializers replaced by inputs; small ones are kept."""
+    light = ModelProto()
+    copy_fields(model, light, skip={"graph"})
+    copy_fields(model.graph, light.graph, skip={"initializer"})
+    declared = {value.name for value in light.graph.input}
+    for tensor in model.graph.initializer:
+        if not is_large(tensor):
+            light.graph.initializer.append(whole_tensor(tensor))
+        elif tensor.name not in declared:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return light
+
+
+def weights_as_inputs(model: ModelProto) -> ModelProto:
+    """A copy of the model with inputs in place of the weights beside it."""
+    light = ModelProto()
+    copy_fields(model, light, skip={"graph"})
+    copy_fields(model.graph, light.graph, skip={"initializer"})
+    for tensor in model.graph.initializer:
+        if kept_values(tensor) is None:
+            light.graph.initializer.append(tensor)
+        else:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return light
+
+
+def with_weights_beside(model: ModelProto, kept: KeptWeights) -> ModelProto:
+    """A copy of the model whose large weights are beside it, so that the model can be freed."""
+    light = ModelProto()
+    copy_fields(model, light, skip={"graph"})
+    copy_fields(model.graph, light.graph, skip={"initializer"})
+    for tensor in model.graph.initializer:
+        plain = tensor.HasField("raw_data") and not tensor.doc_string and not tensor.metadata_props
+        light.graph.initializer.append(kept.tensor(tensor.name, tensor_array(tensor)) if plain else tensor)
+    return light
+
+
+def is_large(tensor: TensorProto) -> bool:
+    """Whether a stored tensor is a weight, which a light copy does not have."""
+    return math.prod(tensor.dims) > LARGEST_CONSTANT

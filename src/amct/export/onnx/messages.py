@@ -6,15 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from amct.errors import ExportError
-from amct.export.onnx.kept_weights import kept_array
+from amct.export.onnx.kept_weights import tensor_array
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from google.protobuf.message import Message
     from numpy.typing import NDArray
     from onnx import ModelProto
 
@@ -92,23 +91,6 @@ def any_value(name: str) -> ValueInfoProto:
     return value
 
 
-def tensor_array(tensor: TensorProto) -> NDArray[Any]:
-    """The array of a tensor message.
-
-    Raises:
-        ExportError: its data is in a file that was not loaded.
-    """
-    kept = kept_array(tensor)
-    if kept is not None:
-        return kept
-    if tensor.data_location == TensorProto.EXTERNAL:
-        raise ExportError(
-            f'the data of initializer "{tensor.name}" is in another file and was not loaded; '
-            "load the model with onnx.load(path), which reads external data"
-        )
-    return numpy_helper.to_array(tensor)
-
-
 def constant_node_value(node: NodeProto) -> NDArray[Any]:
     """The array of a Constant node.
 
@@ -147,19 +129,6 @@ def captures(node: NodeProto) -> set[str]:
 def reads(node: NodeProto) -> list[str]:
     """All tensors that a node reads: its inputs, and tensors of the outer graph read by its bodies."""
     return [name for name in node.input if name] + sorted(captures(node))
-
-
-def copy_fields(source: Message, target: Message, skip: Collection[str]) -> None:
-    """Copy one message into another field by field, without the skipped (large) fields."""
-    for field, value in source.ListFields():
-        if field.name in skip:
-            continue
-        if hasattr(value, "extend"):  # a repeated field; descriptors differ between protobuf releases
-            getattr(target, field.name).extend(value)
-        elif field.message_type is not None:
-            getattr(target, field.name).CopyFrom(value)
-        else:
-            setattr(target, field.name, value)
 
 
 def first_line(error: BaseException) -> str:

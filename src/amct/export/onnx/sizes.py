@@ -12,7 +12,7 @@ import onnx
 from onnx import helper
 
 from amct.errors import ModelError
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.kept_weights import light_copy
 from amct.export.onnx.messages import reads, subgraphs
 from amct.memory import LiveTensors, gibibytes, machine_bytes, number_from_environment
 

@@ -12,7 +12,7 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ExportError
-from amct.export.onnx.light import light_copy
+from amct.export.onnx.kept_weights import light_copy
 from amct.export.onnx.messages import fresh_name, new_node
 
 if TYPE_CHECKING:

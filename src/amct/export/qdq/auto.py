@@ -15,8 +15,8 @@ from onnx import helper
 
 from amct.errors import ModelError
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.qdq.placement import ACTIVATIONS
 from amct.model import Skip
+from amct.model.operators import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

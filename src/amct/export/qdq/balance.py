@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from amct.model.kinds import LayerKind
+from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import channels_first, from_channels_first
 
 if TYPE_CHECKING:
@@ -92,11 +93,10 @@ def _sole_source(graph: OnnxGraph, layer: Layer, layers: dict[int, Layer]) -> La
         producer = graph.producer(producer.input[0])
     source = layers.get(id(producer))
     same_channels = source is not None and (source.kind in _SPATIAL) == (layer.kind in _SPATIAL)
-    return source if same_channels and source is not None and source.node.op_type in _SCALABLE else None
+    return source if same_channels and source is not None and source.node.op_type in WITH_BIAS else None
 
 
 _SPATIAL = (LayerKind.CONV, LayerKind.CONV_TRANSPOSE)
-_SCALABLE = ("Conv", "ConvTranspose", "Gemm")
 
 
 def _divided(layer: Layer, divisor: NDArray[np.float32]) -> Layer:

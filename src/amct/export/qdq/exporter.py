@@ -17,9 +17,8 @@ from amct.errors import ExportError
 from amct.export.binding import LayerFactors, TensorFactors, placeholder_factors
 from amct.export.formats import ExportedModel, write_metadata
 from amct.export.onnx.kept_weights import KeptWeights
-from amct.export.onnx.layer import layer_report
+from amct.export.onnx.layer import layer_report, share_weights
 from amct.export.onnx.layer_lookup import find_layers
-from amct.export.onnx.weights import share_weights
 from amct.export.qdq.auto import fastest_placement
 from amct.export.qdq.balance import balance_inputs, fold_balance, insert_balance
 from amct.export.qdq.float_tensors import imprecise_sums, tensors_kept_float

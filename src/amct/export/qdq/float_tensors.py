@@ -14,7 +14,8 @@ import math
 from typing import TYPE_CHECKING
 
 from amct.export.onnx.messages import attribute_value
-from amct.export.qdq.residual_streams import MOVES, is_computed_sum, residual_streams
+from amct.export.qdq.residual_streams import is_computed_sum, residual_streams
+from amct.model.operators import MOVING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -80,5 +81,5 @@ def _moved(graph: OnnxGraph, tensor: str) -> list[str]:
     """A tensor and the tensors with the same values, moved."""
     found = [tensor]
     for name in found:
-        found += [user.output[0] for user in graph.consumers(name) if user.op_type in MOVES and user.input[0] == name]
+        found += [user.output[0] for user in graph.consumers(name) if user.op_type in MOVING and user.input[0] == name]
     return found

@@ -25,7 +25,7 @@ import torch
 
 from amct.errors import CalibrationError, ExportError
 from amct.export.binding import LayerFactors, TensorFactors
-from amct.export.onnx.weights import owned_name, replace_bias, stored_weight
+from amct.export.onnx.layer import owned_name, replace_bias, stored_weight
 from amct.export.qdq.balance import insert_balance
 from amct.export.request import Target
 from amct.model.kinds import LayerKind

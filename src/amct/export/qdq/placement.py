@@ -35,6 +35,7 @@ from amct.export.qdq.value_limits import (
 )
 from amct.model import Skip
 from amct.model.kinds import LayerKind
+from amct.model.operators import ACTIVATIONS, AVERAGING, INTEGER_ELEMENTWISE, VALUE_KEEPING, VALUE_PICKING, ZERO_TO_ONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,18 +44,6 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.graph import OnnxGraph
     from amct.export.onnx.layer import Layer
-
-VALUE_KEEPING = frozenset({"Flatten", "Identity", "MaxPool", "Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators whose output keeps the largest input values, only moved: factors propagate in both directions."""
-VALUE_PICKING = VALUE_KEEPING | frozenset(
-    {"DepthToSpace", "Expand", "Gather", "Resize", "Slice", "SpaceToDepth", "Split", "Tile"}
-)
-"""Operators whose output holds values of their input: factors propagate forward."""
-AVERAGING = frozenset({"AveragePool", "GlobalAveragePool"})
-ELEMENTWISE = AVERAGING | frozenset({"Add", "Mul", "Concat", "Sigmoid", "LeakyRelu"})
-"""Operators that onnxruntime computes in integers if every input and the output is quantized."""
-ZERO_TO_ONE = frozenset({"Sigmoid", "Softmax"})
-ACTIVATIONS = frozenset({"Relu", "Clip"})
 
 
 def has_integer_kernel(layer: Layer) -> bool:
@@ -136,7 +125,7 @@ class FastPlanner:
                 self._place_layer(layer)
             elif id(node) in self._bias_nodes:
                 continue
-            elif node.op_type in ELEMENTWISE:
+            elif node.op_type in INTEGER_ELEMENTWISE:
                 self._place_elementwise(node)
             elif node.op_type == "MatMul":
                 self._place_product(node)
@@ -337,7 +326,7 @@ class FastPlanner:
         """The tensors whose values reach a layer or a product of matrices, through nodes that can work on integers."""
         found: set[str] = set()
         for node in reversed(self.graph.nodes):
-            passes = node.op_type in VALUE_PICKING or node.op_type in ELEMENTWISE or node.op_type in ACTIVATIONS
+            passes = node.op_type in VALUE_PICKING or node.op_type in INTEGER_ELEMENTWISE or node.op_type in ACTIVATIONS
             reaches = id(node) in self._layer_of or node.op_type == "MatMul"
             if reaches or (passes and not found.isdisjoint(_moved(node))):
                 found.update(node.input)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amct.model.operators import MOVING, NORMALIZING, REDUCING, STATISTIC, STREAM, STREAM_START
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -22,68 +24,6 @@ if TYPE_CHECKING:
 
     from amct.export.onnx.graph import OnnxGraph
 
-NORMALIZATIONS = frozenset(
-    {
-        "GroupNormalization",
-        "InstanceNormalization",
-        "LayerNormalization",
-        "LpNormalization",
-        "MeanVarianceNormalization",
-        "RMSNormalization",
-        "SimplifiedLayerNormalization",
-    }
-)
-MOVES = frozenset(
-    {
-        "Cast",
-        "Concat",
-        "Dropout",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Pad",
-        "Reshape",
-        "Resize",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
-"""Operators that move values."""
-_STREAM = MOVES | {"Add", "Sum"}
-"""Operators through which a stream continues."""
-_POINTWISE = _STREAM | frozenset(
-    {
-        "Clip",
-        "Div",
-        "Elu",
-        "Erf",
-        "Gelu",
-        "HardSigmoid",
-        "HardSwish",
-        "LeakyRelu",
-        "MaxPool",
-        "Mish",
-        "Mul",
-        "PRelu",
-        "Relu",
-        "Sigmoid",
-        "Softplus",
-        "Sub",
-        "Swish",
-        "Tanh",
-    }
-)
-"""Operators between the layer that starts a stream and the stream."""
-_REDUCTIONS = frozenset({"ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
-_STATISTIC = _REDUCTIONS | frozenset(
-    {"Abs", "Add", "Cast", "Clip", "Div", "Expand", "Identity", "Max", "Mul", "Pow", "Reciprocal", "Sqrt", "Sub"}
-)
-"""Operators that compute the mean or the standard deviation of a sample from its values."""
 _LONGEST_STATISTIC = 24
 """The largest number of tensors between the values of a sample and their standard deviation."""
 
@@ -98,9 +38,9 @@ def residual_streams(graph: OnnxGraph) -> frozenset[str]:
         members = _reachable([source], lambda tensor: _neighbours(graph, tensor, normalized))
         makers = (graph.producer(tensor) for tensor in members)
         if any(node is not None and is_computed_sum(graph, node) for node in makers):
-            found |= _reachable(members, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
+            found |= _reachable(members, lambda tensor: _sources(graph, tensor, STREAM_START, normalized))
     starts = [source for result, source in normalized.items() if result in found and not _is_only_added(graph, result)]
-    found |= _reachable(starts, lambda tensor: _sources(graph, tensor, _POINTWISE, normalized))
+    found |= _reachable(starts, lambda tensor: _sources(graph, tensor, STREAM_START, normalized))
     return frozenset(tensor for tensor in found if not _is_added_convolution(graph, tensor))
 
 
@@ -119,7 +59,7 @@ def _is_only_added(graph: OnnxGraph, tensor: str) -> bool:
     user = graph.only_consumer(tensor)
     while user is not None and not is_computed_sum(graph, user):
         scales = user.op_type == "Mul" and len(_data(graph, user)) == 1
-        moves = user.op_type in MOVES and user.op_type != "Concat"
+        moves = user.op_type in MOVING and user.op_type != "Concat"
         user = graph.only_consumer(user.output[0]) if scales or moves else None
     return user is not None
 
@@ -140,11 +80,11 @@ def _neighbours(graph: OnnxGraph, tensor: str, normalized: Collection[str]) -> l
     behind = [
         name
         for user in graph.consumers(tensor)
-        if user.op_type in _STREAM and tensor in _data(graph, user)
+        if user.op_type in STREAM and tensor in _data(graph, user)
         for name in user.output
         if name
     ]
-    return [*_sources(graph, tensor, _STREAM, normalized), *behind]
+    return [*_sources(graph, tensor, STREAM, normalized), *behind]
 
 
 def _sources(graph: OnnxGraph, tensor: str, operators: Collection[str], normalized: Collection[str]) -> list[str]:
@@ -157,7 +97,7 @@ def _sources(graph: OnnxGraph, tensor: str, operators: Collection[str], normaliz
 
 def _data(graph: OnnxGraph, node: NodeProto) -> list[str]:
     """The computed inputs of a node, without shapes and indices."""
-    inputs = node.input[:1] if node.op_type in MOVES and node.op_type != "Concat" else node.input
+    inputs = node.input[:1] if node.op_type in MOVING and node.op_type != "Concat" else node.input
     return [name for name in inputs if name and not graph.is_constant(name)]
 
 
@@ -169,7 +109,7 @@ def is_computed_sum(graph: OnnxGraph, node: NodeProto) -> bool:
 def normalizations(graph: OnnxGraph) -> Iterator[tuple[str, str]]:
     """The result and the input of each normalization."""
     for node in graph.nodes:
-        if node.op_type in NORMALIZATIONS:
+        if node.op_type in NORMALIZING:
             yield node.output[0], node.input[0]
         elif node.op_type in ("Div", "Mul") and len(_data(graph, node)) > 1:
             source = _normalized_input(graph, node)
@@ -203,9 +143,9 @@ def _is_statistic(graph: OnnxGraph, tensor: str, source: str) -> bool:
             uses_source = True
             continue
         producer = graph.producer(name)
-        if name == source or producer is None or producer.op_type not in _STATISTIC or len(seen) > _LONGEST_STATISTIC:
+        if name == source or producer is None or producer.op_type not in STATISTIC or len(seen) > _LONGEST_STATISTIC:
             return False
-        reduced = reduced or producer.op_type in _REDUCTIONS
-        inputs = producer.input[:1] if producer.op_type in _REDUCTIONS else producer.input
+        reduced = reduced or producer.op_type in REDUCING
+        inputs = producer.input[:1] if producer.op_type in REDUCING else producer.input
         waiting += [(each, reduced) for each in inputs if each]
     return uses_source

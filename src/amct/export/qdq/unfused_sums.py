@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from onnx import TensorProto
 
 from amct.export.qdq.residual_streams import is_computed_sum, normalizations
+from amct.model.operators import LAYER_NORM_READERS
 
 if TYPE_CHECKING:
     from amct.export.onnx.graph import OnnxGraph
 
-_READERS = frozenset({"LayerNormalization", "ReduceMean", "Sub"})
-"""The operators of a LayerNorm, in one piece or as arithmetic, that read its input."""
 _RANK = 3  # [sample, position, channel]; others are not fused
 
 
@@ -29,5 +28,5 @@ def keep_sums_apart(graph: OnnxGraph) -> None:
             continue
         fused = graph.rank(tensor) in (_RANK, None) and graph.element_type(tensor) == TensorProto.FLOAT
         readers = {reader.op_type for reader in graph.consumers(tensor)}
-        if fused and readers <= _READERS and not graph.is_output(tensor) and not graph.is_captured(tensor):
+        if fused and readers <= LAYER_NORM_READERS and not graph.is_output(tensor) and not graph.is_captured(tensor):
             node.op_type = "Sum"

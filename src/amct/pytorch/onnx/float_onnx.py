@@ -19,7 +19,7 @@ from onnx import helper, numpy_helper
 from amct.errors import ExportError
 from amct.export.binding import LayerBinding
 from amct.export.onnx.messages import model_opset
-from amct.export.onnx.pool_padding import with_explicit_pool_padding, with_separate_zeros
+from amct.export.onnx.rewrites import lower_opset, with_explicit_pool_padding, with_separate_zeros
 from amct.export.onnx.writer import check_valid
 from amct.export.request import check_opset
 from amct.model.kinds import KIND_OF_TORCH_TYPE
@@ -29,7 +29,6 @@ from amct.pytorch.onnx.layers import place_layers
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import lower
 from amct.pytorch.onnx.lowering.registry import NotLoweredError
-from amct.pytorch.onnx.opset import lower_opset
 from amct.pytorch.onnx.torch_exporter import exported_by_torch, original_names, root_cause
 from amct.pytorch.user_model import as_array
 

@@ -17,6 +17,7 @@ from amct.errors import ExportError
 from amct.export.binding import further_node
 from amct.export.onnx.graph import OnnxGraph
 from amct.model.kinds import LayerKind
+from amct.model.operators import WITH_BIAS
 from amct.numerics.arq import reorder_gates
 from amct.pytorch.capture.functional_layers import layer_module, layer_name
 from amct.pytorch.onnx.lowering.writer import SCOPES
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from amct.pytorch.folding import Fused
 
-_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_WEIGHTED = (*sorted(WITH_BIAS), "MatMul")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

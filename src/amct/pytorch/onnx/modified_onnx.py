@@ -20,8 +20,8 @@ from amct.atomic import Snapshot, read_bytes
 from amct.config.plan import config_text
 from amct.errors import ArgumentError, ExportError, ParseError
 from amct.export.onnx.checked import check_loops, check_nodes, check_tensors, decode_model, load_external
+from amct.export.onnx.kept_weights import tensor_array
 from amct.export.onnx.layer_lookup import AMCT_MARK
-from amct.export.onnx.messages import tensor_array
 from amct.export.onnx.sizes import check_declared_sizes
 from amct.export.writer import save_model
 from amct.model import Skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amct.model.operators import PICTURE_CHEAP, RANDOM
 from amct.report.network.boxes import Box, Network, merged_chains
 
 if TYPE_CHECKING:
@@ -11,11 +12,6 @@ if TYPE_CHECKING:
 
     from onnx import ModelProto, NodeProto
 
-_CHEAP_TYPES = (
-    "Relu Clip LeakyRelu PRelu Sigmoid HardSigmoid HardSwish Tanh Gelu Erf Elu Softplus Identity Cast Dropout Reshape "
-    "Flatten Squeeze Unsqueeze Transpose Shape Gather Slice Neg Sqrt Exp Mul Add Sub Div Pow"
-)
-"""Merged into the box before, if they have one input that is computed."""
 _REPEATED = "@"  # the second call of a layer is the node "conv@1"
 
 
@@ -32,7 +28,7 @@ def onnx_network(model: ModelProto, layers: Collection[str], integer_tensors: Co
     boxes = [Box(name=name, type="input", integer=name in integer_tensors) for name in inputs]
     for node in model.graph.node:
         sources = tuple(dict.fromkeys(maker[name] for name in _read(node) if name in maker))
-        if not sources and node.op_type not in _SOURCES:
+        if not sources and node.op_type not in RANDOM:
             continue  # computed from constants only
         maker.update({name: len(boxes) for name in node.output})
         layer = node.name.partition(_REPEATED)[0] if node.name not in layers else node.name
@@ -45,10 +41,7 @@ def onnx_network(model: ModelProto, layers: Collection[str], integer_tensors: Co
                 integer=layer in layers or any(name in integer_tensors for name in node.output),
             )
         )
-    return merged_chains(boxes, frozenset(_CHEAP_TYPES.split()))
-
-
-_SOURCES = frozenset({"RandomNormal", "RandomUniform"})
+    return merged_chains(boxes, PICTURE_CHEAP)
 
 
 def _read(node: NodeProto) -> list[str]:

@@ -68,10 +68,8 @@ class Assembly:
         stored = self._initializers()
         self._name_nodes()
         self._writer.rename(self._final)
-        inputs, declared, between = (
-            [self._declaration(each) for each in values] for values in (self._inputs, outputs, between)
-        )
-        model = self._writer.model("main_graph", inputs, declared, stored, between)
+        inputs, results, inner = (map(self._declaration, values) for values in (self._inputs, outputs, between))
+        model = self._writer.model("main_graph", inputs, results, stored, inner)
         graph = model.graph
         for name, axes in names.axes.items():
             _label_output(graph, name, axes, names.outputs)
