@@ -21,8 +21,7 @@ from amct.data import AheadIterator, InBackground, Preparation, StoredBatches, i
 from amct.data.arrays import open_rows
 from amct.data.read_ahead import AHEAD
 from amct.errors import ArgumentError, FileError, ParseError
-from amct.pipeline.batches import Batches
-from amct.pipeline.first_batches import FirstBatches
+from amct.pipeline.batches import Batches, FirstBatches
 
 THREAD = "read-ahead"
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from amct.errors import ModelError
 from amct.export.check import batch
-from amct.export.check.batch import batch_beside, batch_path, encode_batch, seeded_batch, some_samples
+from amct.export.check.batch import batch_beside, batch_path, encode_batch, first_samples, kept_inputs, seeded_batch
 from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE
 
 RECORD = b"record {\n}\n"
@@ -128,7 +128,7 @@ def test_random_inputs_are_limited(monkeypatch):
 
 def test_only_samples_within_the_limit_are_kept():
     inputs = {"a": np.zeros((4, 10), np.float32), "b": np.zeros((4, 2), np.int64)}
-    assert {name: len(array) for name, array in some_samples(inputs, largest=112).items()} == {"a": 2, "b": 2}
-    assert some_samples(inputs, largest=55) is None
-    assert some_samples({**inputs, "c": np.zeros(3)}, largest=112) is None
-    assert len(some_samples(inputs)["a"]) == 4
+    assert {name: len(array) for name, array in first_samples(inputs, largest=112).items()} == {"a": 2, "b": 2}
+    assert first_samples(inputs, largest=55) is None
+    assert first_samples({**inputs, "c": np.zeros(3)}, largest=112) is None
+    assert len(kept_inputs(inputs, divisible=True)["a"]) == 4

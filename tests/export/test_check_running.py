@@ -12,8 +12,8 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from amct.errors import ModelError
 from amct.export.check import running
+from amct.export.check.losses import likely_loss, output_similarity, sure_loss
 from amct.export.check.running import LoadedModel, median_seconds
-from amct.export.check.similarity import likely_loss, output_similarity, sure_loss
 from amct.export.qdq.exporter import qdq_model
 
 

@@ -19,13 +19,13 @@ import amct.onnx_model
 import amct.pytorch
 from amct.errors import ExportError
 from amct.export import formats
-from amct.export.check import checking, child, locating
-from amct.export.check.reference import Reference
+from amct.export.check import batch as kept_batches
+from amct.export.check import causes, checking, child
+from amct.export.check.batch import KeptBatches
+from amct.export.check.losses import Reference
 from amct.export.formats import ExportedModel, ExportReport
 from amct.export.onnx.runtime import Runner
 from amct.model.quant_json import FileCheck, read_quant_json
-from amct.pipeline import batches
-from amct.pipeline.batches import KeptBatches
 
 IMAGES = torch.from_numpy(np.random.default_rng(5).normal(size=(4, 3, 8, 8)).astype(np.float32))
 FILES = ("qdq", "deploy", "fake_quant")
@@ -174,9 +174,9 @@ def test_the_first_wrong_tensor_is_found_when_each_is_looked_at_alone(quantized,
         watched.append(len(tensors))
         run(self, model, tensors, **named)
 
-    monkeypatch.setattr(locating, "_SMALLEST_PART", 1)
-    monkeypatch.setattr(locating, "_MOST_PARTS", 1000)
-    monkeypatch.setattr(locating.Runner, "__init__", noted)
+    monkeypatch.setattr(causes, "_SMALLEST_PART", 1)
+    monkeypatch.setattr(causes, "_MOST_PARTS", 1000)
+    monkeypatch.setattr(causes.Runner, "__init__", noted)
     replace_exporter(monkeypatch, "fake_quant", change_the_second_convolution)
     quantized.save(tmp_path / "net", formats=["fake_quant"])
     second = next(node for node in quantized.prepared.float_model(None).graph.node if node.name == "2")
@@ -279,7 +279,7 @@ def test_a_forward_that_writes_to_its_input_does_not_change_the_users_data(tmp_p
 
 
 def test_kept_batches_are_copies_within_a_budget(monkeypatch):
-    monkeypatch.setattr(batches, "LARGEST_BATCH", 5 * 12)
+    monkeypatch.setattr(kept_batches, "LARGEST_BATCH", 5 * 12)
     given = [np.full((1, 3), index, np.float32) for index in range(9)]
     kept = KeptBatches()
     for batch in kept.passing(iter(given)):

@@ -29,7 +29,7 @@ from amct.export.onnx.runtime import as_tensor
 from amct.model import Skip
 from amct.pipeline import flow
 from amct.pipeline.door import Calibration, ModelOutput
-from amct.pipeline.fingerprints import fingerprint
+from amct.pipeline.passes import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
     from amct.export.binding import TensorFactors
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
     from amct.pipeline.batches import Batches, BatchInputs
     from amct.pipeline.door import ComparedModel

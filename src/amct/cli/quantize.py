@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from amct.config.layers import LayerInfo
     from amct.export.request import SavePath
     from amct.numerics.similarity import LayerComparison
-    from amct.pipeline.first_batches import FirstBatches
-    from amct.pipeline.interim import CalibrationFile
+    from amct.pipeline.batches import FirstBatches
+    from amct.pipeline.passes import CalibrationFile
     from amct.pipeline.quantized_model import QuantizedModel
 
 WORST_SHOWN = 3
@@ -149,7 +149,7 @@ class _Files:
 
     def calibration(self, *, resume: bool) -> CalibrationFile:
         """Return where the state of a calibration that is killed is kept; it is removed when all is written."""
-        from amct.pipeline.interim import CalibrationFile
+        from amct.pipeline.passes import CalibrationFile
 
         name = f"{self._where.prefix}.calibration.npz".removeprefix(".")
         return CalibrationFile(path=self._where.folder / name, read=resume, removed_by_caller=True)
@@ -189,7 +189,7 @@ def _quantized(
     state: CalibrationFile,
 ) -> tuple[QuantizedModel, FirstBatches]:
     """Quantize a model; return it with its calibration batches."""
-    from amct.pipeline.first_batches import FirstBatches
+    from amct.pipeline.batches import FirstBatches
 
     if weights is not None:
         import amct.caffe

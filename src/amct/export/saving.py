@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.export.binding import TensorFactors
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport, LayerReport
     from amct.export.request import SaveRequest
     from amct.model import Skip

@@ -26,7 +26,7 @@ from amct.onnx_model.folding import fold
 from amct.onnx_model.layers import find_all_layers, put_weights, weight_parts
 from amct.onnx_model.reading import input_shape, read_model, with_opset
 from amct.pipeline import flow
-from amct.pipeline.fingerprints import fingerprint
+from amct.pipeline.passes import fingerprint
 from amct.pipeline.preparation import Preparation, enabled_layers
 from amct.pipeline.weights import quantize_weights
 

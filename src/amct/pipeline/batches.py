@@ -2,36 +2,37 @@
 
 Iterating again starts anew. Data that can be iterated only once is read once, unless ``keep`` was called before.
 Data that allows it (``reads_ahead``) is read one or two batches ahead in a thread. Nothing else here holds more than
-one batch, except what ``keep`` asks for and the few samples of ``KeptBatches``.
+one batch, except what ``keep`` asks for and the ``FirstBatches`` of a data set that is read again.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from amct.calibration.ranks import ALONE
 from amct.data.read_ahead import AheadIterator
 from amct.errors import ArgumentTypeError, CalibrationError
-from amct.export.check.batch import LARGEST_BATCH, MOST_BATCHES, MOST_SAMPLES
-from amct.pipeline.fingerprints import fingerprint
+from amct.export.check.batch import batch_size
+from amct.pipeline.passes import fingerprint
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Sequence
 
     from amct.calibration import Ranks
 
 BatchInputs = Callable[[Any], Any]
 """Turns a batch of the user's data into the inputs of the model, where its form does not tell them."""
 
+MOST_BYTES = 64 << 20
+"""Bytes of the batches that are kept; all of a small data set, enough of a large one to measure a model on."""
 _EMPTY = object()
 
 
@@ -190,46 +191,93 @@ class _SomeBatches:
         return itertools.islice(iter(self._sampler), self._first, None, self._step)
 
 
-class KeptBatches:
-    """Copies of the first batches that pass by, for the check of the saved files, in a fixed budget of memory.
+class Source(Protocol):
+    """Data on disk that is read in batches."""
 
-    Attributes:
-        kept: The copies as arguments of the model: the first batch, and further ones as far as the budget goes.
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def part(self, first: int, step: int) -> Iterator[Any]:
+        """Every ``step``-th batch, from number ``first`` on."""
+
+    def identity(self) -> str:
+        """A fingerprint of the data."""
+
+
+class FirstBatches:
+    """The batches of some data; the first ones stay in memory when they have been read.
+
+    Args:
+        data: The data; it is not changed while it is used.
+        most: The bytes of all that is kept; the first batch is always kept.
     """
 
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-        self._samples = self._bytes = 0
+    def __init__(self, data: Source, most: int = MOST_BYTES) -> None:
+        self._data = data
+        self._left = most
+        self._kept: list[Any] = []
+        self._is_full = False
+        self._has_all = False
+        self._lock = threading.Lock()  # a pass may be read in another thread
 
     @property
-    def is_full(self) -> bool:
-        """Whether no further batch will be kept."""
-        return self._samples >= MOST_SAMPLES or len(self.kept) >= MOST_BATCHES
+    def reads_ahead(self) -> bool:
+        """Yes, unless all is in memory."""
+        return not self._has_all
 
-    def passing(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches."""
-        return map(self.notice, batches)  # no frame keeps a batch while the model runs
+    def __len__(self) -> int:
+        return len(self._data)
 
-    def notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
-        """Keep a copy of a batch if it fits; returns the batch."""
-        if self.is_full:
-            return batch
-        samples, size = batch_size(batch)
-        fits = self._samples + samples <= MOST_SAMPLES and self._bytes + size <= LARGEST_BATCH
-        if fits or not self.kept:
-            self.kept.append(pytree.tree_map_only((Tensor, np.ndarray), _copy, batch))
-            self._samples += samples
-            self._bytes += size
+    def identity(self) -> str:
+        """A fingerprint of the data."""
+        return self._data.identity()
+
+    def part(self, first: int, step: int) -> Iterator[Any]:
+        """Every ``step``-th batch, from number ``first`` on."""
+        return iter(self._kept[first::step]) if self._has_all else self._data.part(first, step)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._kept) if self._has_all else _Pass(self, iter(self._data), 0)
+
+    def first(self) -> Sequence[Any]:
+        """As many batches from the beginning as may be kept; those that were not read yet are read now."""
+        if not (self._is_full or self._has_all):
+            for _ in _Pass(self, self._data.part(len(self._kept), 1), len(self._kept)):
+                if self._is_full:
+                    break
+        return tuple(self._kept)
+
+    def notice(self, number: int, batch: Any) -> None:  # noqa: ANN401  the user's own kind
+        """Keep a batch if it is the next one and fits."""
+        with self._lock:
+            if number != len(self._kept) or self._is_full:
+                return
+            self._left -= batch_size(batch)[1]
+            self._is_full = self._left < 0
+            if not self._is_full or number == 0:
+                self._kept.append(batch)
+
+    def notice_end(self, count: int) -> None:
+        """All batches have been read."""
+        with self._lock:
+            self._has_all = count == len(self._kept)
+
+
+class _Pass(Iterator[Any]):
+    """A pass over the data from some batch on."""
+
+    def __init__(self, owner: FirstBatches, batches: Iterator[Any], number: int) -> None:
+        self._owner = owner
+        self._batches = batches
+        self._number = number
+
+    def __next__(self) -> Any:  # noqa: ANN401  the user's own kind
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._owner.notice_end(self._number)
+            raise
+        self._owner.notice(self._number, batch)
+        self._number += 1
         return batch
-
-
-def batch_size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  the door's arguments
-    """The samples of a batch, by the first axis of its largest array, and the bytes of all its arrays."""
-    arrays = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray))]
-    largest = max(arrays, key=lambda array: array.nbytes, default=None)
-    samples = int(largest.shape[0]) if largest is not None and largest.ndim else 1
-    return samples, sum(array.nbytes for array in arrays)
-
-
-def _copy(array: Tensor | NDArray[Any]) -> Tensor | NDArray[Any]:
-    return array.detach().clone() if isinstance(array, Tensor) else array.copy()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
     from amct.export.binding import TensorFactors
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.request import SaveRequest
     from amct.export.saving import ModelFiles
     from amct.model import Skip

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.calibration import all_ranks
+from amct.export.check.batch import KeptBatches
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.memory import give_back_freed, own_pages
-from amct.pipeline.batches import KeptBatches
-from amct.pipeline.fingerprints import fingerprint
-from amct.pipeline.interim import CalibrationFile, Interim, bound_to
-from amct.pipeline.passes import CALIBRATION, Passes
+from amct.pipeline.passes import CALIBRATION, CalibrationFile, Interim, Passes, bound_to, fingerprint
 from amct.pipeline.quantized_model import QuantizedModel
 
 if TYPE_CHECKING:

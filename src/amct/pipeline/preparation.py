@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amct.calibration import CalibrationResult
     from amct.config.plan import LayerPlan, LayerPlans, Plan, PlannedLayer
     from amct.export.binding import LayerBinding, TensorFactors
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.qdq.exporter import FastTensors
     from amct.export.request import SaveRequest
     from amct.pipeline.weights import LayerWeights

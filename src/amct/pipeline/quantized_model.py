@@ -15,9 +15,7 @@ from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveR
 from amct.export.saving import save_files
 from amct.memory import free_unused_models, own_pages
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
-from amct.pipeline.checking import reference
-from amct.pipeline.compare import measure
-from amct.pipeline.written_file import FileLayers, WrittenFile, qdq_file
+from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.report.content import SIMULATION
 from amct.report.filling import ReportSubject, report_content
 from amct.report.measuring import MeasuredReport, check_metric

@@ -27,7 +27,7 @@ from amct.calibration import all_ranks, read_progress
 from amct.config.ptq.pytorch import default_config, expand_config, make_plan, read_config
 from amct.errors import CalibrationError, ExportError, RecordError, RecordValueError
 from amct.export.check.batch import batch_beside
-from amct.export.check.reference import Reference
+from amct.export.check.losses import Reference
 from amct.export.qdq.tensor_factors import read_tensor_factors, tensor_factors_path
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files

@@ -11,7 +11,7 @@ from torch import nn
 
 from amct.calibration import ALONE, BalanceSession, CalibrationSession, RecordFiles
 from amct.calibration.layer_records import complete_record, plan_streams
-from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
+from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.export.qdq.tensor_factors import observed_factors, tensor_factors_path, tensor_factors_text
 from amct.pipeline.passes import BALANCE
 from amct.pipeline.weights import balance_factors
@@ -73,7 +73,7 @@ def start_calibration(
     if record_file is not None:
         stale = [tensor_factors_path(record_file), batch_path(record_file)]
         files = RecordFiles(record_file, stale=stale, writes=ranks.is_first)
-    kept = KeptBatch(preparation) if record_file is not None else None
+    kept = _FirstBatch(preparation) if record_file is not None else None
     cleanup: list[Callable[[], None]] = []
 
     def end(result: CalibrationResult) -> None:
@@ -104,25 +104,19 @@ def start_calibration(
     return CalibrationModel(model=model, session=session)
 
 
-class KeptBatch:
-    """The inputs of the first batch, kept for the check of the saved files."""
+class _FirstBatch:
+    """The inputs of the first batch by the names of the ONNX files, kept for the check of the saved files."""
 
     def __init__(self, preparation: TorchPreparation) -> None:
-        self._preparation = preparation
-        self._seen = False
+        self._preparation: TorchPreparation | None = preparation
         self.inputs: dict[str, NDArray[Any]] | None = None
 
     def see(self, arguments: Arguments) -> None:
-        """Keep a copy of the first batch, or of its first samples, within the limit of memory."""
-        if self._seen:
-            return
-        self._seen = True
-        found = self._preparation.onnx_inputs(arguments)
-        if self._preparation.any_batch_size:
-            kept = some_samples(found)
-        else:
-            kept = found if sum(array.nbytes for array in found.values()) <= LARGEST_BATCH else None
-        self.inputs = None if kept is None else {name: array.copy() for name, array in kept.items()}
+        """Keep the first batch, or its first samples."""
+        if self._preparation is not None:
+            found = self._preparation.onnx_inputs(arguments)
+            self.inputs = kept_inputs(found, divisible=self._preparation.any_batch_size)
+            self._preparation = None
 
 
 def _attach(
@@ -130,7 +124,7 @@ def _attach(
     preparation: TorchPreparation,
     session: CalibrationSession,
     intermediate: TensorWatch | None,
-    kept: KeptBatch | None,
+    kept: _FirstBatch | None,
     called_once: Callable[[Arguments], Collection[str]],
 ) -> list[Callable[[], None]]:
     """Add the hooks of the session; returns functions that remove them."""

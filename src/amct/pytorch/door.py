@@ -13,7 +13,7 @@ from amct.config.python_config import plan_of
 from amct.errors import ArgumentError, ArgumentTypeError
 from amct.numerics.settings import AdaRoundSettings
 from amct.pipeline import flow
-from amct.pipeline.fingerprints import fingerprint
+from amct.pipeline.passes import fingerprint
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.inputs import torch_batches

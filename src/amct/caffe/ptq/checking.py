@@ -15,11 +15,20 @@ from amct.caffe.proto_merge import CustomSchema
 from amct.caffe.running import build_net, run_net
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
-from amct.export.check.outcome import ComparedBatch, UnusableFileError, compared, is_worse, say_checked, warn_worse
-from amct.export.check.reference import SHARE, WORSE, Reference, fewest_batches
+from amct.export.check.losses import (
+    SHARE,
+    WORSE,
+    ComparedBatch,
+    Reference,
+    UnusableFileError,
+    compared,
+    fewest_batches,
+    is_worse,
+    say_checked,
+    warn_worse,
+)
 from amct.memory import give_back_freed
-from amct.pipeline.checking import first_outputs
-from amct.pipeline.compare import measure
+from amct.pipeline.compare import first_outputs, measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.deploy import Results
     from amct.export.check.checking import FileToCheck
-    from amct.export.check.reference import Outputs
+    from amct.export.check.losses import Outputs
     from amct.model.quant_json import FileCheck
 
 logger = logging.getLogger(__name__)

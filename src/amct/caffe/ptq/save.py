@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from amct.caffe.ptq.folding import FusionReport
     from amct.export.binding import TensorFactors
     from amct.export.check.checking import FileToCheck
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.formats import Exported, ExportReport
     from amct.model.quant_json import FileCheck
     from amct.record import CaffeRecord

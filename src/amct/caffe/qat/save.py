@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.plan import RetrainPlan
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The inputs of a check: a calibration batch kept beside the record, or random numbers.
+"""The batches of a check: kept while a calibration runs, read beside a record, or random numbers.
 
 ``<record>.check.npz`` is written with the record at the end of AMCT's calibration, for ``save_model``, which may run in
 another process. It holds the inputs of the first batch by name and the SHA-256 of the record that it belongs to, and no
@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import helper
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from amct.atomic import read_bytes
 from amct.errors import FileError, ModelError
@@ -26,7 +28,7 @@ from amct.export.onnx.sizes import MODEL_LIMIT_VARIABLE, model_limit
 from amct.memory import gibibytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from onnx import ModelProto, ValueInfoProto
@@ -52,19 +54,83 @@ def batch_path(record: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(record)}.check.npz")
 
 
-def some_samples(inputs: Mapping[str, NDArray[Any]], *, largest: int = LARGEST_BATCH) -> dict[str, NDArray[Any]] | None:
-    """The first samples of a batch, as many as ``largest`` bytes can hold; None if not even one fits.
+def _arrays(batch: Any) -> list[Any]:  # noqa: ANN401  any tree of arrays and tensors
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, (Tensor, np.ndarray))]
 
-    The first axis counts the samples if all inputs have the same size there; otherwise the batch cannot be divided.
+
+def batch_size(batch: Any) -> tuple[int, int]:  # noqa: ANN401  as above
+    """The samples of a batch, by the first axis of its largest array, and the bytes of all its arrays."""
+    arrays = _arrays(batch)
+    largest = max(arrays, key=lambda array: array.nbytes, default=None)
+    samples = int(largest.shape[0]) if largest is not None and largest.ndim else 1
+    return samples, sum(array.nbytes for array in arrays)
+
+
+def first_samples(batch: Any, *, most: int | None = None, largest: int | None = None) -> Any:  # noqa: ANN401  as above
+    """The first samples of a batch, at most so many and of so many bytes; None if not even one fits.
+
+    The first axis counts the samples if all arrays have the same size there; otherwise the batch cannot be divided.
     """
-    total = sum(array.nbytes for array in inputs.values())
-    if total <= largest:
-        return dict(inputs)
-    counts = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
-    samples = counts.pop()
-    if counts or samples < 1 or total // samples > largest:
-        return None
-    return {name: array[: samples * largest // total] for name, array in inputs.items()}
+    total = batch_size(batch)[1]
+    fits = largest is None or total <= largest
+    counts = {array.shape[0] if array.ndim else 0 for array in _arrays(batch)}
+    samples = min(counts, default=0)
+    if len(counts) != 1 or samples < 1:
+        return batch if fits else None
+    wanted = samples if largest is None or fits else samples * largest // total
+    wanted = wanted if most is None else min(wanted, most)
+    if wanted == samples:
+        return batch
+    return pytree.tree_map_only((Tensor, np.ndarray), lambda array: array[:wanted], batch) if wanted else None
+
+
+def copied(batch: Any) -> Any:  # noqa: ANN401  as above
+    """A copy of a batch, outside of any graph of gradients."""
+    return pytree.tree_map_only(
+        (Tensor, np.ndarray), lambda each: each.detach().clone() if isinstance(each, Tensor) else each.copy(), batch
+    )
+
+
+def kept_inputs(inputs: Mapping[str, NDArray[Any]], *, divisible: bool) -> dict[str, NDArray[Any]] | None:
+    """A copy of a batch to be kept beside a record; None if it is too large, also as first samples if divisible."""
+    small = first_samples(dict(inputs), largest=LARGEST_BATCH) if divisible else dict(inputs)
+    return None if small is None or batch_size(small)[1] > LARGEST_BATCH else dict(copied(small))
+
+
+class KeptBatches:
+    """Copies of the first batches that pass by, for the check of the saved files, in a fixed budget of memory.
+
+    Attributes:
+        kept: The copies as arguments of the model: the first batch, and further ones as far as the budget goes.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self._samples = self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further batch will be kept."""
+        return self._samples >= MOST_SAMPLES or len(self.kept) >= MOST_BATCHES
+
+    def passing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches."""
+        return map(self.notice, batches)  # no frame keeps a batch while the model runs
+
+    def notice(self, batch: Any) -> Any:  # noqa: ANN401  the door's arguments
+        """Keep a copy of a batch if it fits; returns the batch."""
+        if self.is_full:
+            return batch
+        samples, size = batch_size(batch)
+        fits = self._samples + samples <= MOST_SAMPLES and self._bytes + size <= LARGEST_BATCH
+        if fits or not self.kept:
+            self.kept.append(copied(batch))
+            self._samples += samples
+            self._bytes += size
+        return batch
+
+
+# -- beside a record ---------------------------------------------------------------------------------------------------
 
 
 def encode_batch(inputs: Mapping[str, NDArray[Any]], record: bytes) -> bytes:
@@ -123,7 +189,8 @@ def batch_beside(record_file: str | os.PathLike[str], model: ModelProto) -> tupl
         logger.info("the files are checked on random inputs, not on calibration data: %s", found)
         return seeded_batch(declared), RANDOM
     logger.info("the files are checked on the calibration batch in %s", batch_path(record_file))
-    return _first_samples(found, declared), CALIBRATION
+    open_ended = all(sizes and sizes[0] == 0 for sizes, _ in declared.values())
+    return first_samples(found, most=MOST_SAMPLES) if open_ended else found, CALIBRATION
 
 
 def _declared(value: ValueInfoProto) -> tuple[list[int], np.dtype[Any]]:
@@ -141,17 +208,6 @@ def _fits(found: Mapping[str, NDArray[Any]], declared: Mapping[str, tuple[list[i
         and all(size in (0, own) for size, own in zip(declared[name][0], array.shape, strict=True))
         for name, array in found.items()
     )
-
-
-def _first_samples(
-    found: dict[str, NDArray[Any]], declared: Mapping[str, tuple[list[int], np.dtype[Any]]]
-) -> dict[str, NDArray[Any]]:
-    """The first ``MOST_SAMPLES`` samples, where the model takes any number of them and all inputs have the same."""
-    open_ended = all(sizes and sizes[0] == 0 for sizes, _ in declared.values())
-    counts = {array.shape[0] if array.ndim else 0 for array in found.values()}
-    if not open_ended or len(counts) != 1:
-        return found
-    return {name: array[:MOST_SAMPLES] for name, array in found.items()}
 
 
 def seeded_batch(inputs: Mapping[str, tuple[Sequence[int], np.dtype[Any]]]) -> dict[str, NDArray[Any]]:

@@ -17,25 +17,30 @@ from onnx import ModelProto, TensorProto, defs
 
 from amct.errors import AmctError, ExportError, ModelError
 from amct.export.check.batch import LARGEST_BATCH
+from amct.export.check.causes import Repair, first_difference, noisiest_tensors
 from amct.export.check.child import LARGE, OutOfTimeError, measured_in_child, similarity_of
 from amct.export.check.integers import standard_model
-from amct.export.check.locating import first_difference
-from amct.export.check.outcome import (
+from amct.export.check.losses import (
+    ENOUGH,
+    SHARE,
+    WORSE,
     ComparedBatch,
     UnusableFileError,
+    by_name,
     compared,
+    expected_loss,
+    fewest_batches,
     is_worse,
     lost,
     outcome,
+    output_similarity,
     say_checked,
+    sure_loss,
     warn_different,
     warn_slow,
     warn_worse,
 )
-from amct.export.check.reference import ENOUGH, SHARE, WORSE, by_name, expected_loss, fewest_batches
-from amct.export.check.repair import Repair, noisiest_tensors
 from amct.export.check.running import BUDGET, LoadedModel, outputs_in_parts, speed_apart, speed_of, timed_inputs
-from amct.export.check.similarity import output_similarity, sure_loss
 from amct.export.onnx.file_parts import read_parts
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.onnx.messages import parameter_bytes
@@ -49,7 +54,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from amct.export.binding import TensorFactors
-    from amct.export.check.reference import Reference
+    from amct.export.check.losses import Reference
     from amct.export.formats import ExportedModel, ExportReport
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ import onnx
 
 from amct.errors import AmctError, ExportError, ModelError
 from amct.export.check.integers import standard_model
+from amct.export.check.losses import Similarity, output_similarity
 from amct.export.check.running import LoadedModel, speed_of
-from amct.export.check.similarity import Similarity, output_similarity
 from amct.export.writer import save_model
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from amct.errors import ExportError
-from amct.export.check.reference import Reference
+from amct.export.check.losses import Reference
 from amct.export.request import SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.pytorch.capture.trace import trace

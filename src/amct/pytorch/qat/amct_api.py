@@ -26,7 +26,7 @@ from amct.export.check.batch import batch_path
 from amct.export.qdq.tensor_factors import tensor_factors_path, tensor_factors_text
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import save_files
-from amct.pipeline.checking import reference
+from amct.pipeline.compare import reference
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions

@@ -34,7 +34,7 @@ from amct.pytorch.inputs import torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
-from amct.pytorch.qat.model import QatState, as_qat_model, first_samples, keep_statistics, with_state
+from amct.pytorch.qat.model import QatState, as_qat_model, keep_statistics, kept_batch, with_state
 from amct.pytorch.qat.operations import add_calls, instrument
 from amct.pytorch.qat.placement import not_negative, train_placement
 from amct.pytorch.qat.quantizers import ActivationQuantizer, WeightQuantizer
@@ -115,7 +115,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     if target != Target.EXACT8.value:
         start |= train_placement(trainable, trainable.preparation(example, options), data)
     teachers = () if teacher is None else (copy_model(unwrap(teacher)).requires_grad_(requires_grad=False),)
-    kept = first_samples(example) or example
+    kept = kept_batch(example) or example
     if freeze_norms:
         keep_statistics(trainable)
     return with_state(

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from amct import log
 from amct.errors import ArgumentError, TrainingError
+from amct.export.check.batch import batch_size, copied, first_samples
 from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
 from amct.pytorch.door import IoOptions
@@ -95,7 +96,7 @@ class QatModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  the user's own forward
         """The user's forward; a batch in eval mode is kept, to observe the tensors between layers when saving."""
         if not self.training and not torch.compiler.is_compiling() and self._qat.seen is None:
-            self._qat.seen = first_samples((args, kwargs))
+            self._qat.seen = kept_batch((args, kwargs))
         if not has_operations(self):
             return super().forward(*args, **kwargs)
         args, kwargs = quantized_inputs(self, (args, kwargs))
@@ -312,19 +313,10 @@ def as_qat_model(model: nn.Module, state: QatState) -> QatModel:
     return model
 
 
-def first_samples(arguments: Arguments) -> Arguments | None:
+def kept_batch(arguments: Arguments) -> Arguments | None:
     """A copy of the first samples of a batch; None if it is too large to keep."""
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    counts = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
-    most = MOST_SAMPLES if len(counts) == 1 else None
-    share = min(1.0, MOST_SAMPLES / max(counts, default=1)) if most else 1.0
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) * share > _LARGEST_BYTES:
-        return None
-    with torch.no_grad():
-        kept: Arguments = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor[:most].detach().clone() if tensor.ndim else tensor.detach().clone(), arguments
-        )
-    return kept
+    small = first_samples(arguments, most=MOST_SAMPLES)
+    return copied(small) if batch_size(small)[1] <= _LARGEST_BYTES else None
 
 
 def keep_statistics(model: nn.Module) -> None:

@@ -24,7 +24,7 @@ from amct.config.checks import checked_settings
 from amct.config.plan import OPEN_ENDED
 from amct.config.registry import settings_from_dict
 from amct.errors import AmctError, CalibrationError, FileError
-from amct.export.check.batch import LARGEST_BATCH, batch_path, encode_batch, some_samples
+from amct.export.check.batch import batch_path, encode_batch, kept_inputs
 from amct.numerics.affine import SymmetricScale
 from amct.numerics.ifmr import IfmrObserver
 from amct.numerics.settings import IfmrSettings
@@ -247,9 +247,8 @@ class _KeptInputs:
             return
         self._missing.remove(name)
         self._found[name] = tensor.detach().cpu().numpy()
-        size = sum(array.nbytes for array in self._found.values())
-        kept = some_samples(self._found) if self._alone or size <= LARGEST_BATCH else None
-        self._found = {} if kept is None else {each: array.copy() for each, array in kept.items()}
+        kept = kept_inputs(self._found, divisible=self._alone)
+        self._found = kept or {}
         if kept is None:
             self._missing.clear()
 

@@ -1,0 +1,396 @@
+"""What the files of a save are compared with, and how much worse than the simulation they may be.
+
+The noise of a quantized model is the sum of many roundings. A value rounded to steps of s is off by s²/12 in the mean
+square.
+
+* **A file that computes the integers of the simulation** (fake-quant, deploy, QDQ with placement exact) differs only
+  where a value lies so near a tie that float32 sums in another order round it to the other side: it is then off by a
+  whole step, s², twelve times its share of the noise. Sums of K products are accurate to about √K · 2^-24 of their
+  size, so of values up to 127 steps at most 2 · 127 · √K · 2^-24 are that near: 0.15 % for K = 10 000, which adds 12 ·
+  0.15 % = 2 % to the noise of one layer, 0.1 dB. ``WORSE`` = 1 dB is 26 % more noise: ten such layers in a row.
+* **The fast QDQ file** also rounds the tensors between the layers, and weights again. With n further roundings
+  beside the m of the record, each as large as those, the noise of the tensors grows by 1 + n/m. Steps of twice the size
+  make the noise of the weights 4 times as large. So the whole noise grows by at most the larger of both factors:
+  ``expected_loss``. What exceeds it by ``WORSE`` is no matter of number: 8 bits cannot hold the range of some tensor.
+
+A file that is worse than the simulation by more than ``WORSE`` is reported, also if it is only likely to be on other
+data (``likely_loss``). One that is surely (``sure_loss``) worse by more than ``expected_loss`` + ``WORSE`` is repaired,
+if its further tensors are the cause of at least half of the loss: without them, fewer layers run in integer kernels, so
+they are not given up for little, nor for a loss that the spread of a few samples may have lifted over that bound. A
+file above ``ENOUGH`` is not repaired: one rounding of normally distributed numbers to the 256 steps of eight standard
+deviations leaves 10 log10(12 · (255/8)²) = 41 dB, so its noise is that of rounding the output alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from amct.errors import ExportError
+from amct.model.quant_json import FileCheck
+from amct.numerics.similarity import Comparison
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    OutputsByName = Mapping[str, NDArray[Any]]
+
+logger = logging.getLogger(__name__)
+
+Outputs = Sequence[tuple[str, "NDArray[Any]"]]
+"""The outputs of a model with their names."""
+UNNAMED = "output"
+"""The name of every output of a model that has no names for them."""
+SEVEN_BIT_NOISE = 4.0
+"""How much larger the rounding noise of weights is with 7 bits than with 8."""
+SHARE = 0.025
+"""Of the time of a job: what each model may take for further batches, and what timing may take.
+
+Float model, simulation and file on further batches, and the timing, are then a tenth of the job; to load all of them
+and to run each once is another tenth.
+"""
+FEWEST_SAMPLES = 3
+"""Batches with so many samples are run however short the job was: one sample may hide a loss."""
+ENOUGH = 41.0
+"""Decibels of SQNR from which a file is as good as 8-bit outputs can be."""
+WORSE = 1.0
+"""Decibels by which a file may be worse than the simulation without a warning."""
+LIKELY = 2.0
+"""Standard errors above a measured loss up to which the loss on other data is expected: 97.5 % of normal errors."""
+SURE = 1.0
+"""Standard errors below a measured loss down to which it is counted on: for the decision on a repair.
+
+That is 84 % of normal errors. A repair that was not needed costs speed, one that is left out costs accuracy.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reference:
+    """A batch and what the front door's own models make of it.
+
+    Attributes:
+        inputs: The batch by the input names of the ONNX files.
+        origin: What the batch is, for people.
+        expected: The floating-point outputs of the float model in the order of the ONNX files, with their names where
+            the front door has names; None: the float ONNX model gives them.
+        simulated: Those of the simulation; None: the fake-quant form of the float ONNX model gives them.
+        further: More batches of the same shapes, on which QDQ files run too: a single sample may hide a loss.
+        seconds: The CPU time of the job so far: of a short one the check takes fewer batches and fewer timed runs.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    origin: str
+    expected: Outputs | None = None
+    simulated: Outputs | None = None
+    further: tuple[Reference, ...] = ()
+    seconds: float = math.inf
+
+    @property
+    def batches(self) -> tuple[Reference, ...]:
+        """This batch and the further ones."""
+        return self, *self.further
+
+
+def fewest_batches(inputs: Mapping[str, NDArray[Any]]) -> int:
+    """How many batches of these shapes have ``FEWEST_SAMPLES`` samples, which the first axis of the largest counts."""
+    largest = max(inputs.values(), key=lambda array: array.nbytes, default=None)
+    samples = largest.shape[0] if largest is not None and largest.ndim else 1
+    return math.ceil(FEWEST_SAMPLES / max(1, samples))
+
+
+def by_name(outputs: Outputs | None, names: Sequence[str]) -> dict[str, NDArray[Any]] | None:
+    """Outputs by their names in a file, matched by name or, without names, by position; None if they do not match.
+
+    A file may have other outputs than its model: it ends in front of a layer that ONNX lacks.
+    """
+    if outputs is None:
+        return None
+    found = dict(outputs)
+    if set(names) <= set(found):
+        return {name: found[name] for name in names}
+    if len(outputs) != len(names) or any(name != UNNAMED for name, _ in outputs):
+        return None
+    return {name: value for name, (_, value) in zip(names, outputs, strict=True)}
+
+
+def loss(simulated: Similarity | None, got: Similarity | None) -> float:
+    """Decibels by which a file is worse than the simulation; 0 if that is not known."""
+    if simulated is None or got is None or math.isinf(simulated.sqnr) or math.isnan(simulated.sqnr):
+        return 0.0
+    return math.inf if math.isnan(got.sqnr) else max(0.0, simulated.sqnr - got.sqnr)
+
+
+def expected_loss(layers: int, tensors: int) -> float:
+    """Decibels by which a QDQ file with ``tensors`` further quantized tensors may be worse than the simulation.
+
+    Each of the layers has one rounding of a tensor, that of its input.
+    """
+    return 10 * math.log10(max(1 + tensors / max(1, layers), SEVEN_BIT_NOISE))
+
+
+# -- similarity of outputs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Similarity:
+    """How near the outputs of a model are to those of another; of several outputs, the one with the lowest SQNR.
+
+    Attributes:
+        output: The name of the output.
+        cosine: As ``LayerComparison.cosine``.
+        sqnr: As ``LayerComparison.sqnr``, in dB; infinite for equal outputs.
+    """
+
+    output: str
+    cosine: float
+    sqnr: float
+
+
+def output_similarity(expected: OutputsByName, got: OutputsByName) -> tuple[Similarity | None, dict[str, str]]:
+    """Compare the floating-point outputs of two models on the same batch.
+
+    Returns:
+        The similarity of the output that differs most, None if there is none to compare; and the outputs that were not
+        compared, with the reason.
+    """
+    return similarity_over([(expected, got)])
+
+
+def similarity_over(batches: Iterable[tuple[OutputsByName, OutputsByName]]) -> tuple[Similarity | None, dict[str, str]]:
+    """As ``output_similarity``, over several batches."""
+    comparison, reasons = Comparison(), dict[str, str]()
+    for expected, got in batches:
+        for name, reference in expected.items():
+            other = got.get(name)
+            if reference.dtype.kind != "f":
+                reasons[name] = f"it holds {reference.dtype}, not floating-point numbers"
+            elif other is None:
+                reasons[name] = "the file has no output of this name"
+            elif other.shape != reference.shape:
+                reasons[name] = f"its shape is {list(other.shape)}, expected {list(reference.shape)}"
+            else:
+                comparison.add(name, _tensor(reference), _tensor(other))
+    found = [
+        Similarity(output=each.layer, cosine=each.cosine, sqnr=each.sqnr) for each in comparison.layers() if each.values
+    ]
+    return min(found, key=lambda each: -math.inf if math.isnan(each.sqnr) else each.sqnr, default=None), reasons
+
+
+def likely_loss(
+    expected: Sequence[OutputsByName], simulated: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> float:
+    """Decibels by which a file may be worse than the simulation on data like this: a loss plus ``LIKELY`` errors of it.
+
+    Of two losses the larger result counts, see ``_losses``.
+
+    Args:
+        expected: The outputs of the float model, batch by batch.
+        simulated: Those of the simulation.
+        got: Those of the file.
+        output: The name of the output.
+    """
+    return max((loss + LIKELY * error for loss, error in _losses(expected, simulated, got, output)), default=0.0)
+
+
+def sure_loss(
+    expected: Sequence[OutputsByName], simulated: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> float:
+    """Decibels by which a file is worse than the simulation on other data too: a loss minus ``SURE`` errors of it.
+
+    Of two losses the larger result counts: either of them is proof enough. Arguments as for ``likely_loss``.
+    """
+    return max((loss - SURE * error for loss, error in _losses(expected, simulated, got, output)), default=0.0)
+
+
+def _losses(
+    expected: Sequence[OutputsByName], simulated: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> list[tuple[float, float]]:
+    """Two measures of the decibels by which a file is worse than the simulation, each with its standard error.
+
+    The loss of all data is that of the sums of noise, f and s: 10 log10(Σf / Σs). The error of such a ratio of sums
+    follows from the residuals of the samples, f_i - r s_i, where r is the ratio (linearization, as for every ratio
+    estimator). Where one sample has nearly all noise, such as the one undecided sample of a classifier, this says
+    nothing of the others: so the mean of the samples' own losses counts too. A sample is a row of the output; of a
+    single row, each of its numbers is one, and only the first loss counts.
+    """
+    rows_of_simulation, rows_of_file = (_noise_by_row(expected, each, output) for each in (simulated, got))
+    if rows_of_simulation is None or rows_of_file is None:
+        return []
+    several = len(rows_of_file) > 1
+    of_simulation, of_file = (
+        np.array([row.sum() for row in rows]) if several else rows[0] for rows in (rows_of_simulation, rows_of_file)
+    )
+    if not of_simulation.sum() or not of_file.sum():
+        return []
+    ratio = float(of_file.sum() / of_simulation.sum())
+    loss = 10 * math.log10(ratio)
+    count = of_file.size
+    if count == 1:
+        return [(loss, 0.0)]
+    residuals = of_file - ratio * of_simulation
+    relative = math.sqrt(count / (count - 1) * float(np.sum(residuals**2))) / float(of_file.sum())
+    found = [(loss, 10 / math.log(10) * relative)]
+    counted = (of_file > 0) & (of_simulation > 0)
+    if several and counted.sum() > 1:
+        losses = 10 * np.log10(of_file[counted] / of_simulation[counted])
+        found.append((float(losses.mean()), float(losses.std(ddof=1)) / math.sqrt(losses.size)))
+    return found
+
+
+def _noise_by_row(
+    expected: Sequence[OutputsByName], got: Sequence[OutputsByName], output: str
+) -> list[NDArray[np.float64]] | None:
+    """The squared errors of each row of an output; None if an output is missing or has another shape."""
+    rows: list[NDArray[np.float64]] = []
+    for exact, other in ((one.get(output), two.get(output)) for one, two in zip(expected, got, strict=True)):
+        if exact is None or other is None or exact.shape != other.shape:
+            return None
+        error: NDArray[np.float64] = (exact.astype(np.float64) - other) ** 2
+        rows += list(error.reshape(len(error) if error.ndim > 1 else 1, -1))
+    return rows or None
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
+# -- the result, and what is said about it -----------------------------------------------------------------------------
+
+
+class UnusableFileError(ExportError):
+    """A written file cannot be loaded or run."""
+
+    def __init__(self, target: Path, origin: str, error: Exception) -> None:
+        super().__init__(
+            f'"{target}" cannot be loaded or run on {origin}, so nothing was saved: {error}; please report this with '
+            "the model; check=False (--no-check) writes the files as they are"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComparedBatch:
+    """One batch and the outputs that a file is compared with.
+
+    Attributes:
+        inputs: The batch by the input names of the files.
+        expected: The outputs of the float model.
+        simulated: Those of the simulation.
+    """
+
+    inputs: Mapping[str, NDArray[Any]]
+    expected: Mapping[str, NDArray[Any]]
+    simulated: Mapping[str, NDArray[Any]]
+
+
+def compared(
+    target: Path, origin: str, batches: Sequence[ComparedBatch], outputs: Sequence[Mapping[str, NDArray[Any]]]
+) -> FileCheck:
+    """Compare the outputs of a file with those of the float model and of the simulation.
+
+    Args:
+        target: The path of the file, for the log.
+        origin: What the inputs were.
+        batches: The batches.
+        outputs: The outputs of the file, batch by batch.
+    """
+    expected, simulated = [each.expected for each in batches], [each.simulated for each in batches]
+    found = similarity_over(zip(expected, outputs, strict=True))
+    near = similarity_over(zip(expected, simulated, strict=True))[0]
+    result = outcome(target, origin, found, near)
+    if result.sqnr is None or result.simulation_sqnr is None:
+        return result
+    return replace(result, likely_loss=likely_loss(expected, simulated, outputs, result.output))
+
+
+def outcome(
+    target: Path,
+    origin: str,
+    found: tuple[Similarity | None, Mapping[str, str]],
+    simulated: Similarity | None,
+) -> FileCheck:
+    """The result of a comparison, whose outputs that were not compared have a reason."""
+    similarity, reasons = found
+    missing = "; ".join(f'output "{name}": {reason}' for name, reason in reasons.items())
+    if similarity is not None and math.isnan(similarity.sqnr):
+        missing, similarity = f'output "{similarity.output}" has values that are not finite', None
+        logger.warning("%s: %s", target.name, missing)
+    if similarity is None:
+        return FileCheck(batch=origin, not_checked=missing)
+    return FileCheck(
+        batch=origin,
+        output=similarity.output,
+        cosine=similarity.cosine,
+        sqnr=_finite(similarity.sqnr),
+        simulation_sqnr=None if simulated is None else _finite(simulated.sqnr),
+        not_checked=missing,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def lost(check: FileCheck) -> float:
+    """Decibels by which a file is worse than the simulation; 0 if that is not known."""
+    if check.sqnr is None or check.simulation_sqnr is None:
+        return 0.0
+    return max(0.0, check.simulation_sqnr - check.sqnr)
+
+
+def is_worse(check: FileCheck) -> bool:
+    """Whether a file is, or may be, so much worse than the simulation that it must be said."""
+    return max(lost(check), check.likely_loss or 0.0) > WORSE
+
+
+def warn_worse(target: Path, check: FileCheck) -> None:
+    """Say that a file is worse than the simulation, and where that begins."""
+    found = lost(check)
+    logger.warning(
+        "%s %s worse than the simulation%s (SQNR %.1f instead of %.1f dB%s)%s",
+        target.name,
+        f"is {found:.1f} dB" if found > WORSE else f"may be {check.likely_loss:.1f} dB",
+        "" if found > WORSE else " on other data",
+        check.sqnr,
+        check.simulation_sqnr,
+        "" if found > WORSE else f" on {check.batch}",
+        f'; the first tensor that is worse is "{check.differs_at}"' if check.differs_at else "",
+    )
+
+
+def warn_different(target: Path, check: FileCheck, exact: float) -> None:
+    """Say that a file is worse than the simulation because its float model is not the user's."""
+    logger.warning(
+        "%s is %.1f dB worse than the simulation (SQNR %.1f instead of %.1f dB), because what was exported does not "
+        "compute what the model computes: already in float the SQNR is %.1f dB. The model keeps a state from run to "
+        "run, draws random numbers, or its code takes another way while it is captured (torch.compiler.is_compiling)",
+        target.name,
+        lost(check),
+        check.sqnr,
+        check.simulation_sqnr,
+        exact,
+    )
+
+
+def say_checked(target: Path, check: FileCheck) -> None:
+    """Log the numbers of a file."""
+    logger.info("%s: %s (%s)", target.name, check.text(), check.batch)
+
+
+def warn_slow(target: Path, check: FileCheck) -> None:
+    """Say that a file is slower than the float model, or may be."""
+    logger.warning(
+        "%s %s slower than the float model on this machine (%.2f of its speed); most time is taken by %s",
+        target.name,
+        "is" if check.speed is not None and check.speed < 1 else "may be",
+        check.speed,
+        ", ".join(check.costliest),
+    )
