@@ -39,15 +39,23 @@ EXTERNAL_THRESHOLD = 2_000_000_000
 _NAMES_SHOWN = 3
 
 
-def save_model(path: Path, model: ModelProto, *, external_suffix: str = ".external") -> list[Path]:
+def save_model(
+    path: Path, model: ModelProto, *, external_suffix: str = ".external", external_threshold: int | None = None
+) -> list[Path]:
     """Write one model and, if it is large, the files of its tensors; returns their paths.
+
+    Args:
+        path: the path of the model.
+        model: the model; it is not changed.
+        external_suffix: the end of the names of the files of tensors.
+        external_threshold: the serialized size from which there are such files; None: that of all saves.
 
     Raises:
         ExportError: it cannot be made small enough.
         FileError: a file cannot be written; none was.
     """
     with FileGroup() as group:
-        written = _write_model(group, path, model, external_suffix)
+        written = _write_model(group, path, model, external_suffix, external_threshold or EXTERNAL_THRESHOLD)
         warn_of_replaced(group.written())
     return written
 
@@ -61,15 +69,14 @@ def add_exported(group: FileGroup, where: SavePath, name: str, exported: Exporte
     if isinstance(exported, ExportedModel):
         file = file_name(name)
         suffix = f"_{Path(file).stem.removesuffix('_model').replace('_', '')}.external"
-        return _write_model(group, where.file(file), exported.model, suffix)
+        return _write_model(group, where.file(file), exported.model, suffix, EXTERNAL_THRESHOLD)
     for file, parts in exported.files.items():
         with group.open(where.file(file)) as stream:
             stream.writelines(parts)
     return [where.file(file) for file in exported.files]
 
 
-def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str) -> list[Path]:
-    threshold = EXTERNAL_THRESHOLD
+def _write_model(group: FileGroup, path: Path, model: ModelProto, suffix: str, threshold: int) -> list[Path]:
     rest = _bare_size(model) + sum(initializer_bytes(tensor) for tensor in model.graph.initializer)
     moved: dict[int, str] = {}
     sizes = enumerate(model.graph.initializer) if rest >= threshold else ()
