@@ -38,7 +38,7 @@ from amct.pytorch.preparation import prepare
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-_NONE = type(None)
 
 
 def create_quant_config(
@@ -77,17 +76,15 @@ def create_quant_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "create_quant_config",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "skip_layers": (skip_layers, (list, tuple, _NONE)),
-            "batch_num": (batch_num, (int,)),
-            "activation_offset": (activation_offset, (bool,)),
-            "config_defination": (config_defination, (*FILE, _NONE)),
-        },
+        may_be_none=("skip_layers", "config_defination"),
+        config_file=config_file,
+        model=model,
+        skip_layers=skip_layers,
+        batch_num=batch_num,
+        activation_offset=activation_offset,
+        config_defination=config_defination,
     )
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
@@ -113,15 +110,7 @@ def quantize_preprocess(config_file: AnyPath, record_file: AnyPath, model: nn.Mo
         TypeError, ValueError, OSError: as ``quantize_model``.
         RuntimeError: no layer of the config has ``dmq_balancer_param``, or the model cannot be run.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "quantize_preprocess",
-        {
-            "config_file": (config_file, FILE),
-            "record_file": (record_file, FILE),
-            "model": (model, (nn.Module,)),
-        },
-    )
+    start_function("quantize_preprocess", config_file=config_file, record_file=record_file, model=model)
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
     traced = cached_trace(model, input_data)
@@ -178,15 +167,12 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run or exported, no layer is to be quantized, or weights are not finite.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "quantize_model",
-        {
-            "config_file": (config_file, FILE),
-            "modfied_onnx_file": (modfied_onnx_file, FILE),
-            "record_file": (record_file, FILE),
-            "model": (model, (nn.Module,)),
-        },
+        config_file=config_file,
+        modfied_onnx_file=modfied_onnx_file,
+        record_file=record_file,
+        model=model,
     )
     onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
     record_path = output_file(record_file, "record_file")
@@ -233,15 +219,7 @@ def save_model(modfied_onnx_file: AnyPath, record_file: AnyPath, save_path: AnyP
         RuntimeError: calibration is incomplete (the message lists the missing batches by layer), record and model do
             not belong together, or a written file cannot be used; nothing was saved.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "save_model",
-        {
-            "modfied_onnx_file": (modfied_onnx_file, FILE),
-            "record_file": (record_file, FILE),
-            "save_path": (save_path, FILE),
-        },
-    )
+    start_function("save_model", modfied_onnx_file=modfied_onnx_file, record_file=record_file, save_path=save_path)
     where = SavePath.parse(save_path)
     if not all_ranks().is_first:
         return
@@ -307,18 +285,24 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "config_file": FILE,
     "config_defination": FILE,
     "record_file": FILE,
+    "modfied_onnx_file": FILE,
     "pth_file": FILE,
     "save_path": FILE,
     "state_dict_name": (str, type(None)),
+    "skip_layers": (list, tuple),
+    "batch_num": (int,),
+    "activation_offset": (bool,),
+    "quant_layers": (dict,),
 }
-"""An argument of one name has the same types in every function."""
+"""An argument of one name has the same types in every function of AMCT."""
 
 
-def start_function(function: str, **arguments: object) -> None:
-    """Start the log and check the arguments of a function.
+def start_function(function: str, *, may_be_none: Collection[str] = (), **arguments: object) -> None:
+    """Start the log and check the types of the arguments of a function of AMCT.
 
     Raises:
         ArgumentTypeError: An argument has the wrong type; the message names the function.
     """
     log.start("amct_pytorch")
-    check_types(function, {name: (value, _TYPES[name]) for name, value in arguments.items()})
+    none = {name: (type(None),) for name in may_be_none}
+    check_types(function, {name: (value, (*_TYPES[name], *none.get(name, ()))) for name, value in arguments.items()})

@@ -46,6 +46,7 @@ from amct.errors import (
     MissingDefinitionError,
     MissingFileError,
 )
+from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.layer_types import type_name
 from amct.pytorch.layer_hooks import hidden_from_modes, run_own_model_in_context
 from amct.pytorch.user_model import refuse_operators, unwrap
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
-_NONE = type(None)
 
 
 def create_quant_cali_config(
@@ -88,15 +88,13 @@ def create_quant_cali_config(
         OSError: a file cannot be read or written.
         RuntimeError: no layer is named, the simple config does not exist, or the model is already quantized.
     """
-    log.start("amct_pytorch")
-    check_types(
+    start_function(
         "create_quant_cali_config",
-        {
-            "config_file": (config_file, FILE),
-            "model": (model, (nn.Module,)),
-            "quant_layers": (quant_layers, (dict, _NONE)),
-            "config_defination": (config_defination, (*FILE, _NONE)),
-        },
+        may_be_none=("quant_layers", "config_defination"),
+        config_file=config_file,
+        model=model,
+        quant_layers=quant_layers,
+        config_defination=config_defination,
     )
     path = output_file(config_file, "config_file")
     model = unwrap(model)
@@ -126,15 +124,7 @@ def create_quant_cali_model(config_file: AnyPath, record_file: AnyPath, model: n
         OSError: a file cannot be read or written.
         RuntimeError: the config names no layer, or the model is already quantized.
     """
-    log.start("amct_pytorch")
-    check_types(
-        "create_quant_cali_model",
-        {
-            "config_file": (config_file, FILE),
-            "record_file": (record_file, FILE),
-            "model": (model, (nn.Module,)),
-        },
-    )
+    start_function("create_quant_cali_model", config_file=config_file, record_file=record_file, model=model)
     path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
     model = unwrap(model)

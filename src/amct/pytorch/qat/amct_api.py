@@ -72,9 +72,13 @@ def create_quant_retrain_config(
         OSError: a file cannot be read or written.
         RuntimeError: the model cannot be run on the example input, or is already quantized.
     """
-    start_function("create_quant_retrain_config", config_file=config_file, model=model)
-    if config_defination is not None:
-        start_function("create_quant_retrain_config", config_defination=config_defination)
+    start_function(
+        "create_quant_retrain_config",
+        may_be_none=("config_defination",),
+        config_file=config_file,
+        model=model,
+        config_defination=config_defination,
+    )
     path = output_file(config_file, "config_file")
     text = read_bytes(config_defination) if config_defination is not None else None
     layers = cached_trace(model, input_data).config_layers()
