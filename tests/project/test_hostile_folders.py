@@ -318,7 +318,7 @@ def weights_and_activations():
 
 
 def change_record():
-    amct.record.update_input("caffe_quant_param_record.txt", "conv", DataFactors(scale=0.5, offset=0))
+    amct.record.update_inputs("caffe_quant_param_record.txt", {"conv": [DataFactors(scale=0.5, offset=0)]})
     amct.record.update("caffe_quant_param_record.txt", "new", CaffeLayerRecord())
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from amct.errors import ArgumentError, RecordError
+from amct.errors import ArgumentError
 from amct.record import (
     CaffeLayerRecord,
     CaffeRecord,
@@ -19,9 +19,6 @@ from amct.record import (
     Record,
     describe_difference,
     diff_records,
-    format_record,
-    merge_records,
-    read_record,
 )
 
 CHAIN = PruneRecord(producers=(PruneNode.channels("conv", "Conv", 0, 8, (1,)),))
@@ -87,62 +84,6 @@ def test_caffe_records_differ_by_input():
     )
 
 
-def test_dialects_are_not_compared_nor_merged():
-    for function in (diff_records, merge_records):
-        with pytest.raises(ArgumentError, match="different dialects"):
-            function(Record(), CaffeRecord())
-
-
-def test_balance_factors_and_quantization_factors_become_one_record(golden):
-    balanced = read_record(golden / "amct" / "r20_dmq" / "record_dmq.txt")
-    complete = read_record(golden / "amct" / "r20_dmq" / "record.txt")
-    without = Record({name: replace(entry, tensor_balance_factor=()) for name, entry in complete.items()})
-    for merged in (merge_records(balanced, without), merge_records(without, balanced)):
-        assert dict(merged) == dict(complete)
-    assert format_record(merge_records(without, balanced)) == format_record(complete)
-
-
-def test_a_record_merged_with_itself_or_with_nothing_is_itself():
-    assert merge_records(LEFT, LEFT) == LEFT
-    assert merge_records(LEFT, Record()) == LEFT
-    assert merge_records(Record(), LEFT) == LEFT
-    assert format_record(merge_records(LEFT, LEFT)) == format_record(LEFT)
-
-
-def test_inputs_of_a_caffe_layer_are_merged():
-    weights = CaffeRecord({"s": CaffeLayerRecord(scale_w=(1.0,), offset_w=(0,))})
-    first = CaffeRecord({"s": CaffeLayerRecord(record_d=(DataFactors(index=1, scale=0.5),))})
-    second = CaffeRecord({"s": CaffeLayerRecord(record_d=(DataFactors(scale=1.0), DataFactors(index=1, offset=3)))})
-    merged = merge_records(merge_records(weights, first), second)
-    assert merged["s"] == CaffeLayerRecord(
-        scale_w=(1.0,), offset_w=(0,), record_d=(DataFactors(scale=1.0), DataFactors(index=1, scale=0.5, offset=3))
-    )
-
-
-def test_every_contradiction_is_named():
-    right = Record(
-        {"a": LayerRecord(scale_d=0.25, offset_d=2), "b": LayerRecord(scale_w=(1.0, 2.0, 3.0, 4.0))},
-        {"k": KvCacheRecord(scale=(1.5,), offset=(1,))},
-        (PruneRecord(producers=(PruneNode.channels("conv", "Conv", 0, 8, (2,)),)),),
-    )
-    with pytest.raises(RecordError, match="5 mistakes") as caught:
-        merge_records(LEFT, right)
-    assert [problem.message for problem in caught.value.problems] == [
-        'layer "a": scale_d is 0.5 in left.txt and 0.25 in the second record',
-        'layer "a": offset_d is 1 in left.txt and 2 in the second record',
-        'layer "b": scale_w is (1.0, 2.0) in left.txt and (1.0, 2.0, 3.0, … 4 values) in the second record',
-        'layer "kv_cache k": scale is (0.5,) in left.txt and (1.5,) in the second record',
-        '"prune conv" is one chain in left.txt and another in the second record',
-    ]
-
-
-def test_types_that_contradict_only_together():
-    ours, theirs = Record({"a": LayerRecord(dst_type="INT8")}), Record({"a": LayerRecord(wts_type="INT4")})
-    with pytest.raises(RecordError, match='layer "a": dst_type INT8 means'):
-        merge_records(ours, theirs)
-
-
-def test_contradicting_inputs_are_named():
-    ours, theirs = (CaffeRecord({"s": CaffeLayerRecord(record_d=(DataFactors(scale=value),))}) for value in (1.0, 2.0))
-    with pytest.raises(RecordError, match=r'layer "s record_d\[0\]": scale is 1.0 in .* and 2.0 in'):
-        merge_records(ours, theirs)
+def test_dialects_are_not_compared():
+    with pytest.raises(ArgumentError, match="different dialects"):
+        diff_records(Record(), CaffeRecord())

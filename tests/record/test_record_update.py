@@ -27,9 +27,7 @@ from amct.record import (
     read_caffe_record,
     read_record,
     update,
-    update_input,
     update_inputs,
-    update_with,
     write_record,
 )
 
@@ -63,7 +61,7 @@ def test_inputs_of_one_caffe_layer_come_from_many_threads(tmp_path):
 
     def add(index: int) -> None:
         factors = DataFactors(index=index, scale=index + 0.5, offset=index)
-        update_with(file, "eltwise", CaffeLayerRecord, lambda entry: (entry or CaffeLayerRecord()).with_input(factors))
+        update_inputs(file, {"eltwise": [factors]})
 
     threads = [threading.Thread(target=add, args=(index,)) for index in range(12)]
     for thread in threads:
@@ -128,14 +126,7 @@ def test_files_in_another_layout_are_read_completely_and_lose_nothing(tmp_path, 
     file = tmp_path / "record.txt"
     file.write_bytes(text.encode())
     before = {"a": LayerRecord(offset_d=1), "b": LayerRecord(offset_d=2)}
-    seen = []
-
-    def change(entry: LayerRecord | None) -> LayerRecord:
-        seen.append(entry)
-        return LayerRecord(offset_d=9)
-
-    update_with(file, layer, LayerRecord, change)
-    assert seen == [before.get(layer)]
+    update(file, layer, LayerRecord(offset_d=9))
     assert file.read_text() == format_record(Record({**before, layer: LayerRecord(offset_d=9)}))
 
 
@@ -217,7 +208,7 @@ def test_factors_of_an_input_as_a_whole_reading_would_put_them(before, tmp_path)
     factors = DataFactors(index=0, scale=0.7, offset=-3, num_bits=8, channels=3, height=4, width=5)
     record = CaffeRecord({"first": other, **({"conv": before} if before else {}), "last": other})
     write_record(record, file)
-    update_input(file, "conv", factors)
+    update_inputs(file, {"conv": [factors]})
     wanted = record.with_layers({"conv": (before or CaffeLayerRecord()).with_input(factors)})
     assert file.read_text() == format_record(wanted)
 
@@ -225,7 +216,7 @@ def test_factors_of_an_input_as_a_whole_reading_would_put_them(before, tmp_path)
 def test_factors_of_an_input_of_the_older_dialect(tmp_path):
     file = tmp_path / "record.txt"
     file.write_text('record {\n  key: "conv"\n  value {\n    scale_d: 0.5\n    offset_d: 1\n  }\n}\n')
-    update_input(file, "conv", DataFactors(index=1, scale=0.25, offset=2, num_bits=8))
+    update_inputs(file, {"conv": [DataFactors(index=1, scale=0.25, offset=2, num_bits=8)]})
     assert [(data.index, data.scale) for data in read_caffe_record(file)["conv"].record_d] == [(0, 0.5), (1, 0.25)]
 
 
@@ -242,6 +233,6 @@ def test_factors_of_many_inputs_at_once_are_those_of_one_after_another(tmp_path)
     update_inputs(once, found)
     for name, inputs in found.items():
         for factors in inputs:
-            update_input(one_by_one, name, factors)
+            update_inputs(one_by_one, {name: [factors]})
     assert read_caffe_record(once) == read_caffe_record(one_by_one)
     assert [data.index for data in read_caffe_record(once)["known"].record_d] == [0, 1]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from amct.errors import ArgumentTypeError, ParseError
 from amct.schema import descriptor, format_text, message_class, parse_text, read_binary
-from amct.schema._fields import table_of
-from amct.schema._values import shortest_float
+from amct.schema._fields import shortest_float, table_of
 
 TYPES = [
     ("pytorch", "AMCTPytorchProto.AMCTConfig"),

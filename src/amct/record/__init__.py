@@ -15,8 +15,6 @@ record {
 
 from __future__ import annotations
 
-from amct.record.checks import Progress, RecordLayer
-from amct.record.compare import Difference, diff_records, merge_records
 from amct.record.files import (
     encode_record,
     format_record,
@@ -29,18 +27,19 @@ from amct.record.files import (
     write_record,
 )
 from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
-from amct.record.masks import pack_mask, unpack_mask
-from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type
+from amct.record.prune import Attribute, PruneNode, PruneRecord, onnx_type, pack_mask, unpack_mask
 from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Dialect, Record
 from amct.record.show import (
+    Difference,
     convert_record_file,
     describe_difference,
     describe_record,
+    diff_records,
     plain_difference,
     plain_record,
 )
-from amct.record.update import update, update_input, update_inputs, update_with
-from amct.record.validate import normalize_record, validate_record
+from amct.record.update import update, update_inputs
+from amct.record.validate import Progress, RecordLayer, normalize_record, validate_record
 
 __all__ = [
     "AnyLayer",
@@ -64,7 +63,6 @@ __all__ = [
     "diff_records",
     "encode_record",
     "format_record",
-    "merge_records",
     "normalize_record",
     "onnx_type",
     "pack_mask",
@@ -78,9 +76,7 @@ __all__ = [
     "serialize_record",
     "unpack_mask",
     "update",
-    "update_input",
     "update_inputs",
-    "update_with",
     "validate_record",
     "write_record",
 ]

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from amct import atomic
 from amct.errors import ParseError, RecordParseError
-from amct.record import caffe_dialect, pytorch_dialect
-from amct.record.messages import Positions, positions_of
+from amct.record.messages import MESSAGES, record_from_message, record_to_message
 from amct.record.records import AnyRecord, CaffeRecord, Dialect, Record
 from amct.schema import descriptor, format_text, message_class, parse_text, read_binary
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from amct.schema import Schema
-
 Form = Literal["text", "binary"]
 AnyPath = str | os.PathLike[str]
 
-_MESSAGES: dict[Dialect, tuple[str, Schema]] = {
-    "pytorch": (pytorch_dialect.MESSAGE, "pytorch"),
-    "caffe": (caffe_dialect.MESSAGE, "caffe_config"),
-}
+_RecordT = TypeVar("_RecordT", Record, CaffeRecord)
+
+_KINDS: dict[Dialect, type[AnyRecord]] = {"pytorch": Record, "caffe": CaffeRecord}
 _BINARY_SUFFIXES = frozenset({".bin", ".pb", ".binpb"})
 #: Control characters that do not occur in text; every binary record has some of them as tags.
 _NOT_TEXT = bytes(code for code in range(32) if chr(code) not in "\t\n\v\f\r")
@@ -41,12 +37,12 @@ def read_record(path: AnyPath, *, form: Form | None = None) -> Record:
         FileError: The file does not exist or cannot be read.
         RecordParseError: It is not a record file of this dialect; the message has line and column.
     """
-    return _read_pytorch(atomic.read_bytes(path), str(path), form or form_of(path))
+    return _read(atomic.read_bytes(path), str(path), Record, form or form_of(path))
 
 
 def read_caffe_record(path: AnyPath, *, form: Form | None = None) -> CaffeRecord:
     """Read a record file in the Caffe dialect, text or binary; errors as in ``read_record``."""
-    return _read_caffe(atomic.read_bytes(path), str(path), form or form_of(path))
+    return _read(atomic.read_bytes(path), str(path), CaffeRecord, form or form_of(path))
 
 
 def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form | None = None) -> AnyRecord:
@@ -57,28 +53,29 @@ def read_any_record(path: AnyPath, *, dialect: Dialect | None = None, form: Form
     """
     data = atomic.read_bytes(path)
     form = form or form_of(path) or ("binary" if _looks_binary(data) else "text")
-    dialect = dialect or _dialect_of(data, str(path), form)
-    return (_read_caffe if dialect == "caffe" else _read_pytorch)(data, str(path), form)
+    kind = _kind_of(data, str(path), form) if dialect is None else _KINDS[dialect]
+    record: AnyRecord = _read(data, str(path), kind, form)  # type: ignore[type-var]  # one of both
+    return record
 
 
 def parse_record(content: str | bytes, source: str = "<record>") -> Record:
     """Read a record in the PyTorch dialect from text, or from bytes of either form."""
-    return _read_pytorch(content, source, None)
+    return _read(content, source, Record, None)
 
 
 def parse_caffe_record(content: str | bytes, source: str = "<record>") -> CaffeRecord:
     """Read a record in the Caffe dialect from text, or from bytes of either form."""
-    return _read_caffe(content, source, None)
+    return _read(content, source, CaffeRecord, None)
 
 
 def format_record(record: AnyRecord) -> str:
     """Return the text of a record, in the layout of AMCT's documents."""
-    return format_text(_message(record))
+    return format_text(record_to_message(record))
 
 
 def serialize_record(record: AnyRecord) -> bytes:
     """Return the binary form of a record."""
-    return _message(record).SerializeToString()
+    return record_to_message(record).SerializeToString()
 
 
 def write_record(record: AnyRecord, path: AnyPath, *, form: Form | None = None) -> None:
@@ -104,36 +101,22 @@ def form_of(path: AnyPath) -> Form | None:
     return "text" if suffix == ".txt" else None
 
 
-def _read_pytorch(content: str | bytes, source: str, form: Form | None) -> Record:
-    message, positions = _read_message(content, source, "pytorch", form)
-    return pytorch_dialect.record_from_message(message, source, positions)
-
-
-def _read_caffe(content: str | bytes, source: str, form: Form | None) -> CaffeRecord:
-    message, positions = _read_message(content, source, "caffe", form)
-    return caffe_dialect.record_from_message(message, source, positions)
-
-
-def _read_message(content: str | bytes, source: str, dialect: Dialect, form: Form | None) -> tuple[Message, Positions]:
-    name, schema = _MESSAGES[dialect]
+def _read(content: str | bytes, source: str, kind: type[_RecordT], form: Form | None) -> _RecordT:
+    name, schema = MESSAGES[kind]
     try:
         if isinstance(content, bytes) and (form == "binary" or (form is None and _looks_binary(content))):
             message = read_binary(content, message_class(name, schema=schema), source)
             if _has_unknown_fields(message):
+                dialect = "caffe" if kind is CaffeRecord else "pytorch"
                 raise ParseError(
                     f"{source}: has fields that the {dialect} dialect does not have; is it another dialect?"
                 )
-            return message, Positions()
+            return record_from_message(message, kind, source)
         text = parse_text(content, descriptor(name, schema=schema), source)
-        return text.to_message(), positions_of(text)
+        message = text.to_message()
     except ParseError as error:
         raise RecordParseError.from_problems(error.problems) from error
-
-
-def _message(record: AnyRecord) -> Message:
-    if isinstance(record, Record):
-        return pytorch_dialect.record_to_message(record)
-    return caffe_dialect.record_to_message(record)
+    return record_from_message(message, kind, source, text)
 
 
 def _looks_binary(data: bytes) -> bool:
@@ -142,25 +125,25 @@ def _looks_binary(data: bytes) -> bool:
     return len(data.translate(None, _NOT_TEXT)) != len(data)
 
 
-def _dialect_of(data: bytes, source: str, form: Form) -> Dialect:
+def _kind_of(data: bytes, source: str, form: Form) -> type[AnyRecord]:
     if form == "text":
         only_caffe = (b"record_d", b"num_bits_w", b"object_layer")
-        return "caffe" if any(word in data for word in only_caffe) else "pytorch"
-    possible = [dialect for dialect in _MESSAGES if _could_be(data, dialect)]
+        return CaffeRecord if any(word in data for word in only_caffe) else Record
+    possible = [kind for kind in MESSAGES if _could_be(data, kind)]
     if len(possible) > 1:
         raise RecordParseError(f"{source}: could be a pytorch or a caffe record; choose one with dialect")
-    return possible[0] if possible else "pytorch"
+    return possible[0] if possible else Record
 
 
-def _could_be(data: bytes, dialect: Dialect) -> bool:
-    name, schema = _MESSAGES[dialect]
+def _could_be(data: bytes, kind: type[AnyRecord]) -> bool:
+    name, schema = MESSAGES[kind]
     try:
         return not _has_unknown_fields(read_binary(data, message_class(name, schema=schema), ""))
     except ParseError:
         return False
 
 
-def _has_unknown_fields(message: Any) -> bool:  # noqa: ANN401 - generated class
+def _has_unknown_fields(message: Message) -> bool:
     """Whether a binary message has fields that its type does not define."""
     known = type(message)()
     known.CopyFrom(message)

@@ -1,19 +1,47 @@
 """The factors of one layer, in the PyTorch dialect and in the Caffe dialect.
 
 Every field is optional, because a flow writes a record step by step: weights first, activations when calibration ends.
-``None`` or an empty tuple means that the file does not have the field.
+``None`` or an empty tuple means that the file does not have the field. Factors are rounded to float32, as in a file.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from amct.errors import RecordError
-from amct.record.float32 import float32, float32s
+from amct.errors import RecordError, RecordValueError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
+
+
+def float32(value: float) -> float:
+    """Return the float32 nearest to a number, as a Python float.
+
+    >>> float32(0.1)
+    0.10000000149011612
+    """
+    return float32s((value,))[0]
+
+
+def float32s(values: Iterable[float]) -> tuple[float, ...]:
+    """Return the float32 nearest to each number; infinity and NaN are unchanged.
+
+    Raises:
+        RecordValueError: A finite number is too large for float32, or is not a number.
+    """
+    numbers = tuple(values)
+    layout = f"<{len(numbers)}f"
+    try:
+        return struct.unpack(layout, struct.pack(layout, *numbers))
+    except OverflowError as error:
+        largest = max((number for number in numbers if math.isfinite(number)), key=abs)
+        raise RecordValueError(f"a factor is too large for float32: {largest:g}") from error
+    except struct.error as error:
+        raise RecordValueError(f"a factor must be a number, got {numbers!r}") from error
+
 
 DEFAULT_TYPE = "INT8"
 DEFAULT_BITS = 8

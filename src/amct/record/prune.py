@@ -3,22 +3,63 @@
 A ``PruneRecord`` is a chain (producers, whose output channels are removed, and consumers, whose input channels are) or
 one layer with a 4:2 mask. Each node has named attributes of six types, like ONNX's. The attribute ``type`` is the node
 type: files have ONNX, torch or TensorFlow names, which are converted to ONNX names.
+
+A mask is stored as integers of 64 bits: flattened row by row, packed eight to a byte with the first in the highest bit,
+padded with zero bytes to a multiple of eight, and each eight bytes are read as one little-endian int64.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from amct.errors import RecordError, did_you_mean
-from amct.record.float32 import float32, float32s
-from amct.record.masks import pack_mask, unpack_mask
+from amct.record.layers import float32, float32s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
+
+
+_BITS = 64
+
+
+def pack_mask(mask: NDArray[np.generic]) -> tuple[int, ...]:
+    """Pack a mask of zeros and ones, of any shape and number type, to integers of 64 bits.
+
+    >>> pack_mask(np.array([[1, 0, 0, 1], [0, 1, 1, 0]]))
+    (150,)
+    """
+    packed = np.packbits(np.asarray(mask).reshape(-1) != 0)
+    padded = np.zeros(-(-packed.size // 8) * 8, dtype=np.uint8)
+    padded[: packed.size] = packed
+    return tuple(padded.view("<i8").tolist())
+
+
+def unpack_mask(numbers: Sequence[int], shape: Sequence[int]) -> NDArray[np.bool_]:
+    """Unpack a mask to a boolean array of ``shape``.
+
+    Raises:
+        RecordError: The shape is invalid or does not fit the number of integers.
+    """
+    size = math.prod(shape)
+    if size < 0 or any(extent < 0 for extent in shape):
+        raise RecordError(f"a mask cannot have the shape {list(shape)}")
+    expected = -(-size // _BITS)
+    if len(numbers) != expected:
+        raise RecordError(
+            f"a mask of shape {list(shape)} has {size} bits, that is {expected} numbers of 64; got {len(numbers)}"
+        )
+    try:
+        bits = np.unpackbits(np.array(numbers, dtype="<i8").view(np.uint8), count=size)
+    except OverflowError as error:
+        raise RecordError("a number of the mask does not fit 64 bits") from error
+    return bits.astype(np.bool_).reshape(tuple(shape))
+
 
 AttributeType = Literal["UNDEFINED", "FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS"]
 AttributeValue = float | int | str | tuple[float, ...] | tuple[int, ...] | tuple[str, ...] | None
@@ -188,9 +229,16 @@ class PruneRecord:
     selective: PruneNode | None = None
 
     @property
+    def roles(self) -> dict[str, tuple[PruneNode, ...]]:
+        """The nodes by the names of the file, in its order, without empty groups."""
+        selective = (self.selective,) if self.selective else ()
+        groups = {"producer": self.producers, "consumer": self.consumers, "selective_prune": selective}
+        return {role: nodes for role, nodes in groups.items() if nodes}
+
+    @property
     def nodes(self) -> tuple[PruneNode, ...]:
         """All nodes, in the order of the file."""
-        return (*self.producers, *self.consumers, *((self.selective,) if self.selective else ()))
+        return tuple(node for nodes in self.roles.values() for node in nodes)
 
     def node(self, name: str) -> PruneNode:
         """Return the node with a name.

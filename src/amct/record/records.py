@@ -40,6 +40,11 @@ class Layers(Mapping[str, _LayerT]):
     def __len__(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the record has no entries, like a file that a flow has just created."""
+        return not self.layers
+
     def where(self, layer: str, name: str = "") -> Position | None:
         """Return the position of a field, or of its layer if the field is missing; None if unknown."""
         return self.positions.get((layer, name)) or self.positions.get((layer, ""))
@@ -80,11 +85,6 @@ class Record(Layers[LayerRecord]):
 @dataclass(frozen=True)
 class CaffeRecord(Layers[CaffeLayerRecord]):
     """A record in the Caffe dialect: ``record["conv1"].record_d[0].scale``."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the record has no entries, like a file that a flow has just created."""
-        return not self.layers
 
     def with_layers(self, layers: Mapping[str, CaffeLayerRecord]) -> CaffeRecord:
         """Return this record with layers replaced in place, or added at the end."""

@@ -1,31 +1,135 @@
-"""Output of records as a table, as plain data for JSON, and in the other file form."""
+"""Records as a table, as plain data for JSON and in the other file form, and the differences between two."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from amct import atomic
-from amct.record.compare import Difference, plain_fields
+from amct.errors import ArgumentError
 from amct.record.files import AnyPath, Form, encode_record, form_of, read_any_record
-from amct.record.records import AnyRecord, CaffeRecord, Dialect, Record
+from amct.record.layers import CaffeLayerRecord, DataFactors
+from amct.record.prune import PruneNode, PruneRecord
+from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Dialect, Record
 from amct.schema import shortest_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amct.record.layers import CaffeLayerRecord, KvCacheRecord, LayerRecord
-    from amct.record.prune import PruneRecord
+    from amct.record.layers import KvCacheRecord, LayerRecord
+
 
 _SHOWN_VALUES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One difference between two records.
+
+    ``entry`` is a layer, ``kv_cache <layer>`` or ``prune <layers>``; ``field`` is empty when only one record has the
+    entry (see ``kind``). A missing value is None.
+    """
+
+    entry: str
+    field: str
+    kind: Literal["only left", "only right", "changed"]
+    left: object = None
+    right: object = None
+
+
+def diff_records(left: AnyRecord, right: AnyRecord) -> tuple[Difference, ...]:
+    """Return the differences between two records of one dialect, in the order of the left one, then of the right one.
+
+    Raises:
+        ArgumentError: The records are of different dialects.
+    """
+    if type(left) is not type(right):
+        raise ArgumentError("the two records are of different dialects; read both as pytorch or both as caffe")
+    ours, theirs = _entries(left), _entries(right)
+    differences: list[Difference] = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in theirs:
+            differences.append(Difference(entry=name, field="", kind="only left"))
+        elif name not in ours:
+            differences.append(Difference(entry=name, field="", kind="only right"))
+        else:
+            differences += _changed(name, ours[name], theirs[name])
+    return tuple(differences)
+
+
+def _plain_fields(entry: AnyLayer | PruneRecord) -> dict[str, object]:
+    """Return the set fields of an entry by their file names; inputs of a Caffe layer as ``record_d[0].scale_d``."""
+    if isinstance(entry, PruneRecord):
+        return _chain_fields(entry)
+    content = {field.name: getattr(entry, field.name) for field in fields(entry)}
+    if isinstance(entry, CaffeLayerRecord):
+        del content["record_d"]
+        for factors in entry.record_d:
+            content |= {f"record_d[{factors.index}].{name}": value for name, value in _data_fields(factors).items()}
+    return {name: value for name, value in content.items() if _is_set(value)}
+
+
+def _chain_fields(chain: PruneRecord) -> dict[str, object]:
+    """Return the nodes of a chain, and their attributes as ``producer[conv1].begin``."""
+    content: dict[str, object] = {role: tuple(node.name for node in nodes) for role, nodes in chain.roles.items()}
+    for role, group in chain.roles.items():
+        for node in group:
+            content |= {f"{role}[{node.name}].{attribute.name}": attribute.value for attribute in node.attributes}
+    return content
+
+
+def _data_fields(factors: DataFactors) -> dict[str, object]:
+    own = {"scale": "scale_d", "offset": "offset_d", "num_bits": "num_bits_d"}
+    content = {own.get(field.name, field.name): getattr(factors, field.name) for field in fields(factors)}
+    del content["index"]
+    return content
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False and value != ()
+
+
+def _entries(record: AnyRecord) -> dict[str, AnyLayer | PruneRecord]:
+    entries: dict[str, AnyLayer | PruneRecord] = dict(record.layers)
+    if isinstance(record, Record):
+        entries |= {f"kv_cache {name}": entry for name, entry in record.kv_cache.items()}
+        entries |= _chains(record)
+    return entries
+
+
+def _chains(record: Record) -> dict[str, PruneRecord]:
+    """Return the chains of a record by the names of their producers."""
+    chains: dict[str, PruneRecord] = {}
+    for chain in record.prune:
+        name = f"prune {', '.join(node.name for node in chain.producers or chain.nodes)}"
+        while name in chains:
+            name += "'"
+        chains[name] = chain
+    return chains
+
+
+def _changed(name: str, left: AnyLayer | PruneRecord, right: AnyLayer | PruneRecord) -> list[Difference]:
+    if left == right:
+        return []
+    ours, theirs = _plain_fields(left), _plain_fields(right)
+    differences = [
+        Difference(entry=name, field=field, kind="changed", left=ours.get(field), right=theirs.get(field))
+        for field in dict.fromkeys([*ours, *theirs])
+        if ours.get(field) != theirs.get(field)
+    ]
+    if differences:
+        return differences
+    # Attributes that are repeated or differ in type or order are compared as a whole; this is rare.
+    return [Difference(entry=name, field="as a whole", kind="changed", left=str(left), right=str(right))]
 
 
 def plain_record(record: AnyRecord) -> dict[str, Any]:
     """Return a record as plain data for JSON; numbers in their shortest form."""
     plain: dict[str, Any] = {"dialect": "caffe" if isinstance(record, CaffeRecord) else "pytorch"}
-    plain["layers"] = {name: _plain(plain_fields(entry)) for name, entry in record.items()}
+    plain["layers"] = {name: _plain(_plain_fields(entry)) for name, entry in record.items()}
     if isinstance(record, Record):
-        plain["kv_cache"] = {name: _plain(plain_fields(entry)) for name, entry in record.kv_cache.items()}
+        plain["kv_cache"] = {name: _plain(_plain_fields(entry)) for name, entry in record.kv_cache.items()}
         plain["prune"] = [_plain_chain(chain) for chain in record.prune]
     return plain
 
@@ -57,13 +161,7 @@ def describe_difference(difference: Difference) -> str:
 
 def plain_difference(difference: Difference) -> dict[str, Any]:
     """Return a difference as plain data for JSON."""
-    return {
-        "entry": difference.entry,
-        "field": difference.field,
-        "kind": difference.kind,
-        "left": _plain_value(difference.left),
-        "right": _plain_value(difference.right),
-    }
+    return _plain(vars(difference))
 
 
 def convert_record_file(
@@ -180,14 +278,11 @@ def _plain_value(value: object) -> Any:  # noqa: ANN401 - plain data
 
 
 def _plain_chain(chain: PruneRecord) -> dict[str, Any]:
-    roles = {"producer": chain.producers, "consumer": chain.consumers}
-    plain: dict[str, Any] = {
-        role: [{"name": node.name, **_attributes(node.attributes)} for node in nodes] for role, nodes in roles.items()
-    }
+    plain: dict[str, Any] = {role: [_plain_node(node) for node in nodes] for role, nodes in chain.roles.items()}
     if chain.selective is not None:
-        plain["selective_prune"] = {"name": chain.selective.name, **_attributes(chain.selective.attributes)}
-    return {role: nodes for role, nodes in plain.items() if nodes}
+        plain["selective_prune"] = _plain_node(chain.selective)
+    return plain
 
 
-def _attributes(attributes: Iterable[Any]) -> dict[str, Any]:
-    return _plain({attribute.name: attribute.value for attribute in attributes})
+def _plain_node(node: PruneNode) -> dict[str, Any]:
+    return {"name": node.name, **_plain({attribute.name: attribute.value for attribute in node.attributes})}

@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from amct import atomic
 from amct.errors import ArgumentTypeError
-from amct.record.files import AnyPath, format_record, parse_caffe_record, parse_record
+from amct.record.files import format_record, parse_caffe_record, parse_record
 from amct.record.layers import CaffeLayerRecord, DataFactors, KvCacheRecord, LayerRecord
-from amct.record.records import AnyLayer, AnyRecord, CaffeRecord, Record
+from amct.record.records import CaffeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-_EntryT = TypeVar("_EntryT", bound=AnyLayer)
+    from amct.record.files import AnyPath
+    from amct.record.records import AnyLayer, AnyRecord
 
 _RECORD = b'record {\n  key: "'
 _CHAIN = b"prune_record {\n"
@@ -45,33 +45,27 @@ def update(path: AnyPath, layer: str, entry: AnyLayer) -> None:
         RecordParseError: The file is not a record.
         RecordValueError: A number of the entry does not fit its field.
     """
-    update_with(path, layer, type(entry), lambda _: entry)
-
-
-def update_with(path: AnyPath, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]) -> None:
-    """Replace the entry of one layer by ``change(entry)``, with the file locked; ``entry`` is None when there is none.
-
-    ``kind`` (``LayerRecord``, ``KvCacheRecord`` or ``CaffeLayerRecord``) selects the entry and the dialect.
-    For example, the factors of the second input of a Caffe layer::
-
-        update_with(path, "eltwise", CaffeLayerRecord, lambda entry: (entry or CaffeLayerRecord()).with_input(factors))
-    """
-    if kind not in (LayerRecord, KvCacheRecord, CaffeLayerRecord):
-        raise ArgumentTypeError(f"expected a LayerRecord, KvCacheRecord or CaffeLayerRecord, got {kind.__name__}")
+    if not isinstance(entry, LayerRecord | KvCacheRecord | CaffeLayerRecord):
+        raise ArgumentTypeError(
+            f"expected a LayerRecord, KvCacheRecord or CaffeLayerRecord, got {type(entry).__name__}"
+        )
     _check_name(layer)
     source = os.fspath(path)
 
-    atomic.modify(path, lambda content: _changed_entry(content, source, layer, kind, change))
+    def changed(part: bytes) -> AnyRecord:
+        if isinstance(entry, CaffeLayerRecord):
+            return parse_caffe_record(part, source).with_layers({layer: entry})
+        record = parse_record(part, source)
+        if isinstance(entry, KvCacheRecord):
+            return record.with_kv_cache({layer: entry})
+        return record.with_layers({layer: entry})
+
+    atomic.modify(path, lambda content: _with_changed_block(content or b"", layer, changed))
 
 
 def _check_name(layer: object) -> None:
     if not isinstance(layer, str) or not layer:
         raise ArgumentTypeError(f"the name of a layer: expected a non-empty string, got {layer!r}")
-
-
-def update_input(path: AnyPath, layer: str, factors: DataFactors) -> None:
-    """Write the factors of one input of a Caffe layer to a record file, as ``update_inputs`` does."""
-    update_inputs(path, {layer: [factors]})
 
 
 def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) -> None:
@@ -91,7 +85,12 @@ def update_inputs(path: AnyPath, inputs: Mapping[str, Sequence[DataFactors]]) ->
     def changed(content: bytes | None) -> bytes:
         after, left = _with_first_inputs(content or b"", inputs)
         for layer, factors in left.items():
-            after = _changed_entry(after, source, layer, CaffeLayerRecord, partial(_with, factors=factors))
+
+            def with_factors(part: bytes, layer: str = layer, factors: Sequence[DataFactors] = factors) -> AnyRecord:
+                record = parse_caffe_record(part, source)
+                return record.with_layers({layer: _with(record.layers.get(layer), factors)})
+
+            after = _with_changed_block(after, layer, with_factors)
         return after
 
     atomic.modify(path, changed)
@@ -128,34 +127,15 @@ def _with(entry: CaffeLayerRecord | None, factors: Sequence[DataFactors]) -> Caf
     return replace(entry or CaffeLayerRecord(), record_d=tuple(inputs[index] for index in sorted(inputs)))
 
 
-def _changed_entry(
-    content: bytes | None, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
-) -> bytes:
-    """Return the content with one entry changed."""
-    before = content or b""
-    blocks = _blocks(before)
-    place = _place_of(layer, blocks) if blocks is not None else None
+def _with_changed_block(content: bytes, layer: str, changed: Callable[[bytes], AnyRecord]) -> bytes:
+    """Return the content with the record of one layer changed; ``changed`` gets its block, or the whole content."""
+    blocks = _blocks(content)
+    place = None if blocks is None else _places_of([layer], blocks)[layer]
     if blocks is None or place is None:
-        return format_record(_change(before, source, layer, kind, change)).encode()
+        return format_record(changed(content)).encode()
     old = b"".join(block + _END for block in blocks[place])
-    new = format_record(_change(old, source, layer, kind, change)).encode()
-    blocks[place] = [new.removesuffix(_END)]
+    blocks[place] = [format_record(changed(old)).encode().removesuffix(_END)]
     return _END.join([*blocks, b""])
-
-
-def _change(
-    content: str | bytes, source: str, layer: str, kind: type[_EntryT], change: Callable[[_EntryT | None], _EntryT]
-) -> AnyRecord:
-    """Parse a whole file or one block of it, and change one entry."""
-    record: Any = Record() if kind is not CaffeLayerRecord else CaffeRecord()
-    if content:
-        record = parse_caffe_record(content, source) if kind is CaffeLayerRecord else parse_record(content, source)
-    changed: AnyRecord
-    if kind is KvCacheRecord:
-        changed = record.with_kv_cache({layer: change(record.kv_cache.get(layer))})
-    else:
-        changed = record.with_layers({layer: change(record.layers.get(layer))})
-    return changed
 
 
 def _blocks(data: bytes) -> list[bytes] | None:
@@ -177,13 +157,8 @@ def _blocks(data: bytes) -> list[bytes] | None:
     return blocks if in_our_layout else None
 
 
-def _place_of(layer: str, blocks: list[bytes]) -> slice | None:
-    """Return the slice of the layer's block, or an empty slice where to insert it; None if the file must be parsed."""
-    return _places_of([layer], blocks)[layer]
-
-
 def _places_of(layers: Iterable[str], blocks: list[bytes]) -> dict[str, slice | None]:
-    """Return ``_place_of`` each layer."""
+    """Return the slice of each layer's block, empty where it is to be inserted; None if the file must be parsed."""
     found: dict[bytes, list[int]] = {}
     for index, block in enumerate(blocks):
         if block.startswith(_RECORD):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from amct.schema._binary import read_binary
+from amct.schema._fields import shortest_float
+from amct.schema._formats import format_text, read_binary
 from amct.schema._parser import parse_text
-from amct.schema._values import shortest_float
-from amct.schema._writer import format_text
 from amct.schema.pool import ExtraField, Schema, descriptor, file_protos, message_class
 from amct.schema.text import TextField, TextMessage
 

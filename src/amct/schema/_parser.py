@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from amct.errors import ParseError, Problem, did_you_mean
-from amct.schema._fields import FieldInfo, anything, table_of
-from amct.schema._source import SourceText
+from amct.schema._fields import BadValueError, FieldInfo, anything, shown, table_of, unescape
 from amct.schema._tokens import (
     CLOSE,
     CLOSERS,
@@ -25,9 +24,9 @@ from amct.schema._tokens import (
     STATEMENT,
     TOKEN,
     WORD,
+    SourceText,
     described,
 )
-from amct.schema._values import BadValueError, shown, unescape
 from amct.schema.text import TextField, TextMessage
 
 if TYPE_CHECKING:

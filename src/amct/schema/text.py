@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-    from amct.schema._source import SourceText
+    from amct.schema._tokens import SourceText
 
 
 class TextField(NamedTuple):

@@ -1,4 +1,4 @@
-"""Messages as text, in the layout of AMCT's documents.
+"""Messages to text, in the layout of AMCT's documents, and from binary files, with the errors of this package.
 
 protobuf's own writer depends on its version: up to 4.25 it writes control characters and bytes above 127 raw, which
 cannot be parsed again. The layout here is that of protobuf 5 and later with ``as_utf8``.
@@ -7,16 +7,17 @@ cannot be parsed again. The layout here is that of protobuf 5 and later with ``a
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from amct.schema._fields import table_of
-from amct.schema._values import shortest_float
+from amct.errors import ArgumentTypeError, ParseError
+from amct.schema._fields import shortest_float, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from google.protobuf.descriptor import FieldDescriptor
     from google.protobuf.message import Message
+
 
 _SPECIAL = re.compile(r"""[\x00-\x1f\x7f"'\\]""")
 _NAMED = {"\n": "\\n", "\r": "\\r", "\t": "\\t", '"': '\\"', "'": "\\'", "\\": "\\\\"}
@@ -84,3 +85,55 @@ def _format_bytes(value: bytes) -> str:
 def _escaped(special: re.Match[str]) -> str:
     character = special[0]
     return _NAMED.get(character) or f"\\{ord(character):03o}"
+
+
+_MessageT = TypeVar("_MessageT", bound="Message")
+
+
+def read_binary(data: bytes, message_class: type[_MessageT], source: str) -> _MessageT:
+    """Read a message in protobuf's binary format; ``source`` is the file's name for the error.
+
+    Raises:
+        ParseError: The bytes are not such a message: broken, of another kind, or without a required field.
+        ArgumentTypeError: ``data`` is not bytes.
+    """
+    from google.protobuf.message import DecodeError
+
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ArgumentTypeError(f"data must be bytes, got {type(data).__name__}")
+    name = message_class.DESCRIPTOR.full_name
+    message = message_class()
+    try:
+        message.ParseFromString(bytes(data))
+        _refuse_broken_names(message)
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ParseError(f"{source}: not a binary {name}: {error}; is the file cut off, or text?") from error
+    if data and not message.ListFields():
+        raise ParseError(f"{source}: nothing in it is a field of {name}; is it another kind of file?")
+    if not message.IsInitialized():
+        missing: list[str] = message.FindInitializationErrors()  # type: ignore[attr-defined]  # not in the stubs
+        raise ParseError(f"{source}: a {name} needs {', '.join(missing)}")
+    return message
+
+
+def _refuse_broken_names(message: Message) -> None:
+    """Check every string: some protobuf runtimes silently return bytes where a string is not UTF-8."""
+    pending: list[Message] = [message]
+    while pending:
+        for field, value in pending.pop().ListFields():
+            if field.message_type is None:
+                if field.type == field.TYPE_STRING:
+                    for text in [value] if isinstance(value, str | bytes) else value:
+                        if isinstance(text, bytes):
+                            text.decode("utf-8")
+            elif hasattr(value, "DESCRIPTOR"):
+                pending.append(value)
+            else:
+                pending.extend(_inner_messages(field, value))
+
+
+def _inner_messages(field: FieldDescriptor, value: Any) -> Iterable[Message]:  # noqa: ANN401 - a protobuf container
+    if field.message_type is None or not field.message_type.GetOptions().map_entry:
+        messages: Iterable[Message] = value
+        return messages
+    return value.values() if field.message_type.fields_by_name["value"].message_type else ()
