@@ -27,6 +27,7 @@ from amct.calibration.streams import (
     HIDDEN,
     INPUT,
     OUTPUT,
+    ObservedTensors,
     Stream,
     Watched,
     merge_state,
@@ -35,7 +36,7 @@ from amct.calibration.streams import (
     progress_of,
 )
 from amct.config.plan import OPEN_ENDED
-from amct.errors import AmctError, ArgumentError, CalibrationError, did_you_mean
+from amct.errors import ArgumentError, CalibrationError, did_you_mean
 from amct.numerics.observer import MergeableObserver
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class CalibrationResult:
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
-class CalibrationSession:
+class CalibrationSession(ObservedTensors):
     """Observes the activations of one model until every layer has observed its batches.
 
     Args:
@@ -102,7 +103,7 @@ class CalibrationSession:
                 self._find(stream.layer, stream.name).follow(self._find(*stream.same_as))
         if not self._layers:
             raise CalibrationError("there is no layer to calibrate: every layer is switched off")
-        self._tensors = dict(tensors or {})
+        super().__init__(tensors or {})
         self._tensor_names = tuple(self._tensors)
         self._on_progress = on_progress
         self._on_ready = on_ready
@@ -212,21 +213,6 @@ class CalibrationSession:
         if self._depth == 0 and (ends_batch or (watched.has_enough and not self._waiting())):
             self._after_batch()
 
-    def observe_tensor(self, name: str, x: Tensor) -> None:
-        """Observe one batch of a tensor between layers; a tensor with invalid data is left out of the result."""
-        observer = None if self.done else self._tensors.get(name)
-        if observer is None:
-            return
-        try:
-            observer.observe(x)
-        except AmctError as error:
-            self.give_up_tensor(name, str(error))
-
-    def give_up_tensor(self, name: str, reason: str) -> None:
-        """Leave a tensor between layers out of the result."""
-        if self._tensors.pop(name, None) is not None:
-            logger.info('tensor "%s" is not observed: %s', name, reason)
-
     def finish(self, *, complete: bool = False) -> None:
         """End the session with the batches observed so far; does nothing if it has already ended.
 
@@ -308,7 +294,7 @@ class CalibrationSession:
     def _own_result(self, check: Callable[[], None] | None) -> CalibrationResult:
         if check is not None:
             check()
-        result = replace(_result_of(self._layers, self._beat), tensors=self._tensor_factors())
+        result = replace(_result_of(self._layers, self._beat), tensors=self.tensor_factors())
         if self._on_end is not None:
             self._on_end(result)
         return result
@@ -405,10 +391,6 @@ class CalibrationSession:
             else:
                 self.give_up_tensor(name, "another process has given it up")
 
-    def _tensor_factors(self) -> dict[str, ActivationFactors]:
-        seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
-        return {name: factors for name, observer in seen.items() if (factors := _tensor_factors(name, observer))}
-
 
 def _result_of(
     layers: Mapping[str, Mapping[str, Watched]], beat: Callable[[], None] = lambda: None
@@ -464,14 +446,6 @@ def _result_from_arrays(
     parts = {name: _part(arrays, f"tensor {number}/") for number, name in enumerate(tensors)}
     between = {name: factors_from_arrays(part) for name, part in parts.items() if part}
     return CalibrationResult(layers=found, tensors=between, shapes=shapes)
-
-
-def _tensor_factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
-    try:
-        return observer.result()
-    except AmctError as error:
-        logger.info('tensor "%s" is left out: %s', name, error)
-        return None
 
 
 _SHOWN_LAYERS = 5

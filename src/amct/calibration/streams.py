@@ -256,3 +256,42 @@ def progress_of(own: Mapping[str, Watched]) -> Progress:
     """The progress of a layer, that of its stream with the most missing batches."""
     slowest = min(own.values(), key=lambda each: each.seen - each.needed)
     return slowest.seen, slowest.needed
+
+
+class ObservedTensors:
+    """Tensors between layers that are observed while a model runs; one with invalid data is left out of the result.
+
+    Args:
+        tensors: A new observer for each tensor, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorObserver]) -> None:
+        self._tensors = dict(tensors)
+
+    def observe_tensor(self, name: str, x: Tensor) -> None:
+        """Observe one batch of a tensor."""
+        observer = self._tensors.get(name)
+        if observer is None:
+            return
+        try:
+            observer.observe(x)
+        except AmctError as error:
+            self.give_up_tensor(name, str(error))
+
+    def give_up_tensor(self, name: str, reason: str) -> None:
+        """Leave a tensor out of the result."""
+        if self._tensors.pop(name, None) is not None:
+            logger.info('tensor "%s" is not observed: %s', name, reason)
+
+    def tensor_factors(self) -> dict[str, ActivationFactors]:
+        """The factors of the tensors that were seen."""
+        seen = {name: observer for name, observer in self._tensors.items() if observer.batches}
+        return {name: factors for name, observer in seen.items() if (factors := _factors(name, observer))}
+
+
+def _factors(name: str, observer: TensorObserver) -> ActivationFactors | None:
+    try:
+        return observer.result()
+    except AmctError as error:
+        logger.info('tensor "%s" is left out: %s', name, error)
+        return None

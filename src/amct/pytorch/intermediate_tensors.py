@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.utils.hooks import RemovableHandle
 
-    from amct.calibration import CalibrationSession
+    from amct.calibration.streams import ObservedTensors
     from amct.numerics.observer import TensorObserver
     from amct.pipeline.preparation import LayerInput
     from amct.pytorch.capture.cached_trace import TensorFingerprint
@@ -74,28 +74,26 @@ class TensorWatch:
         channels = {given.tensor: given.observer() for given in self.given}
         return {**channels, **{name: MinMaxObserver() for name in names}}
 
-    def attach(
-        self, model: nn.Module, session: CalibrationSession, *, layer_inputs: bool = True
-    ) -> AttachedTensorWatch:
-        """Add hooks to the model so that a session observes these tensors in every forward.
+    def attach(self, model: nn.Module, observed: ObservedTensors, *, layer_inputs: bool = True) -> AttachedTensorWatch:
+        """Add hooks to the model so that these tensors are observed in every forward.
 
         Args:
             model: The model.
-            session: The session.
+            observed: What observes them, such as a calibration session.
             layer_inputs: Whether to add hooks for ``given``; not if other hooks of the layers observe these.
         """
-        return AttachedTensorWatch(self, model, session, self.given if layer_inputs else ())
+        return AttachedTensorWatch(self, model, observed, self.given if layer_inputs else ())
 
 
 class AttachedTensorWatch:
     """A ``TensorWatch`` hooked into one model."""
 
     def __init__(
-        self, watch: TensorWatch, model: nn.Module, session: CalibrationSession, given: Sequence[LayerInput]
+        self, watch: TensorWatch, model: nn.Module, observed: ObservedTensors, given: Sequence[LayerInput]
     ) -> None:
         self._watch = watch
         self._model = model
-        self._session = session
+        self._observed = observed
         self._handles: list[RemovableHandle] = []
         self._calls: Counter[str] = Counter()
         for layer in dict.fromkeys(layer for layer, _ in watch.layers):
@@ -135,7 +133,7 @@ class AttachedTensorWatch:
             self._calls[layer] += 1
             if name is not None and isinstance(tensor, torch.Tensor):
                 with hidden_from_modes():
-                    self._session.observe_tensor(name, all_values(tensor))
+                    self._observed.observe_tensor(name, all_values(tensor))
 
         return show
 
@@ -144,19 +142,19 @@ class AttachedTensorWatch:
             x = given_input(args, kwargs)
             if x is not None:
                 with hidden_from_modes():
-                    self._session.observe_tensor(name, all_values(x))
+                    self._observed.observe_tensor(name, all_values(x))
 
         return show
 
     def _observe(self, site: CallSite, tensor: Tensor) -> None:
         name = self._watch.operations.get(site)
         if name is not None:
-            self._session.observe_tensor(name, all_values(tensor))
+            self._observed.observe_tensor(name, all_values(tensor))
             return
         for other, wanted in self._watch.operations.items():
             same = (site.path, site.call, site.operation) == (other.path, other.call, other.operation)
             if same and site.function != other.function:
-                self._session.give_up_tensor(wanted, "another batch executes other operations")
+                self._observed.give_up_tensor(wanted, "another batch executes other operations")
 
     def _observe_inputs(self, arguments: Arguments) -> None:
         args, kwargs = arguments
@@ -166,7 +164,7 @@ class AttachedTensorWatch:
             return
         for index, name in self._watch.inputs.items():
             if index < len(tensors):
-                self._session.observe_tensor(name, tensors[index])
+                self._observed.observe_tensor(name, tensors[index])
 
 
 # -- finding the call sites --------------------------------------------------------------------------------------------

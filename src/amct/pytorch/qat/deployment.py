@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from amct.calibration import CalibrationSession
-from amct.calibration.session import Stream
-from amct.config.plan import OPEN_ENDED
+from amct import progress
+from amct.calibration.streams import ObservedTensors
 from amct.errors import ExportError, TrainingError
 from amct.export.qdq.tensor_factors import observed_factors
 from amct.numerics.arq import WeightFactors, from_channels_first
 from amct.numerics.fold import ChannelAffine
-from amct.numerics.min_max import MinMaxObserver
-from amct.numerics.settings import IfmrSettings
 from amct.numerics.training.deployed import fold_into_integers
 from amct.pipeline.weights import LayerWeights
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -46,9 +43,6 @@ if TYPE_CHECKING:
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.quantizers import WeightQuantizer
     from amct.record import LayerRecord
-
-
-_BATCHES = "batches"
 
 
 def check_trained(model: nn.Module) -> None:
@@ -195,15 +189,11 @@ def observe_tensors(
 ) -> Mapping[str, TensorFactors]:
     """Factors of the tensors between the layers, for the fast placement of the QDQ file."""
     model = preparation.quantized_copy()
-    # Layer inputs have their trained factors: the session only counts batches, of one number each.
-    counted = Stream(layer=_BATCHES, settings=IfmrSettings(), batch_num=OPEN_ENDED, make_observer=MinMaxObserver)
-    session = CalibrationSession([counted], tensors=watch.observers())
-    attached = watch.attach(model, session)
+    observed = ObservedTensors(watch.observers())  # layer inputs have their trained factors
+    attached = watch.attach(model, observed)
     with torch.no_grad():
-        for args, kwargs in batches:
-            with session.batch(), attached.forward((args, kwargs)):
-                session.observe(_BATCHES, torch.ones(1))
+        for args, kwargs in progress.track(batches, "Observing"):
+            with attached.forward((args, kwargs)):
                 model(*args, **kwargs)
     attached.detach()
-    session.finish()
-    return observed_factors(session.result.tensors)
+    return observed_factors(observed.tensor_factors())
