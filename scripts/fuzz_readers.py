@@ -30,7 +30,7 @@ from amct.calibration import read_progress
 from amct.calibration.record_files import progress_path
 from amct.cli.model_layers import model_layers
 from amct.config.layers import LayerInfo
-from amct.config.prune import compress_pytorch
+from amct.config.prune.dialect import COMPRESSION
 from amct.config.prune.search import read_search_config
 from amct.config.ptq import caffe as ptq_caffe
 from amct.config.ptq import kv_cache
@@ -108,7 +108,7 @@ def _config_readers() -> Iterator[tuple[str, Reader]]:
     for name, (dialect, layers, files) in dialects.items():
         yield from _dialect_readers(name, dialect, layers, tuple(each.replace(b"Optype", b"Conv2d") for each in files))
     prune = golden("config/pytorch_retrain*.cfg")
-    yield "config compress", Reader("text", prune, lambda c, _: compress_pytorch.expand_config(c, "file", TORCH_LAYERS))
+    yield "config compress", Reader("text", prune, lambda c, _: COMPRESSION.expand_config(c, "file", TORCH_LAYERS))
     read_search = partial(read_search_config, source="search.cfg", layers=TORCH_LAYERS, read_file=lambda _: prune[0])
     yield "config search", Reader("text", (SEARCH,), lambda content, _: read_search(content))
 

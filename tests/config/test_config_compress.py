@@ -6,7 +6,7 @@ import pytest
 from config_models import layers, marked, places_of
 
 from amct.config.full_config import explain
-from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.config.prune.dialect import COMPRESSION, PRUNING
 from amct.errors import ConfigError, ParseError
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 
@@ -31,7 +31,8 @@ def of_type(name: str, blocks: str = "") -> str:
 
 
 def plan_of(text: str, *, quantize: bool = True):
-    return make_plan(expand_config(text, "c.cfg", NETWORK, quantize=quantize), NETWORK)
+    dialect = COMPRESSION if quantize else PRUNING
+    return dialect.compression_plan(dialect.expand_config(text, "c.cfg", NETWORK), NETWORK)
 
 
 def names(found) -> list[str]:
@@ -71,12 +72,12 @@ def test_a_config_that_asks_for_nothing(text):
     with pytest.raises(
         ConfigError, match=r"c\.cfg:1:1: the config asks for nothing to be done. Add prune_config or re"
     ):
-        expand_config(text, "c.cfg", NETWORK)
+        COMPRESSION.expand_config(text, "c.cfg", NETWORK)
 
 
 def test_pruning_alone_ignores_quantization_and_needs_a_pruner():
     with pytest.raises(ConfigError, match=r"asks for nothing to be done. Add prune_config\.$"):
-        expand_config(QUANT, "c.cfg", NETWORK, quantize=False)
+        PRUNING.expand_config(QUANT, "c.cfg", NETWORK)
     text = f"{FILTER} {QUANT} quant_skip_layers: 'nobody' {of_layer('bn', QUANT)}"
     plan = plan_of(text, quantize=False)
     assert plan.quant is None
@@ -199,7 +200,7 @@ def test_a_prune_ratio_is_the_number_that_was_written():
 
 def test_explain_tells_the_line_of_each_setting():
     text = f"{FILTER}\n{QUANT}\nregular_prune_skip_layers: 'fc'\n{of_layer('conv', SELECTIVE)}"
-    rows = {(row.layer, row.key): row for row in explain(expand_config(text, "c.cfg", NETWORK))}
+    rows = {(row.layer, row.key): row for row in explain(COMPRESSION.expand_config(text, "c.cfg", NETWORK))}
     ratio = rows["circ", "regular_prune_config.prune_ratio"]
     assert (ratio.value, str(ratio.origin)) == (0.3, "common block (c.cfg:1:64)")
     assert str(rows["circ", "regular_prune_config.ascend_optimized"].origin) == "built-in default"
@@ -285,7 +286,7 @@ MISTAKES = {
 def test_mistake(name):
     text, places = marked(MISTAKES[name][0])
     with pytest.raises(ConfigError, match=MISTAKES[name][1]) as caught:
-        expand_config(text, "c.cfg", NETWORK)
+        COMPRESSION.expand_config(text, "c.cfg", NETWORK)
     assert places_of(caught.value) == places
 
 
@@ -303,13 +304,13 @@ def test_mistake(name):
 )
 def test_text_that_is_no_simple_config(text, message):
     with pytest.raises(ParseError, match=message):
-        expand_config(text, "c.cfg", NETWORK)
+        COMPRESSION.expand_config(text, "c.cfg", NETWORK)
 
 
 def test_a_model_with_nothing_to_compress():
     for text in (FILTER, QUANT):
         with pytest.raises(ConfigError, match="there is no layer left to"):
-            expand_config(text, "c.cfg", layers("relu:ReLU"))
+            COMPRESSION.expand_config(text, "c.cfg", layers("relu:ReLU"))
 
 
 def test_all_mistakes_are_reported_together_in_file_order():
@@ -321,5 +322,5 @@ def test_all_mistakes_are_reported_together_in_file_order():
 retrain_weight_quant_config {{ arq_retrain {{ @dst_type: INT16 }} }}"""
     )
     with pytest.raises(ConfigError, match="5 mistakes") as caught:
-        expand_config(text, "c.cfg", NETWORK)
+        COMPRESSION.expand_config(text, "c.cfg", NETWORK)
     assert places_of(caught.value) == places

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amct.config.full_config import explain
-from amct.config.prune import compress_pytorch
 from amct.config.prune import search as prune_search
+from amct.config.prune.dialect import COMPRESSION
 from amct.config.qat import caffe as qat_caffe
 from amct.config.qat import pytorch as qat_pytorch
 from amct.errors import AmctError
@@ -34,7 +34,7 @@ def again(kind, network):
 
 
 def plan_of(config) -> None:
-    plan = compress_pytorch.make_plan(config, RETRAIN)
+    plan = COMPRESSION.compression_plan(config, RETRAIN)
     assert plan.prune or plan.quant
     assert explain(config)
 
@@ -46,7 +46,7 @@ def search(text: str | bytes, source: str, network) -> prune_search.PruneSearchC
 CFG = {
     "qat": (qat_pytorch.expand_config, RETRAIN, again(qat_pytorch, RETRAIN)),
     "caffe": (qat_caffe.expand_config, CAFFE, again(qat_caffe, CAFFE)),
-    "compress": (compress_pytorch.expand_config, RETRAIN, plan_of),
+    "compress": (COMPRESSION.expand_config, RETRAIN, plan_of),
     "search": (search, RETRAIN, lambda config: config.search_layers[0]),
 }
 JSON = {

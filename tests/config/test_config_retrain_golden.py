@@ -7,7 +7,7 @@ import re
 import pytest
 from config_models import GOLDEN, RETRAIN, network_of
 
-from amct.config.prune import compress_pytorch
+from amct.config.prune.dialect import COMPRESSION
 from amct.config.qat import pytorch as qat_pytorch
 from amct.numerics.settings import (
     ArqRetrainSettings,
@@ -31,7 +31,7 @@ def read(case: str, name: str) -> str:
 def expand(case: str):
     if not (REFERENCE / case / "quant.cfg").exists():
         return qat_pytorch.default_config(network_of(case))
-    kind = qat_pytorch if case.startswith("qat_") else compress_pytorch
+    kind = qat_pytorch if case.startswith("qat_") else COMPRESSION
     return kind.expand_config(read(case, "quant.cfg"), "quant.cfg", network_of(case))
 
 
@@ -112,7 +112,7 @@ def test_4_bit_activations_work_where_the_reference_fails():
 
 
 def compression(case: str):
-    return compress_pytorch.make_plan(expand(case), RETRAIN)
+    return COMPRESSION.compression_plan(expand(case), RETRAIN)
 
 
 @pytest.mark.parametrize(

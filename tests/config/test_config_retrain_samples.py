@@ -10,7 +10,7 @@ import json
 import pytest
 from config_models import SAMPLES, layers, places_of
 
-from amct.config.prune import compress_pytorch
+from amct.config.prune.dialect import COMPRESSION, PRUNING
 from amct.config.qat import caffe as qat_caffe
 from amct.config.qat import pytorch as qat_pytorch
 from amct.errors import ConfigError, ParseError
@@ -26,10 +26,10 @@ CAFFE = layers(
 )  # fmt: skip
 PYTORCH_SAMPLES = {
     "quant": qat_pytorch,
-    "prune": compress_pytorch,
-    "selective_prune": compress_pytorch,
-    "compressed1": compress_pytorch,
-    "compressed2": compress_pytorch,
+    "prune": COMPRESSION,
+    "selective_prune": COMPRESSION,
+    "compressed1": COMPRESSION,
+    "compressed2": COMPRESSION,
 }
 AGAIN = "quantized although skipped, because an override names these layers or their type"
 STAYS = "not pruned although overridden: a skipped layer stays as it is"
@@ -74,14 +74,14 @@ def test_placeholder_types_of_the_samples_are_reported_together(name, places):
 def test_prune_samples_are_the_same_for_pruning_alone():
     for name in ("prune", "selective_prune"):
         text = sample(f"pytorch_retrain_{name}.cfg")
-        alone = compress_pytorch.expand_config(text, "s.cfg", NETWORK, quantize=False)
-        assert alone.to_json() == compress_pytorch.expand_config(text, "s.cfg", NETWORK).to_json()
+        alone = PRUNING.expand_config(text, "s.cfg", NETWORK)
+        assert alone.to_json() == COMPRESSION.expand_config(text, "s.cfg", NETWORK).to_json()
 
 
 def test_a_combined_sample_for_pruning_alone_loses_its_quantization_only():
     text = sample("pytorch_retrain_compressed1.cfg").replace("Optype", "Linear")
-    alone = compress_pytorch.expand_config(text, "s.cfg", NETWORK, quantize=False).to_dict()
-    both = compress_pytorch.expand_config(text, "s.cfg", NETWORK).to_dict()
+    alone = PRUNING.expand_config(text, "s.cfg", NETWORK).to_dict()
+    both = COMPRESSION.expand_config(text, "s.cfg", NETWORK).to_dict()
     assert alone.pop("version") == both.pop("version") == 1
     assert "deconv" not in alone
     for name, data in alone.items():

@@ -345,7 +345,7 @@ PARAMETERS = {
     "algorithm": ({"act_algo": "kl"}, RuntimeError, "act_algo must be 'ifmr' or 'hfmg'"),
     "granularity": ({"quant_granularity": "per_row"}, RuntimeError, "quant_granularity must be 'per_tensor'"),
     "batch_num": ({"batch_num": 0}, RuntimeError, "batch_num must be at least 1, got 0"),
-    "percentile": ({"max_percentile": 0.4}, RuntimeError, "max_percentile must be greater than 0.5"),
+    "percentile": ({"max_percentile": 0.4}, RuntimeError, "max_percentile must be at least 0.5"),
     "range": ({"search_range": [1.3, 0.7]}, RuntimeError, "search_range needs 0 < start < end"),
     "range type": ({"search_range": 1.0}, TypeError, "search_range must be a list of two numbers"),
     "step": ({"search_step": 0.0}, RuntimeError, "search_step must be greater than 0"),
@@ -360,6 +360,13 @@ def test_mistake_in_the_parameters_of_the_module(name):
     parameters, error, message = PARAMETERS[name]
     with pytest.raises(error, match=message):
         amct.QuantCalibrationOp("record.txt", parameters)
+
+
+def test_a_percentile_of_the_module_may_be_one_half():
+    """That of a config may not: AMCT's bounds differ."""
+    calibrate = amct.QuantCalibrationOp("record.txt", {"max_percentile": 0.5, "min_percentile": 0.5})
+    calibrate("a", torch.linspace(-1, 1, 100))
+    assert read_record("record.txt").kv_cache["a"].scale[0] < 2 / 255
 
 
 def test_mistakes_in_the_arguments_of_the_module():

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from amct.caffe.ptq.equalization import equalize_model
     from amct.caffe.qat.door import CaffeRetraining, prepare_qat
     from amct.caffe.reporting import report
-    from amct.config.python_config import LayerConfig, QuantConfig
+    from amct.config.python_config import QuantConfig
+    from amct.config.simple_config import LayerConfig
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.record import CaffeRecord
 
@@ -40,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "CaffeRecord": "amct.record",
         "CaffeRetraining": "amct.caffe.qat.door",
-        "LayerConfig": "amct.config.python_config",
+        "LayerConfig": "amct.config.simple_config",
         "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "compare": "amct.caffe.comparing",

@@ -164,7 +164,7 @@ def _expanded(config: Path, dialect: Dialect, kind: Kind, layers: LayerList) -> 
 def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     """Return the readers of the simple and the full form of a config; the second is None if there is no full form."""
     from amct.cli.model_layers import Dialect
-    from amct.config.prune import compress_pytorch
+    from amct.config.prune.dialect import COMPRESSION
     from amct.config.ptq import caffe as ptq_caffe
     from amct.config.ptq import kv_cache
     from amct.config.ptq import pytorch as ptq_pytorch
@@ -174,7 +174,7 @@ def _readers(dialect: Dialect, kind: Kind) -> tuple[_Reader, _Reader | None]:
     table: dict[tuple[Dialect, Kind], tuple[_Reader, _Reader | None]] = {
         (Dialect.pytorch, Kind.ptq): (ptq_pytorch.expand_config, ptq_pytorch.read_config),
         (Dialect.pytorch, Kind.qat): (qat_pytorch.expand_config, qat_pytorch.read_config),
-        (Dialect.pytorch, Kind.compress): (compress_pytorch.expand_config, None),
+        (Dialect.pytorch, Kind.compress): (COMPRESSION.expand_config, None),
         (Dialect.pytorch, Kind.kv_cache): (kv_cache.expand_config, kv_cache.read_config),
         (Dialect.caffe, Kind.ptq): (ptq_caffe.expand_config, ptq_caffe.read_config),
         (Dialect.caffe, Kind.qat): (qat_caffe.expand_config, qat_caffe.read_config),

@@ -1,6 +1,6 @@
 """The algorithm in one block of a config, with the given values and their positions.
 
-A block stands in a simple config (``.cfg``), in a full JSON config, or is an entry of a ``QuantConfig``.
+A block stands in a simple config (``.cfg``), in a full JSON config, or is part of a Python object.
 """
 
 from __future__ import annotations
@@ -100,14 +100,21 @@ class AlgorithmBlock:
         return block
 
 
-_PARTS = {"acts_quant_algo": "activations", "wts_quant_algo": "weights"}
-"""The fields of a ``LayerConfig`` that correspond to the oneofs of a ``.cfg``."""
+_PARTS = {
+    "acts_quant_algo": "activations",
+    "wts_quant_algo": "weights",
+    "RetrainDataAlgorithm": "activations",
+    "RetrainWeightAlgorithm": "weights",
+    "filter_prune_algo": "prune",
+    "n_out_of_m_prune_algo": "prune",
+}
+"""The fields of a ``LayerConfig`` or ``RetrainEntry`` that correspond to the oneofs of a ``.cfg``."""
 _TRUE_WHERE_POSSIBLE = frozenset({"channel_wise", "asymmetric"})
 """Settings that are true by default if the layer supports them: only false counts as given."""
 
 
 def read_algorithm(choice: Choice, oneof: str, algorithms: tuple[Algorithm, ...]) -> AlgorithmBlock:
-    """The algorithm that a block chooses in a oneof (the last one in the file), or that a ``QuantConfig`` entry has."""
+    """The algorithm that a block chooses in a oneof (the last one in the file), or that a Python object has."""
     if choice.entry is not None:
         part = _PARTS[oneof]
         return _typed_block(getattr(choice.entry, part), part, choice.origin, algorithms)

@@ -65,6 +65,11 @@ class ProblemList:
         """Add a warning; the same warning at the same position is added once."""
         self._warnings.setdefault((message, position), [])
 
+    def warn_all(self, warnings: Iterable[Problem]) -> None:
+        """Add warnings found elsewhere."""
+        for warning in warnings:
+            self.warn(warning.message, warning.position)
+
     def adjust(self, layer: str, message: str, position: Position | None, *, anywhere: bool = False) -> None:
         """Warn that a layer does not support the setting at ``position``; all such layers share one warning.
 

@@ -63,32 +63,16 @@ class Dialect(ABC):
     Attributes:
         message: The protobuf message of the simple config.
         schema: The schema that contains the message.
-        types: The layer types that can be quantized.
-        weight: The weight algorithms, the default first.
         globals: The settings class of the global fields; its fields are the keys in written order.
         optional_globals: Global keys that are written only when the file has them.
         part_name: The framework's term for a layer.
-        switch_key: The JSON key that switches a layer on or off.
-        data_key: The JSON key of a layer's activation block.
-        weight_key: The JSON key of a layer's weight block.
-        name_keys: The JSON keys that name the algorithms of activations and weights.
-        oneofs: The oneofs of the simple config that choose these algorithms.
-        more_layer_keys: Further keys of a layer's JSON block.
     """
 
     message: ClassVar[str]
     schema: ClassVar[Schema]
-    types: ClassVar[Mapping[str, Capability]]
-    weight: ClassVar[tuple[Algorithm, ...]]
     globals: ClassVar[type[CheckedSettings]]
     optional_globals: ClassVar[frozenset[str]] = frozenset()
     part_name: ClassVar[str]
-    switch_key: ClassVar[str]
-    data_key: ClassVar[str]
-    weight_key: ClassVar[str]
-    name_keys: ClassVar[tuple[str, str]]
-    oneofs: ClassVar[tuple[str, str]]
-    more_layer_keys: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -103,6 +87,15 @@ class Dialect(ABC):
     def extra_fields(self) -> tuple[ExtraField, ...]:
         """The fields that registered extensions add to the simple config."""
         return ()
+
+    def check_free_names(self, layers: Iterable[LayerInfo], problems: ProblemList) -> None:
+        """Report layers named like a global field."""
+        for layer in layers:
+            if layer.name in self.global_keys:
+                problems.add(
+                    f'the layer "{layer.name}" has the name of a global field of the config.'
+                    f" Rename the {self.part_name}."
+                )
 
     # -- simple config -------------------------------------------------------------------------------------------------
 
@@ -119,59 +112,13 @@ class Dialect(ABC):
             ConfigError: It does not fit the model or has unsupported settings; all mistakes are listed.
         """
         root = descriptor(self.message, schema=self.schema, extra=self.extra_fields())
-        return self.expand_message(parse_text(text, root, source), source, LayerList(layers), ProblemList())
+        message, problems = parse_text(text, root, source), ProblemList()
+        problems.warn_all(message.warnings)
+        return self.expand_message(message, source, LayerList(layers), problems)
 
     @abstractmethod
     def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
         """Expand a parsed simple config."""
-
-    def read(self, data: Choice, weight: Choice) -> QuantBlock:
-        """The algorithms of the blocks that apply to the activations and weights of a layer."""
-        return QuantBlock(
-            activation=read_algorithm(data, self.oneofs[0], self.activation),
-            weight=read_algorithm(weight, self.oneofs[1], self.weight),
-        )
-
-    @abstractmethod
-    def read_choice(self, choice: Choice) -> QuantBlock:
-        """The algorithms of the block that applies to a layer."""
-
-    def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
-        """Report illegal values in any block, unsupported values in overrides, and layers named like a global field."""
-        for choice in blocks.all():
-            block = self.read_choice(choice)
-            check_block(block.activation, self.name_keys[0], problems)
-            check_block(block.weight, self.name_keys[1], problems)
-            for key, message in self.illegal(block):
-                problems.add(message, block.position(key))
-        for layer_type, choice in blocks.by_type.items():
-            if layer_type in self.types:
-                average = any(layer.average_pooling for layer in layers if layer.type == layer_type)
-                self.check_override(choice, LayerInfo(name="", type=layer_type, average_pooling=average), problems)
-        for name, choice in blocks.by_layer.items():
-            found = layers.find(name)
-            if found is not None and found.type in self.types:
-                self.check_override(choice, found, problems)
-        for layer in layers.quantizable(self.types):
-            if layer.name in self.global_keys:
-                problems.add(
-                    f'the layer "{layer.name}" has the name of a global field of the config.'
-                    f" Rename the {self.part_name}."
-                )
-
-    def check_override(self, choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:
-        """Report settings of an override that its layer, or type (a layer without a name), does not support."""
-        block = self.read_choice(choice)
-        for key, message in self.unsupported(layer, block):
-            problems.add(f"{label(layer)}: {message}", block.position(key))
-
-    @abstractmethod
-    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """Values that are illegal for every layer: the dotted key and the message."""
-
-    @abstractmethod
-    def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
-        """Values that this layer or type does not support: the dotted key and the message."""
 
     # -- full config ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +170,79 @@ class Dialect(ABC):
             for key, value in values.items()
             if key not in self.optional_globals or key in given
         }
+
+    @abstractmethod
+    def read_layers(
+        self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
+    ) -> tuple[LayerBlock, ...]:
+        """The layers of a JSON config."""
+
+
+class QuantDialect(Dialect):
+    """The files whose layers have a block for activations and a block for weights.
+
+    Attributes:
+        types: The layer types that can be quantized.
+        weight: The weight algorithms, the default first.
+        switch_key: The JSON key that switches a layer on or off.
+        data_key: The JSON key of a layer's activation block.
+        weight_key: The JSON key of a layer's weight block.
+        name_keys: The JSON keys that name the algorithms of activations and weights.
+        oneofs: The oneofs of the simple config that choose these algorithms.
+        more_layer_keys: Further keys of a layer's JSON block.
+    """
+
+    types: ClassVar[Mapping[str, Capability]]
+    weight: ClassVar[tuple[Algorithm, ...]]
+    switch_key: ClassVar[str]
+    data_key: ClassVar[str]
+    weight_key: ClassVar[str]
+    name_keys: ClassVar[tuple[str, str]]
+    oneofs: ClassVar[tuple[str, str]]
+    more_layer_keys: ClassVar[tuple[str, ...]] = ()
+
+    def read(self, data: Choice, weight: Choice) -> QuantBlock:
+        """The algorithms of the blocks that apply to the activations and weights of a layer."""
+        return QuantBlock(
+            activation=read_algorithm(data, self.oneofs[0], self.activation),
+            weight=read_algorithm(weight, self.oneofs[1], self.weight),
+        )
+
+    @abstractmethod
+    def read_choice(self, choice: Choice) -> QuantBlock:
+        """The algorithms of the block that applies to a layer."""
+
+    def check_blocks(self, blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
+        """Report illegal values in any block, unsupported values in overrides, and layers named like a global field."""
+        for choice in blocks.all():
+            block = self.read_choice(choice)
+            check_block(block.activation, self.name_keys[0], problems)
+            check_block(block.weight, self.name_keys[1], problems)
+            for key, message in self.illegal(block):
+                problems.add(message, block.position(key))
+        for layer_type, choice in blocks.by_type.items():
+            if layer_type in self.types:
+                average = any(layer.average_pooling for layer in layers if layer.type == layer_type)
+                self.check_override(choice, LayerInfo(name="", type=layer_type, average_pooling=average), problems)
+        for name, choice in blocks.by_layer.items():
+            found = layers.find(name)
+            if found is not None and found.type in self.types:
+                self.check_override(choice, found, problems)
+        self.check_free_names(layers.quantizable(self.types), problems)
+
+    def check_override(self, choice: Choice, layer: LayerInfo, problems: ProblemList) -> None:
+        """Report settings of an override that its layer, or type (a layer without a name), does not support."""
+        block = self.read_choice(choice)
+        for key, message in self.unsupported(layer, block):
+            problems.add(f"{label(layer)}: {message}", block.position(key))
+
+    @abstractmethod
+    def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """Values that are illegal for every layer: the dotted key and the message."""
+
+    @abstractmethod
+    def unsupported(self, layer: LayerInfo, block: QuantBlock) -> Iterator[tuple[str, str]]:
+        """Values that this layer or type does not support: the dotted key and the message."""
 
     def read_layers(
         self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
@@ -277,12 +297,11 @@ def label(layer: LayerInfo) -> str:
     return f'layer "{layer.name}"' if layer.name else f"type {layer.type}"
 
 
-def warn_of_refused(blocks: Blocks, layers: LayerList, problems: ProblemList) -> None:
-    """Warn about overrides without effect because the layer cannot be quantized."""
+def warn_of_refused(blocks: Blocks, layers: LayerList, problems: ProblemList, *, verb: str = "quantized") -> None:
+    """Warn about overrides without effect because the layer cannot be ``verb``."""
     for name, choice in blocks.by_layer.items():
         layer = layers.find(name)
-        if layer is not None and layer.refusal is not None:
-            problems.warn(
-                f'the override of "{name}" has no effect: the layer cannot be quantized ({layer.refusal})',
-                choice.origin.position,
-            )
+        reason = None if layer is None else layer.refusal if verb == "quantized" else layer.prune_refusal
+        if reason is not None:
+            what = f'the override of "{name}" has no effect: the layer cannot be {verb} ({reason})'
+            problems.warn(what, choice.origin.position)

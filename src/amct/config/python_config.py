@@ -4,48 +4,46 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from amct.atomic import read_bytes
 from amct.config.checks import ProblemList, check_settings
-from amct.config.full_config import DEFAULT, Level, Origin
+from amct.config.full_config import Level, Origin
 from amct.config.plan import FORCE_FP16, NO_CONFIG, OPEN_ENDED
 from amct.config.ptq.pytorch import PYTORCH
+from amct.config.qat.dialect import RetrainSimple
 from amct.config.qat.pytorch import PYTORCH_QAT
-from amct.config.simple_config import Blocks, Choice, Named, SimpleConfig
+from amct.config.simple_config import (
+    NO_BLOCK,
+    Blocks,
+    Choice,
+    LayerConfig,
+    Named,
+    RetrainEntry,
+    SimpleConfig,
+    without_repeats,
+)
 from amct.errors import ArgumentError, ArgumentTypeError, Position
 from amct.numerics.settings import (
-    ActivationSettings,
+    ArqRetrainSettings,
     AtLeastOne,
     CheckedSettings,
     Names,
     Switch,
+    UlqRetrainSettings,
+    UlqSettings,
     WeightRounding,
     WeightScale,
-    WeightSettings,
 )
 
 if TYPE_CHECKING:
+    from amct.config.dialect import Dialect
+    from amct.config.full_config import FullConfig
     from amct.config.layers import LayerList
     from amct.config.plan import Plan, RetrainPlan
     from amct.config.ptq.dialect import PtqDialect
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """Quantization settings of layers; missing ones take their defaults.
-
-    Attributes:
-        weights: ``ArqSettings``; ``AdaRoundSettings`` (PyTorch) or ``SnqSettings`` (Caffe).
-        activations: ``IfmrSettings``, ``HfmgSettings`` (PyTorch, ONNX), or the settings of a registered algorithm.
-        migration_strength: 0.2 to 0.8 balances the layer with DMQ before it is quantized (PyTorch, ONNX).
-    """
-
-    weights: WeightSettings | None = None
-    activations: ActivationSettings | None = None
-    migration_strength: float | None = None
 
 
 SOURCE = "config"
@@ -128,17 +126,20 @@ def plan_of(
         config = QuantConfig()
     if isinstance(config, QuantConfig):
         return _plan_of_object(config, layers, batches, dialect), config.batch_num is None
+    return dialect.make_plan(_full_config(config, layers, dialect, "QuantConfig"), layers), False
+
+
+def _full_config(config: object, layers: LayerList, dialect: Dialect, kind: str) -> FullConfig:
+    """The full config of a file, or of the content of a JSON file; ``kind`` is the class of Python objects."""
     if isinstance(config, Mapping):
-        full = dialect.read_config(json.dumps(config), SOURCE, layers)
-    elif isinstance(config, (str, os.PathLike)):
+        return dialect.read_config(json.dumps(config), SOURCE, layers)
+    if isinstance(config, (str, os.PathLike)):
         content, source = read_bytes(config), os.fspath(config)
         reader = dialect.read_config if content.lstrip()[:1] == b"{" else dialect.expand_config
-        full = reader(content, source, layers)
-    else:
-        raise ArgumentTypeError(
-            f"config: expected the path of a .cfg or .json, a dict, a QuantConfig or None, got {type(config).__name__}"
-        )
-    return dialect.make_plan(full, layers), False
+        return reader(content, source, layers)
+    raise ArgumentTypeError(
+        f"config: expected the path of a .cfg or .json, a dict, a {kind} or None, got {type(config).__name__}"
+    )
 
 
 def _plan_of_object(config: QuantConfig, layers: LayerList, batches: int | None, dialect: PtqDialect) -> Plan:
@@ -209,13 +210,13 @@ def _named(names: Iterable[str], field_name: str) -> tuple[Named, ...]:
 
 def _choice(entry: LayerConfig, level: Level, place: str) -> Choice:
     if entry == LayerConfig() and level is Level.COMMON:
-        return Choice(None, DEFAULT)
+        return NO_BLOCK
     return Choice(None, Origin(level, Position(f"{SOURCE}.{place}")), entry)
 
 
 SOURCE = "config"
 WeightTraining = Literal["learned", "measured"]
-_ALGORITHMS = {"learned": "ulq_retrain", "measured": "arq_retrain"}
+_WEIGHT_TRAINING = {"learned": UlqRetrainSettings, "measured": ArqRetrainSettings}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,38 +241,6 @@ class QatConfig:
     skip_layer_types: tuple[str, ...] = ()
     weight_scales: WeightTraining = "learned"
 
-    def text(self) -> str:
-        """The same as a simple config.
-
-        Raises:
-            ArgumentError: A field has an illegal value.
-        """
-        if self.weight_scales not in _ALGORITHMS:
-            raise ArgumentError(f'weight_scales: expected "learned" or "measured", got {self.weight_scales!r}')
-        return "\n".join(self._lines()) + "\n"
-
-    def _lines(self) -> Iterator[str]:
-        for name, values in (("skip_layers", self.skip_layers), ("skip_layer_types", self.skip_layer_types)):
-            yield from (f"{name}: {json.dumps(value)}" for value in values)
-        yield self._blocks(self.weight_bits, self.activation_bits)
-        for message, key, entries in (
-            ("override_layer_types", "layer_type", self.types),
-            ("override_layer_configs", "layer_name", self.layers),
-        ):
-            for name, (weight, activation) in entries.items():
-                yield f"{message} {{ {key}: {json.dumps(name)} {self._blocks(weight, activation)} }}"
-
-    def _blocks(self, weight: int, activation: int) -> str:
-        data = f"ulq_quantize {{ dst_type: {_type('activation_bits', activation, (4, 8, 16))} }}"
-        weights = f"{_ALGORITHMS[self.weight_scales]} {{ dst_type: {_type('weight_bits', weight, (4, 8))} }}"
-        return f"retrain_data_quant_config {{ {data} }} retrain_weight_quant_config {{ {weights} }}"
-
-
-def _type(name: str, bits: int, legal: tuple[int, ...]) -> str:
-    if bits not in legal:
-        raise ArgumentError(f"{name}: expected {', '.join(map(str, legal[:-1]))} or {legal[-1]}, got {bits}")
-    return f"INT{bits}"
-
 
 AnyQatConfig = QatConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -292,15 +261,36 @@ def retrain_plan_of(config: AnyQatConfig, layers: LayerList) -> RetrainPlan:
     if config is None:
         config = QatConfig()
     if isinstance(config, QatConfig):
-        full = dialect.expand_config(config.text(), SOURCE, layers)
-    elif isinstance(config, Mapping):
-        full = dialect.read_config(json.dumps(config), SOURCE, layers)
-    elif isinstance(config, (str, os.PathLike)):
-        content, source = read_bytes(config), os.fspath(config)
-        reader = dialect.read_config if content.lstrip()[:1] == b"{" else dialect.expand_config
-        full = reader(content, source, layers)
+        problems = ProblemList()
+        full = dialect.expand(_as_retrain_simple(config, problems), layers, problems)
     else:
-        raise ArgumentTypeError(
-            f"config: expected the path of a .cfg or .json, a dict, a QatConfig or None, got {type(config).__name__}"
-        )
+        full = _full_config(config, layers, dialect, "QatConfig")
     return dialect.make_plan(full, layers)
+
+
+def _as_retrain_simple(config: QatConfig, problems: ProblemList) -> RetrainSimple:
+    def choice(bits: tuple[int, int], level: Level, place: str) -> Choice:
+        weights = _WEIGHT_TRAINING[config.weight_scales](dst_type=_type("weight_bits", bits[0], (4, 8)))
+        activations = UlqSettings(dst_type=_type("activation_bits", bits[1], (4, 8, 16)))
+        entry = RetrainEntry(activations=activations, weights=weights)
+        return Choice(None, Origin(level, Position(f"{SOURCE}{place}")), entry)
+
+    if config.weight_scales not in _WEIGHT_TRAINING:
+        raise ArgumentError(f'weight_scales: expected "learned" or "measured", got {config.weight_scales!r}')
+    names = {
+        key: without_repeats(_named(given, key), key, problems, only_warn=True)
+        for key, given in (("skip_layers", config.skip_layers), ("skip_layer_types", config.skip_layer_types))
+    }
+    return RetrainSimple(
+        source=SOURCE,
+        whole=choice((config.weight_bits, config.activation_bits), Level.COMMON, ""),
+        names=names,
+        by_type={name: choice(bits, Level.TYPE, f'.types["{name}"]') for name, bits in config.types.items()},
+        by_layer={name: choice(bits, Level.LAYER, f'.layers["{name}"]') for name, bits in config.layers.items()},
+    )
+
+
+def _type(name: str, bits: int, legal: tuple[int, ...]) -> Any:  # noqa: ANN401  one of the literal types
+    if bits not in legal:
+        raise ArgumentError(f"{name}: expected {', '.join(map(str, legal[:-1]))} or {legal[-1]}, got {bits}")
+    return f"INT{bits}"

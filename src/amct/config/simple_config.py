@@ -19,25 +19,59 @@ if TYPE_CHECKING:
 
     from amct.config.checks import ProblemList
     from amct.config.layers import LayerInfo, LayerList
-    from amct.config.python_config import LayerConfig
     from amct.errors import Position
+    from amct.numerics.settings import (
+        ActivationSettings,
+        PruneSettings,
+        RetrainActivationSettings,
+        RetrainWeightSettings,
+        WeightSettings,
+    )
     from amct.schema import TextMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Quantization settings of layers; missing ones take their defaults.
+
+    Attributes:
+        weights: ``ArqSettings``; ``AdaRoundSettings`` (PyTorch) or ``SnqSettings`` (Caffe).
+        activations: ``IfmrSettings``, ``HfmgSettings`` (PyTorch, ONNX), or the settings of a registered algorithm.
+        migration_strength: 0.2 to 0.8 balances the layer with DMQ before it is quantized (PyTorch, ONNX).
+    """
+
+    weights: WeightSettings | None = None
+    activations: ActivationSettings | None = None
+    migration_strength: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrainEntry:
+    """What a config that is a Python object has in place of the blocks of a file; None: no such block."""
+
+    activations: RetrainActivationSettings | None = None
+    weights: RetrainWeightSettings | None = None
+    prune: PruneSettings | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The block that applies to a layer, and its origin: from a file, from a ``QuantConfig``, or only defaults."""
+    """The block that applies to a layer, and its origin: from a file, from a Python object, or only defaults."""
 
     block: TextMessage | None
     origin: Origin
-    entry: LayerConfig | None = None
+    entry: LayerConfig | RetrainEntry | None = None
+
+
+NO_BLOCK = Choice(None, DEFAULT)
+"""Only defaults apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
     """All blocks of a simple config."""
 
-    common: Choice = Choice(None, DEFAULT)
+    common: Choice = NO_BLOCK
     by_type: Mapping[str, Choice] = field(default_factory=dict)
     by_layer: Mapping[str, Choice] = field(default_factory=dict)
 
@@ -55,7 +89,7 @@ class Blocks:
 def read_common(message: TextMessage, name: str) -> Choice:
     """The common block of a simple config, such as its ``common_config``."""
     if not message.has(name):
-        return Choice(None, DEFAULT)
+        return NO_BLOCK
     return Choice(message.get(name), Origin(Level.COMMON, message.where(name)))
 
 
@@ -206,8 +240,6 @@ class SimpleConfig:
 
 def read_simple_config(message: TextMessage, source: str, problems: ProblemList) -> SimpleConfig:
     """Read the common parts of a parsed ``.cfg``; repeated names are reported."""
-    for warning in message.warnings:
-        problems.warn(warning.message, warning.position)
     scalars: dict[str, Any] = {
         name: message.get(name) for name in ("batch_num", "activation_offset", "do_fusion") if message.has(name)
     }

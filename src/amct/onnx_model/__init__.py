@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from amct.config.python_config import LayerConfig, QuantConfig
+    from amct.config.python_config import QuantConfig
+    from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import ArqSettings, HfmgSettings, IfmrSettings
     from amct.onnx_model.comparing import compare, measure
     from amct.onnx_model.door import quantize
@@ -39,7 +40,7 @@ __getattr__, __dir__ = lazy_names(
         "ArqSettings": "amct.numerics.settings",
         "HfmgSettings": "amct.numerics.settings",
         "IfmrSettings": "amct.numerics.settings",
-        "LayerConfig": "amct.config.python_config",
+        "LayerConfig": "amct.config.simple_config",
         "QuantConfig": "amct.config.python_config",
         "QuantizedModel": "amct.pipeline.quantized_model",
         "Record": "amct.record",

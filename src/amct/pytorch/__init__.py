@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from amct.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from amct.config.python_config import LayerConfig, QatConfig, QuantConfig
+    from amct.config.python_config import QatConfig, QuantConfig
+    from amct.config.simple_config import LayerConfig
     from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.comparing import compare
@@ -53,7 +54,7 @@ __getattr__, __dir__ = lazy_names(
         "HfmgSettings": "amct.numerics.settings",
         "IfmrSettings": "amct.numerics.settings",
         "IoOptions": "amct.pytorch.door",
-        "LayerConfig": "amct.config.python_config",
+        "LayerConfig": "amct.config.simple_config",
         "PrunedModel": "amct.pytorch.pruning.pruned_model",
         "QatConfig": "amct.config.python_config",
         "QatModel": "amct.pytorch.qat.model",

@@ -15,9 +15,8 @@ from pydantic import Field, StrictBool
 from amct.config.checks import ProblemList, check_settings
 from amct.config.layers import QAT_TYPES, LayerList
 from amct.config.plan import PruneLayerPlan, settings_of
-from amct.config.prune.pruners import (
+from amct.config.prune.dialect import (
     FILTER,
-    NAME_KEY,
     PRUNE_KEY,
     PRUNE_SWITCH_KEY,
     PRUNE_TYPE_KEY,
@@ -26,6 +25,7 @@ from amct.config.prune.pruners import (
 )
 from amct.config.qat.dialect import (
     LAYER_OVERRIDES,
+    NAME_KEY,
     PRUNE_BLOCK,
     QUANT_BLOCKS,
     TYPE_OVERRIDES,
@@ -124,12 +124,12 @@ def read_search_config(
         message = parse_text(text, descriptor(SEARCH_MESSAGE, schema="pytorch"), source)
     except ParseError as error:
         raise PruneSearchParseError(str(error.args[0]), problems=error.problems) from error
-    for warning in message.warnings:
-        problems.warn(warning.message, warning.position)
+    problems.warn_all(message.warnings)
     settings = _settings(message, problems)
     override = _read_override(message, read_file, problems)
     simple = RetrainSimple(source=source)
     if override is not None:
+        problems.warn_all(override.warnings)
         simple = read_retrain_simple(override, message.get(OVERRIDE_FILE), problems)
     expander = PruneExpander(simple, problems)
     if override is not None:

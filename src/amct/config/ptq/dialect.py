@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from amct.config import registry
 from amct.config.blocks import AlgorithmBlock, check_skip_fusion
 from amct.config.checks import ProblemList, show
-from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
+from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import MIGRATION_RANGE, LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, NO_CONFIG, LayerPlan, Plan, reasons_not_quantized, settings_of
@@ -35,7 +35,7 @@ WEIGHT_KEY = "weight_quant_params"
 UNPACKABLE = "4-bit weights need one group and an even number of input channels"
 
 
-class PtqDialect(Dialect):
+class PtqDialect(QuantDialect):
     """The configs of post-training quantization of one framework.
 
     Attributes:

@@ -5,22 +5,22 @@ Only ``Linear`` layers, always 8 bits. A layer is quantized when the common bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from amct.config.blocks import (
     AlgorithmBlock,
     check_block,
-    check_members,
     is_object,
     known_members,
     read_algorithm,
     read_algorithm_block,
-    read_json_object,
 )
 from amct.config.checks import ProblemList, check_settings, nowhere, show
+from amct.config.dialect import Dialect
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
-from amct.config.json_reader import JsonNode
 from amct.config.layers import KV_CACHE_TYPES, LayerInfo, LayerList
 from amct.config.plan import settings_of
 from amct.config.registry import activation_algorithms, find_algorithm
@@ -41,16 +41,16 @@ from amct.errors import (
     ConfigTypeError,
     did_you_mean,
 )
-from amct.numerics.settings import ActivationSettings, AtLeastOne, CheckedSettings, Switch
-from amct.schema import descriptor, parse_text
+from amct.numerics.settings import ActivationSettings, AtLeastOne, CheckedSettings, IfmrSettings, Switch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from amct.config.json_reader import JsonNode
+    from amct.config.registry import Algorithm
     from amct.errors import Problem
     from amct.schema import TextMessage
 
-GLOBAL_KEYS = ("batch_num", "activation_offset")
 BLOCK_KEY = "kv_data_quant_config"
 LAYERS_ARGUMENT = "kv_cache_quant_layers"
 GRANULARITIES = ("per_tensor", "per_channel")  # the index is the number in the JSON
@@ -83,53 +83,145 @@ class _Globals(CheckedSettings):
     activation_offset: Switch = True
 
 
-def default_config(layers: Iterable[LayerInfo], quant_layers: Mapping[str, Sequence[str]]) -> FullConfig:
-    """The full config for a list of layers.
+class KvCacheDialect(Dialect):
+    """The configs of kv-cache quantization; one that names no layer is a ``CalibrationError``."""
 
-    Args:
-        layers: The layers of the model.
-        quant_layers: ``{"kv_cache_quant_layers": [names]}``.
+    message = "AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig"
+    schema = "pytorch"
+    globals = _Globals
+    part_name = "module"
 
-    Raises:
-        ArgumentTypeError: ``quant_layers`` has another key.
-        ConfigError: A layer is unknown, repeated or not ``Linear``.
-        CalibrationError: No layer is given.
-    """
-    for key in quant_layers:
-        if key != LAYERS_ARGUMENT:
-            hint = did_you_mean(key, [LAYERS_ARGUMENT])
-            raise ArgumentTypeError(f'quant_layers: the key "{key}" is unknown, expected "{LAYERS_ARGUMENT}".{hint}')
-    problems, model = ProblemList(), LayerList(layers)
-    names = tuple(Named(name) for name in quant_layers.get(LAYERS_ARGUMENT, ()))
-    _check_names(names, "quant_layers", model, problems)
-    choices = {each.name: Choice(None, Origin(Level.ARGUMENT)) for each in names}
-    return _expand("create_quant_cali_config", _Globals(), choices, model, {}, problems)
+    @property
+    def activation(self) -> tuple[Algorithm, ...]:
+        """The activation algorithms, the default first."""
+        return activation_algorithms("kv_cache")
 
+    # -- simple config -------------------------------------------------------------------------------------------------
 
-def expand_config(text: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Expand a simple config of kv-cache quantization for a model.
+    def default_config(self, layers: Iterable[LayerInfo], quant_layers: Mapping[str, Sequence[str]]) -> FullConfig:
+        """The full config for a list of layers.
 
-    Raises:
-        ParseError: The text is not such a config.
-        ConfigError: It does not fit the model; all mistakes are listed.
-        CalibrationError: It names no layer.
-    """
-    problems, model = ProblemList(), LayerList(layers)
-    message = parse_text(text, descriptor("AMCTPytorchQuantCaliProto.AMCTQuantCaliConfig", schema="pytorch"), source)
-    for warning in message.warnings:
-        problems.warn(warning.message, warning.position)
-    origins = {key: Origin(Level.GLOBAL, message.where(key)) for key in GLOBAL_KEYS if message.has(key)}
-    if message.get("batch_num", 1) < 1:
-        problems.add(f"batch_num must be at least 1, got {message.get('batch_num')}", message.where("batch_num"))
-    fields = _Globals(batch_num=message.get("batch_num", 1), activation_offset=message.get("activation_offset", True))
-    choices = _choices(message, model, problems)
-    for choice in choices.values():
-        check_block(_read_block(choice), "act_algo", problems)
-    return _expand(source, fields, choices, model, origins, problems)
+        Args:
+            layers: The layers of the model.
+            quant_layers: ``{"kv_cache_quant_layers": [names]}``.
 
+        Raises:
+            ArgumentTypeError: ``quant_layers`` has another key.
+            ConfigError: A layer is unknown, repeated or not ``Linear``.
+            CalibrationError: No layer is given.
+        """
+        for key in quant_layers:
+            if key != LAYERS_ARGUMENT:
+                hint = did_you_mean(key, [LAYERS_ARGUMENT])
+                raise ArgumentTypeError(
+                    f'quant_layers: the key "{key}" is unknown, expected "{LAYERS_ARGUMENT}".{hint}'
+                )
+        problems, model = ProblemList(), LayerList(layers)
+        names = tuple(Named(name) for name in quant_layers.get(LAYERS_ARGUMENT, ()))
+        _check_names(names, "quant_layers", model, problems)
+        choices = {each.name: Choice(None, Origin(Level.ARGUMENT)) for each in names}
+        empty = FullConfig(source="create_quant_cali_config", fields=asdict(_Globals()), layers=())
+        return self._expand(empty, choices, model, problems)
 
-def _read_block(choice: Choice) -> AlgorithmBlock:
-    return read_algorithm(choice, "acts_quant_algo", activation_algorithms("kv_cache"))
+    def expand_message(self, message: TextMessage, source: str, layers: LayerList, problems: ProblemList) -> FullConfig:
+        """Expand a parsed simple config."""
+        fields = {key: message.get(key) if message.has(key) else value for key, value in asdict(_Globals()).items()}
+        if fields["batch_num"] < 1:
+            problems.add(f"batch_num must be at least 1, got {fields['batch_num']}", message.where("batch_num"))
+        choices = _choices(message, layers, problems)
+        for choice in choices.values():
+            check_block(self._read(choice), "act_algo", problems)
+        origins = {key: Origin(Level.GLOBAL, message.where(key)) for key in fields if message.has(key)}
+        return self._expand(
+            FullConfig(source=source, fields=fields, layers=(), origins=origins), choices, layers, problems
+        )
+
+    def _read(self, choice: Choice) -> AlgorithmBlock:
+        return read_algorithm(choice, "acts_quant_algo", self.activation)
+
+    def _expand(
+        self, empty: FullConfig, choices: Mapping[str, Choice], model: LayerList, problems: ProblemList
+    ) -> FullConfig:
+        """Add the layers to a config that has none."""
+        self.check_free_names((layer for layer in model if layer.name in choices), problems)
+        problems.raise_all()
+        layers = tuple(
+            _layer_config(name, self._read(choice), _granularity(choice), empty.fields, empty.origins)
+            for name, choice in choices.items()
+        )
+        return _with_layers(replace(empty, layers=layers, warnings=problems.warnings))
+
+    # -- full config ---------------------------------------------------------------------------------------------------
+
+    def read_config(self, data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
+        """Read a JSON config and check it against a model, as the base class says.
+
+        Raises:
+            CalibrationError: It names no layer.
+        """
+        return _with_layers(super().read_config(data, source, layers))
+
+    def read_layers(
+        self, root: JsonNode, model: LayerList, written: Mapping[str, Any], problems: ProblemList
+    ) -> tuple[LayerBlock, ...]:
+        """The layers of a JSON config, in its order."""
+        origins = {
+            key: Origin(Level.FILE, root.value[key].key_position) for key in self.global_keys if key in root.value
+        }
+        found = []
+        for name, node in root.value.items():
+            if name in self.global_keys:
+                continue
+            if model.find(name) is None:
+                known = (*self.global_keys, *model.names)
+                problems.add_unknown("the layer or global field", name, known, node.key_position)
+                continue
+            check_layer_names([Named(name, node.key_position)], "the config", model, KV_CACHE_TYPES, problems)
+            found.append(self._read_layer(name, node, written, origins, problems))
+        return tuple(layer for layer in found if layer is not None)
+
+    def _read_layer(
+        self,
+        name: str,
+        node: JsonNode,
+        fields: Mapping[str, Any],
+        origins: Mapping[str, Origin],
+        problems: ProblemList,
+    ) -> LayerBlock | None:
+        if not is_object(node, name, problems):
+            return None
+        members = known_members(node, (BLOCK_KEY,), name, problems)
+        if BLOCK_KEY not in members:
+            problems.add(f'{name}: the key "{BLOCK_KEY}" is missing', node.position)
+            return None
+        what, whole = f"{name}.{BLOCK_KEY}", members[BLOCK_KEY]
+        if not is_object(whole, what, problems):
+            return None
+        inner = dict(whole.value)
+        granularity = _read_granularity(inner.pop("quant_granularity", None), what, problems)
+        block = read_algorithm_block(replace(whole, value=inner), self.activation, "act_algo", what, problems)
+        return _layer_config(name, block, granularity, fields, origins) if block is not None else None
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def make_plan(self, config: FullConfig) -> KvCachePlan:
+        """Turn a full config, expanded or read, into a plan."""
+        offset, batch_num = config.fields["activation_offset"], config.fields["batch_num"]
+        plans = []
+        for layer in config.layers:
+            block = dict(layer.data[BLOCK_KEY])
+            per_channel = GRANULARITIES[block.pop("quant_granularity")] == "per_channel"
+            settings = settings_of(block, self.activation, "act_algo", asymmetric=offset)
+            plans.append(
+                KvCacheLayerPlan(name=layer.name, activation=settings, per_channel=per_channel, batch_num=batch_num)
+            )
+        return KvCachePlan(
+            source=config.source,
+            batch_num=batch_num,
+            activation_offset=offset,
+            layers=tuple(plans),
+            warnings=config.warnings,
+        )
 
 
 def _choices(message: TextMessage, model: LayerList, problems: ProblemList) -> dict[str, Choice]:
@@ -152,39 +244,6 @@ def _check_names(names: tuple[Named, ...], field: str, model: LayerList, problem
     check_layer_names(unique, field, model, KV_CACHE_TYPES, problems)
 
 
-def _expand(
-    source: str,
-    fields: _Globals,
-    choices: Mapping[str, Choice],
-    model: LayerList,
-    origins: Mapping[str, Origin],
-    problems: ProblemList,
-) -> FullConfig:
-    for layer in model:
-        if layer.name in choices and layer.name in GLOBAL_KEYS:
-            problems.add(f'the layer "{layer.name}" has the name of a global field of the config. Rename the module.')
-    problems.raise_all()
-    _require_layers(choices, source)
-    layers = tuple(
-        _layer_config(name, _read_block(choice), _granularity(choice), fields, origins)
-        for name, choice in choices.items()
-    )
-    return FullConfig(
-        source=source,
-        fields={key: getattr(fields, key) for key in GLOBAL_KEYS},
-        layers=layers,
-        origins=origins,
-        warnings=problems.warnings,
-    )
-
-
-def _require_layers(layers: Iterable[Any], source: str) -> None:
-    if not list(layers):
-        raise CalibrationError(
-            f"{source}: no layer is named for kv-cache quantization. List Linear layers in quant_layers."
-        )
-
-
 def _granularity(choice: Choice) -> tuple[int, Origin]:
     """The number of the granularity, a field of the algorithm's message, and its origin."""
     chosen = choice.block.which("acts_quant_algo") if choice.block is not None else None
@@ -199,7 +258,7 @@ def _layer_config(
     name: str,
     block: AlgorithmBlock,
     granularity: tuple[int, Origin],
-    fields: _Globals,
+    fields: Mapping[str, Any],
     global_origins: Mapping[str, Origin],
 ) -> LayerBlock:
     data = {**block.to_json("act_algo"), "quant_granularity": granularity[0]}
@@ -207,63 +266,9 @@ def _layer_config(
     origins[f"{BLOCK_KEY}.quant_granularity"] = granularity[1]
     implied = {}
     if "asymmetric" not in block.given:
-        implied[f"{BLOCK_KEY}.asymmetric"] = fields.activation_offset
+        implied[f"{BLOCK_KEY}.asymmetric"] = fields["activation_offset"]
         origins[f"{BLOCK_KEY}.asymmetric"] = global_origins.get("activation_offset", DEFAULT)
     return LayerBlock(name=name, type=KV_CACHE_TYPES[0], data={BLOCK_KEY: data}, origins=origins, implied=implied)
-
-
-def read_config(data: str | bytes, source: str, layers: Iterable[LayerInfo]) -> FullConfig:
-    """Read a JSON config of kv-cache quantization and check it against a model.
-
-    Raises:
-        ParseError: The file is not JSON.
-        ConfigTypeError: A value has the wrong type; all mistakes are listed.
-        ConfigError: Any other mistake; all are listed.
-        CalibrationError: It names no layer.
-    """
-    problems, model = ProblemList(), LayerList(layers)
-    root = read_json_object(data, source, problems)
-    global_nodes = {key: node for key, node in root.value.items() if key in GLOBAL_KEYS}
-    fields = check_members(_Globals, global_nodes, problems) or _Globals()
-    origins = {key: Origin(Level.FILE, node.key_position) for key, node in global_nodes.items()}
-    configs = []
-    for name, node in root.value.items():
-        if name in GLOBAL_KEYS:
-            continue
-        if model.find(name) is None:
-            problems.add_unknown("the layer or global field", name, (*GLOBAL_KEYS, *model.names), node.key_position)
-            continue
-        check_layer_names([Named(name, node.key_position)], "the config", model, KV_CACHE_TYPES, problems)
-        configs.append(_read_layer(name, node, fields, origins, problems))
-    problems.raise_all()
-    _require_layers(configs, source)
-    return FullConfig(
-        source=source,
-        fields={key: getattr(fields, key) for key in GLOBAL_KEYS},
-        layers=tuple(config for config in configs if config is not None),
-        origins=origins,
-        warnings=problems.warnings,
-    )
-
-
-def _read_layer(
-    name: str, node: JsonNode, fields: _Globals, origins: Mapping[str, Origin], problems: ProblemList
-) -> LayerBlock | None:
-    if not is_object(node, name, problems):
-        return None
-    members = known_members(node, (BLOCK_KEY,), name, problems)
-    if BLOCK_KEY not in members:
-        problems.add(f'{name}: the key "{BLOCK_KEY}" is missing', node.position)
-        return None
-    what = f"{name}.{BLOCK_KEY}"
-    block_node = members[BLOCK_KEY]
-    if not is_object(block_node, what, problems):
-        return None
-    inner = dict(block_node.value)
-    granularity = _read_granularity(inner.pop("quant_granularity", None), what, problems)
-    rest = JsonNode(inner, block_node.lines, block_node.offset, block_node.key_offset)
-    block = read_algorithm_block(rest, activation_algorithms("kv_cache"), "act_algo", what, problems)
-    return _layer_config(name, block, granularity, fields, origins) if block is not None else None
 
 
 def _read_granularity(node: JsonNode | None, what: str, problems: ProblemList) -> tuple[int, Origin]:
@@ -277,28 +282,19 @@ def _read_granularity(node: JsonNode | None, what: str, problems: ProblemList) -
     return 0, DEFAULT
 
 
-def make_plan(config: FullConfig) -> KvCachePlan:
-    """Turn a full config, expanded or read, into a plan."""
-    offset = config.fields["activation_offset"]
-    plans = []
-    for layer in config.layers:
-        block = dict(layer.data[BLOCK_KEY])
-        granularity = block.pop("quant_granularity")
-        plans.append(
-            KvCacheLayerPlan(
-                name=layer.name,
-                activation=settings_of(block, activation_algorithms("kv_cache"), "act_algo", asymmetric=offset),
-                per_channel=GRANULARITIES[granularity] == "per_channel",
-                batch_num=config.fields["batch_num"],
-            )
+def _with_layers(config: FullConfig) -> FullConfig:
+    if not config.layers:
+        raise CalibrationError(
+            f"{config.source}: no layer is named for kv-cache quantization. List Linear layers in quant_layers."
         )
-    return KvCachePlan(
-        source=config.source,
-        batch_num=config.fields["batch_num"],
-        activation_offset=offset,
-        layers=tuple(plans),
-        warnings=config.warnings,
-    )
+    return config
+
+
+KV_CACHE = KvCacheDialect()
+default_config = KV_CACHE.default_config
+expand_config = KV_CACHE.expand_config
+read_config = KV_CACHE.read_config
+make_plan = KV_CACHE.make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +304,17 @@ class _Parameters(CheckedSettings):
     batch_num: AtLeastOne = 1
     act_algo: Literal["ifmr", "hfmg"] = "ifmr"
     quant_granularity: Literal["per_tensor", "per_channel"] = "per_tensor"
+
+
+_Percentile = Annotated[float, Field(strict=True, ge=0.5, le=1.0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _IfmrParameters(IfmrSettings):
+    """IFMR as ``QuantCalibrationOp`` takes it: its percentiles may be 0.5, those of a config may not."""
+
+    max_percentile: _Percentile = IfmrSettings.max_percentile
+    min_percentile: _Percentile = IfmrSettings.min_percentile
 
 
 def plan_from_parameters(parameters: Mapping[str, Any], argument: str) -> KvCacheLayerPlan:
@@ -361,5 +368,6 @@ def _algorithm_settings(
         else:
             problems.add(f'{argument}: the key "{key}" belongs to {owner}, but act_algo is {name}. Remove it.')
     given = {algorithm.field_of(key): value for key, value in values.items() if key in own}
-    settings: ActivationSettings | None = check_settings(algorithm.settings, given, nowhere, problems, block=argument)
-    return settings
+    kind = _IfmrParameters if algorithm.settings is IfmrSettings else algorithm.settings
+    checked = check_settings(kind, given, nowhere, problems, block=argument)
+    return None if checked is None else algorithm.settings(**vars(checked))

@@ -12,6 +12,7 @@ from amct.config.full_config import Level, Origin
 from amct.config.layers import ACTIVATION_BITS, ADA_BITS, ARQ_BITS, MIGRATION_RANGE, PTQ_TYPES, can_int16
 from amct.config.ptq.dialect import BALANCE_KEY, DATA_KEY, UNPACKABLE, WEIGHT_KEY, PtqDialect
 from amct.config.registry import PYTORCH_WEIGHT
+from amct.config.simple_config import LayerConfig
 from amct.numerics.settings import AtLeastOne, CheckedSettings, Names, Switch, Version, WeightRounding, WeightScale
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class PyTorchPtq(PtqDialect):
     def read_choice(self, choice: Choice) -> QuantBlock:
         """The algorithms of a block and its strength of balancing."""
         strength, position, block = None, None, choice.block
-        if choice.entry is not None and choice.entry.migration_strength is not None:
+        if isinstance(choice.entry, LayerConfig) and choice.entry.migration_strength is not None:
             strength, position = choice.entry.migration_strength, choice.origin.position
         elif block is not None and block.has("dmq_balancer"):
             balancer = block.get("dmq_balancer")

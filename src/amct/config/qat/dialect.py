@@ -8,16 +8,17 @@ quantization, for pruning. A name that is repeated in a skip list gives only a w
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amct.config.checks import ProblemList
-from amct.config.dialect import Dialect, QuantBlock, label, warn_of_refused
+from amct.config.dialect import QuantBlock, QuantDialect, label, warn_of_refused
 from amct.config.full_config import DEFAULT, FullConfig, LayerBlock, Level, Origin
 from amct.config.layers import LayerInfo, LayerList
 from amct.config.plan import FORCE_FP16, RetrainLayerPlan, RetrainPlan, reasons_not_quantized, settings_of
 from amct.config.simple_config import (
+    NO_BLOCK,
     Blocks,
     Choice,
     Named,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from amct.config.json_reader import JsonNode
     from amct.config.registry import Algorithm
+    from amct.errors import Position
     from amct.schema import TextMessage
 
 DATA_BLOCK = "retrain_data_quant_config"
@@ -50,13 +52,16 @@ SKIP_FIELDS = (
 SCALARS = ("batch_num", "fakequant_precision_mode")
 
 
+_ENTRIES = {DATA_BLOCK: "activations", WEIGHT_BLOCK: "weights", PRUNE_BLOCK: "prune"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrainSimple:
     """The content of a simple config; all defaults when there is none.
 
     Attributes:
         source: The file, or the function that was called without one.
-        message: The parsed file; None when there is none.
+        whole: The parsed file, or the Python object; neither when there is none.
         batch_num: How many batches determine the initial clips.
         precision_mode: ``FORCE_FP16_QUANT`` or None.
         names: The skip lists by their field names, each name once.
@@ -66,7 +71,7 @@ class RetrainSimple:
     """
 
     source: str
-    message: TextMessage | None = None
+    whole: Choice = NO_BLOCK
     batch_num: int = 1
     precision_mode: str | None = None
     names: Mapping[str, tuple[Named, ...]] = field(default_factory=dict)
@@ -99,15 +104,14 @@ class RetrainSimple:
         )
 
     def _common(self, fields: tuple[str, ...]) -> Choice:
-        present = [name for name in fields if self.message is not None and sets(self.message, name)]
-        if self.message is None or not present:
-            return Choice(None, DEFAULT)
-        return Choice(self.message, Origin(Level.COMMON, self.message.where(present[0])))
+        first = next((name for name in fields if has(self.whole, name)), None)
+        if first is None:
+            return NO_BLOCK
+        return replace(self.whole, origin=Origin(Level.COMMON, where(self.whole, first)))
 
     def asks_for(self, fields: tuple[str, ...]) -> bool:
         """Whether the file has one of these blocks, globally or in an override."""
-        messages = [self.message, *(choice.block for choice in self.overrides())]
-        return any(message is not None and sets(message, name) for message in messages for name in fields)
+        return any(has(choice, name) for choice in (self.whole, *self.overrides()) for name in fields)
 
     def overrides(self) -> Iterable[Choice]:
         """Every override, types first."""
@@ -124,26 +128,33 @@ def sets(message: TextMessage, name: str) -> bool:
     return name in message.descriptor.fields_by_name and message.has(name)
 
 
+def has(choice: Choice, name: str) -> bool:
+    """Whether the whole config, or an override, has a block."""
+    if choice.entry is not None:
+        return getattr(choice.entry, _ENTRIES[name]) is not None
+    return choice.block is not None and sets(choice.block, name)
+
+
+def where(choice: Choice, name: str) -> Position | None:
+    """The position of a block, or of what should have it."""
+    return choice.block.where(name) if choice.block is not None else choice.origin.position
+
+
 def _has_any(choice: Choice, fields: tuple[str, ...]) -> bool:
     """Whether an override has one of these blocks; one without any block asks for quantization with defaults."""
-    block = choice.block
-    assert block is not None
-    if any(sets(block, name) for name in fields):
-        return True
-    return fields == QUANT_BLOCKS and not sets(block, PRUNE_BLOCK)
+    return any(has(choice, name) for name in fields) or (fields == QUANT_BLOCKS and not has(choice, PRUNE_BLOCK))
 
 
 def part(choice: Choice, name: str) -> Choice:
-    """One block of the message that applies to a layer; an override without it inherits nothing."""
-    if choice.block is None or not sets(choice.block, name):
+    """One block of what applies to a layer; an override without it inherits nothing."""
+    if not has(choice, name):
         return Choice(None, choice.origin)
-    return Choice(choice.block.get(name), Origin(choice.origin.level, choice.block.where(name)))
+    block = choice.block.get(name) if choice.block is not None else None
+    return Choice(block, Origin(choice.origin.level, where(choice, name)), choice.entry)
 
 
 def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList) -> RetrainSimple:
     """Read a parsed ``.cfg``; a repeated override is reported, a repeated name in a skip list gives a warning."""
-    for warning in message.warnings:
-        problems.warn(warning.message, warning.position)
     names = {
         name: without_repeats(read_names(message, name), name, problems, only_warn=True)
         for name in SKIP_FIELDS
@@ -154,7 +165,7 @@ def read_retrain_simple(message: TextMessage, source: str, problems: ProblemList
         problems.add(f"batch_num must be at least 1, got {batch_num}", message.where("batch_num"))
     return RetrainSimple(
         source=source,
-        message=message,
+        whole=Choice(message, Origin(Level.COMMON, message.position)),
         batch_num=batch_num,
         precision_mode=message.get("fakequant_precision_mode") if sets(message, "fakequant_precision_mode") else None,
         names=names,
@@ -171,7 +182,7 @@ DATA_KEY = "retrain_data_config"
 WEIGHT_KEY = "retrain_weight_config"
 
 
-class QatDialect(Dialect):
+class QatDialect(QuantDialect):
     """The configs of quantization-aware training of one framework; ``activations`` are the activation algorithms."""
 
     activations: ClassVar[tuple[Algorithm, ...]]

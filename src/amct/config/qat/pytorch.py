@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from amct.config.json_reader import JsonNode
     from amct.config.layers import LayerInfo, LayerList
     from amct.config.qat.dialect import RetrainSimple
-    from amct.schema import TextMessage
 
 MODE_KEY = "fakequant_precision_mode"
 PRUNE_FIELDS = (PRUNE_BLOCK, "regular_prune_skip_layers", "regular_prune_skip_types")
@@ -51,14 +50,10 @@ class PyTorchQat(QatDialect):
     def expand(self, simple: RetrainSimple, layers: LayerList, problems: ProblemList) -> FullConfig:
         """The full config of a model; every field about pruning is reported."""
         what = "is about pruning, which quantization-aware training does not do. Remove it, or compress the model."
-        messages: list[tuple[TextMessage, tuple[str, ...]]] = (
-            [] if simple.message is None else [(simple.message, PRUNE_FIELDS)]
-        )
-        messages += [(choice.block, (PRUNE_BLOCK,)) for choice in simple.overrides() if choice.block is not None]
-        for message, names in messages:
-            for name in names:
-                if sets(message, name):
-                    problems.add(f"{name} {what}", message.where(name, 0))
+        for choice in (simple.whole, *simple.overrides()):
+            for name in PRUNE_FIELDS if choice is simple.whole else PRUNE_FIELDS[:1]:
+                if choice.block is not None and sets(choice.block, name):
+                    problems.add(f"{name} {what}", choice.block.where(name, 0))
         return super().expand(simple, layers, problems)
 
     def illegal(self, block: QuantBlock) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from amct import atomic
 from amct.arguments import output_file
 from amct.atomic import read_bytes
-from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.config.prune.dialect import COMPRESSION, PRUNING
 from amct.export.request import SavePath
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
@@ -279,7 +279,8 @@ def _read_plan(
     refuse_operators(unwrap(model))
     traced = cached_trace(model, input_data)
     layers = prunable_layers(traced)
-    expanded = expand_config(text, os.fspath(config), layers, quantize=quantize)
+    dialect = COMPRESSION if quantize else PRUNING
+    expanded = dialect.expand_config(text, os.fspath(config), layers)
     for warning in expanded.warnings:
         logger.warning("%s", warning)
-    return traced, make_plan(expanded, layers)
+    return traced, dialect.compression_plan(expanded, layers)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from amct.atomic import read_bytes
-from amct.config.prune.compress_pytorch import expand_config, make_plan
+from amct.config.prune.dialect import PRUNING, uniform_pruning
 from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordError
 from amct.numerics.pruning import ASCEND_CHANNELS
-from amct.numerics.settings import FilterPruneSettings
+from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.door import IoOptions
 from amct.pytorch.inputs import torch_batches
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 Reach = Literal["full", "amct"]
 DEFAULT_RATIO = 0.3
-_FILTERS = (
-    "prune_config {{ filter_pruner {{ balanced_l2_norm_filter_prune {{ prune_ratio: {} ascend_optimized: {} }} }} }}"
-)
-_SPARSE = "prune_config {{ n_out_of_m_pruner {{ l1_selective_prune {{ update_freq: {} }} }} }}"
 
 
 def prune(  # noqa: PLR0913  a front door with its settings
@@ -85,14 +81,14 @@ def prune(  # noqa: PLR0913  a front door with its settings
     if batches is not None:
         data = torch_batches(traced.model, batches)
         data.keep()  # it is read twice
+    plan = None
     if config is not None:
-        text, source = read_bytes(config), os.fspath(config)
-    else:
-        ascend = "true" if reach == "amct" and align % ASCEND_CHANNELS == 0 else "false"
-        text, source = _FILTERS.format(ratio or DEFAULT_RATIO, ascend).encode(), "prune"
-    plan = _plan(traced, text, source) if config is not None or reach == "amct" else None
+        plan = _plan_of_file(traced, config)
+    elif reach == "amct":
+        ratios = FilterPruneSettings(prune_ratio=ratio or DEFAULT_RATIO, ascend_optimized=align % ASCEND_CHANNELS == 0)
+        plan = uniform_pruning(ratios, "prune", prunable_layers(traced))
     if plan is not None and not plan.filters:
-        raise ConfigError(f"{source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
+        raise ConfigError(f"{plan.source}: it prunes no channels; sparsify is the function for 2:4 sparsity")
     if reach == "amct":
         assert plan is not None
         found = _as_amct(traced, plan, data)
@@ -130,8 +126,10 @@ def sparsify(
     if isinstance(update_freq, bool) or not isinstance(update_freq, int) or update_freq < 0:
         raise ArgumentError(f"update_freq: expected a whole number from 0, got {update_freq!r}")
     traced = cached_trace(model, example)
-    text = read_bytes(config) if config is not None else _SPARSE.format(update_freq).encode()
-    plan = _plan(traced, text, "sparsify" if config is None else os.fspath(config))
+    if config is not None:
+        plan = _plan_of_file(traced, config)
+    else:
+        plan = uniform_pruning(SelectivePruneSettings(update_freq=update_freq), "sparsify", prunable_layers(traced))
     if not plan.selective or plan.filters:
         raise ConfigError(f"{plan.source}: expected n_out_of_m_pruner for all layers; prune removes channels")
     return _result(model, traced, _as_amct(traced, plan), f"2:4 sparsity, update_freq {update_freq}", io)
@@ -195,9 +193,9 @@ def _checked(model: object, ratio: float | None, flops: float | None, align: int
     return f"{what}, align {align}, reach {reach}"
 
 
-def _plan(traced: Traced, text: bytes, source: str) -> PrunePlan:
+def _plan_of_file(traced: Traced, config: str | os.PathLike[str]) -> PrunePlan:
     layers = prunable_layers(traced)
-    plan = make_plan(expand_config(text, source, layers, quantize=False), layers).prune
+    plan = PRUNING.compression_plan(PRUNING.expand_config(read_bytes(config), os.fspath(config), layers), layers).prune
     assert plan is not None
     return plan
 
