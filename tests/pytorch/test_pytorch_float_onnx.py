@@ -17,11 +17,12 @@ from amct.errors import ArgumentError, ExportError
 from amct.export.binding import bindings_by_name
 from amct.pytorch.capture.trace import Traced, trace
 from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import IoOptions
 from amct.pytorch.onnx.float_onnx import TracedOnnx, float_onnx
 
 
 def exported(model: nn.Module, data, *, opset: int = 18, do_fusion: bool = True, **names) -> tuple[Traced, TracedOnnx]:
-    traced = trace(model, data, **names)
+    traced = trace(model, data, io=IoOptions(**names))
     return traced, float_onnx(traced, fuse(traced, do_fusion=do_fusion), opset=opset)
 
 

@@ -7,8 +7,7 @@ from pytorch_nets import Attention, Conv1d3d, Keywords, OneDict
 from torch import nn
 
 from amct.errors import ExportError, ModelError
-from amct.pytorch.inputs import example_inputs
-from amct.pytorch.onnx.io_names import IoNames
+from amct.pytorch.inputs import IoNames, IoOptions, example_inputs
 
 X, Y = torch.randn(2, 6), torch.randn(2, 4)
 
@@ -100,8 +99,7 @@ def test_what_does_not_fit_is_refused(data, message):
 
 
 def checked(inputs=("a", "b"), **given) -> IoNames:
-    arguments = {"input_names": None, "output_names": None, "dynamic_axes": None, **given}
-    return IoNames.checked(*arguments.values(), inputs=inputs)
+    return IoNames.checked(IoOptions(**given), inputs)
 
 
 def test_nothing_given():

@@ -18,6 +18,7 @@ from torch_release import SINCE_2_8
 from amct.errors import ArgumentTypeError, ExportError, ModelError
 from amct.pytorch.capture.program import uncompiled
 from amct.pytorch.capture.trace import trace
+from amct.pytorch.inputs import IoOptions
 from amct.pytorch.user_model import AMCT_OPERATORS
 
 IMAGE = (2, 3, 6, 6)
@@ -276,7 +277,7 @@ def test_a_module_called_twice_has_two_nodes():
 
 def test_reading_sizes_is_no_use_of_a_tensor():
     model = Around(nn.Conv2d(3, 4, 3), lambda self, x: (y := self.layer(x)).reshape(y.shape[0], y.shape[1], -1))
-    graph = trace(model, torch.randn(IMAGE), dynamic_axes={"x": {0: "batch"}}).graph
+    graph = trace(model, torch.randn(IMAGE), io=IoOptions(dynamic_axes={"x": {0: "batch"}})).graph
     assert graph.sole_consumer(graph["layer"]).op == "reshape"
 
 
@@ -325,7 +326,7 @@ def test_the_model_stays_as_it_is(net):
 def test_the_example_input_stays_as_it_is():
     data = torch.randn(1, 3, 32, 32)
     before = data.clone(), dict(vars(data))
-    trace(ResNet(1), data, dynamic_axes={"x": {0: "batch"}})
+    trace(ResNet(1), data, io=IoOptions(dynamic_axes={"x": {0: "batch"}}))
     assert torch.equal(data, before[0])
     assert vars(data) == before[1]
 
@@ -441,7 +442,7 @@ def test_an_axis_that_the_model_fixes():
     model = Around(nn.Linear(6, 4), lambda self, x: self.layer(x.view(2, 6)))
     why = 'axis 0 of "x" is 2' if SINCE_2_8 else "Constraints violated .*"
     with pytest.raises(ExportError, match=rf'does not let "x" \[0\] vary: {why}\. Leave the axis out'):
-        trace(model, torch.randn(2, 6), dynamic_axes={"x": {0: "batch"}})
+        trace(model, torch.randn(2, 6), io=IoOptions(dynamic_axes={"x": {0: "batch"}}))
 
 
 def test_threads_that_overlap_leave_the_compiler_as_it_was():

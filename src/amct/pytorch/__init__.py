@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from amct.numerics.settings import AdaRoundSettings, ArqSettings, HfmgSettings, IfmrSettings
     from amct.pipeline.quantized_model import QuantizedModel
     from amct.pytorch.comparing import compare
-    from amct.pytorch.door import IoOptions, quantize
+    from amct.pytorch.door import quantize
+    from amct.pytorch.inputs import IoOptions
     from amct.pytorch.pruning.door import prune, restore_pruned, sparsify
     from amct.pytorch.pruning.pruned_model import PrunedModel
     from amct.pytorch.qat.door import prepare_qat
@@ -53,7 +54,7 @@ __getattr__, __dir__ = lazy_names(
         "ArqSettings": "amct.numerics.settings",
         "HfmgSettings": "amct.numerics.settings",
         "IfmrSettings": "amct.numerics.settings",
-        "IoOptions": "amct.pytorch.door",
+        "IoOptions": "amct.pytorch.inputs",
         "LayerConfig": "amct.config.simple_config",
         "PrunedModel": "amct.pytorch.pruning.pruned_model",
         "QatConfig": "amct.config.python_config",

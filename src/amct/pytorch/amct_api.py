@@ -33,6 +33,7 @@ from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import OnnxFiles, save_files
 from amct.pytorch.calibrating import balancing_model, start_calibration
 from amct.pytorch.capture.cached_trace import cached_trace
+from amct.pytorch.inputs import IoOptions
 from amct.pytorch.onnx.modified_onnx import file_notes, read_modified, write_modified
 from amct.pytorch.preparation import prepare
 from amct.record import LayerRecord, Record, read_record, validate_record, write_record
@@ -177,9 +178,8 @@ def quantize_model(  # noqa: PLR0913  AMCT's signature
     onnx_path = output_file(modfied_onnx_file, "modfied_onnx_file")
     record_path = output_file(record_file, "record_file")
     content = read_bytes(config_file)
-    traced = cached_trace(
-        model, input_data, input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes
-    )
+    io = IoOptions(input_names=input_names, output_names=output_names, dynamic_axes=dynamic_axes)
+    traced = cached_trace(model, input_data, io=io)
     plan = _plan(content, config_file, traced)
     ranks = all_ranks()
     ranks.need_a_batch_each(plan.batch_num)

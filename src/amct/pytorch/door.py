@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -16,13 +15,11 @@ from amct.pipeline import flow
 from amct.pipeline.passes import fingerprint
 from amct.pytorch.calibrating import balance_of
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.inputs import torch_batches
+from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.preparation import TorchPreparation, prepare
 from amct.pytorch.user_model import refuse_operators, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from amct.calibration import Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig
@@ -33,15 +30,6 @@ if TYPE_CHECKING:
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.preparation import AdaRoundMode
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IoOptions:
-    """Input and output names and dynamic axes of the exported models, as in ``torch.onnx.export``."""
-
-    input_names: Sequence[str] | None = None
-    output_names: Sequence[str] | None = None
-    dynamic_axes: Mapping[str, Any] | None = None
 
 
 def quantize(
@@ -104,15 +92,7 @@ class TorchDoor:
     def plan(self, config: AnyConfig, example: Arguments, batches: int | None) -> tuple[Plan, bool]:
         """Capture the model on the first batch and return the plan of a config in the PyTorch dialect."""
         args, kwargs = example
-        self._traced = cached_trace(
-            self._model,
-            (*args, kwargs),
-            input_names=self._io.input_names,
-            output_names=self._io.output_names,
-            dynamic_axes=self._io.dynamic_axes,
-            all_layers=True,
-            stored_weights=True,
-        )
+        self._traced = cached_trace(self._model, (*args, kwargs), io=self._io, all_layers=True, stored_weights=True)
         return plan_of(config, self._traced.config_layers(), batches)
 
     def fingerprint(self) -> str:

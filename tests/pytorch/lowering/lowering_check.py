@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from amct.pytorch.capture.program import quiet_exporters
-from amct.pytorch.onnx.io_names import IoNames
+from amct.pytorch.inputs import IoNames
 from amct.pytorch.onnx.lowering.program import lower
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import IoOptions
 from amct.pytorch.onnx.float_onnx import float_onnx
 
 
@@ -91,7 +92,7 @@ TRACED_AGAIN = [
 def check(tail, axes=None) -> ExportedProgram:
     """64 float32 rounding errors of the largest value, or one of float16 where the net rounds to that."""
     model, x = Net(tail).eval(), torch.randn(2, 3, 6, 6)
-    traced = trace(model, x, input_names=["x"], dynamic_axes=axes)
+    traced = trace(model, x, io=IoOptions(input_names=["x"], dynamic_axes=axes))
     result = float_onnx(traced, fuse(traced, do_fusion=False))
     session = onnxruntime.InferenceSession(result.model.SerializeToString(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"x": x.numpy()})

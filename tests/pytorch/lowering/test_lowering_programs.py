@@ -19,9 +19,9 @@ from amct.errors import ExportError
 from amct.pytorch.capture.trace import trace
 from amct.pytorch.door import quantize
 from amct.pytorch.folding import fuse
+from amct.pytorch.inputs import IoNames
 from amct.pytorch.onnx import float_onnx as module
 from amct.pytorch.onnx.float_onnx import float_onnx
-from amct.pytorch.onnx.io_names import IoNames
 from amct.pytorch.onnx.lowering.program import lower
 from amct.pytorch.onnx.lowering.registry import NotLoweredError, Rules
 

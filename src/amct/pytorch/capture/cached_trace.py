@@ -31,8 +31,7 @@ from torch.utils import _pytree as pytree
 from amct.errors import ModelError
 from amct.pytorch.capture.functional_layers import find_functional_layers, functional_layers
 from amct.pytorch.capture.trace import Traced, refuse_modules, trace
-from amct.pytorch.inputs import example_inputs
-from amct.pytorch.onnx.io_names import IoNames
+from amct.pytorch.inputs import IoNames, IoOptions, example_inputs
 from amct.pytorch.user_model import (
     as_array,
     is_empty_attribute,
@@ -43,8 +42,6 @@ from amct.pytorch.user_model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from amct.pytorch.inputs import ExampleInputs
 
 logger = logging.getLogger(__name__)
@@ -62,9 +59,7 @@ def cached_trace(
     model: nn.Module,
     input_data: object,
     *,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_axes: Mapping[str, Any] | None = None,
+    io: IoOptions | None = None,
     all_layers: bool = False,
     stored_weights: bool = False,
 ) -> Traced:
@@ -74,14 +69,13 @@ def cached_trace(
     leave both float. ``stored_weights``: so are layers whose forward computes the weight from parameters; the traced
     model has the computed weights, so it cannot be trained.
     """
-    names = {"input_names": input_names, "output_names": output_names, "dynamic_axes": dynamic_axes}
     if not isinstance(model, nn.Module):
         return trace(model, input_data)  # raises the error
     model = unwrap(model)
     refuse_operators(model)
     refuse_modules(model)
     inputs = example_inputs(model, input_data)
-    io_names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
+    io_names = IoNames.checked(io or IoOptions(), inputs.names)
     # Found anew at each call, because the values of computed biases are part of the layers.
     plain = with_plain_weights(model)
     with_layers = find_functional_layers(plain, inputs, stored=stored_weights) if all_layers else plain
@@ -94,9 +88,9 @@ def cached_trace(
         cached = _cache.get(model)
     if cached is not None and cached[0] == key_of(cached[1]):
         return replace(cached[1], model=with_layers if cached[2] else plain, inputs=inputs, names=io_names)
-    traced = _trace_with_layers(with_layers, input_data, names) if with_layers is not plain else None
+    traced = _trace_with_layers(with_layers, input_data, io) if with_layers is not plain else None
     has_layers = traced is not None
-    traced = traced or trace(plain, input_data, repeated_layers=all_layers, **names)  # type: ignore[arg-type]
+    traced = traced or trace(plain, input_data, io=io, repeated_layers=all_layers)
     key = key_of(traced)
     with _lock:
         if key is None:
@@ -107,7 +101,7 @@ def cached_trace(
     return traced
 
 
-def _trace_with_layers(model: nn.Module, input_data: object, names: Mapping[str, Any]) -> Traced | None:
+def _trace_with_layers(model: nn.Module, input_data: object, io: IoOptions | None) -> Traced | None:
     """Trace a copy with functional layers; None if its forward calls them as if they were the user's own children.
 
     That is so in a module that calls all its children and uses its own parameters in functional calls as well.
@@ -115,7 +109,7 @@ def _trace_with_layers(model: nn.Module, input_data: object, names: Mapping[str,
     layers = functional_layers(model)
     assert layers is not None
     try:
-        traced = trace(model, input_data, repeated_layers=True, **names)
+        traced = trace(model, input_data, io=io, repeated_layers=True)
     except ModelError:
         return None
     found = {name: traced.layers[name].calls for name in layers.sources if name in traced.layers}

@@ -30,8 +30,7 @@ from amct.pytorch.capture.layer_types import (
 from amct.pytorch.capture.program import CaptureFailure, capture, uncompiled
 from amct.pytorch.capture.program_graph import LayerCall, ProgramGraph, program_graph
 from amct.pytorch.capture.program_reader import Program, read_program, side_effects, unused_modules
-from amct.pytorch.inputs import ExampleInputs, example_inputs
-from amct.pytorch.onnx.io_names import IoNames
+from amct.pytorch.inputs import ExampleInputs, IoNames, IoOptions, example_inputs
 from amct.pytorch.user_model import copy_model, refuse_operators, unwrap, with_plain_weights
 
 if TYPE_CHECKING:
@@ -98,9 +97,7 @@ def trace(
     model: nn.Module,
     input_data: object,
     *,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_axes: Mapping[str, Any] | None = None,
+    io: IoOptions | None = None,
     repeated_layers: bool = False,
 ) -> Traced:
     """Find the layers and the topology of a model from one example input; the model is not changed.
@@ -108,9 +105,7 @@ def trace(
     Args:
         model: any nn.Module, in train or eval mode; DistributedDataParallel is unwrapped.
         input_data: a tensor, a tuple of arguments, a dict of keyword arguments, or a tuple that ends in such a dict.
-        input_names: names of the input tensors in an exported file, in order; further inputs keep the forward's names.
-        output_names: names of the outputs, in order.
-        dynamic_axes: axes with dynamic size, ``{name: {axis: label}}`` or ``{name: [axis, ...]}``.
+        io: names of the inputs and outputs in an exported file, and dynamic axes.
         repeated_layers: whether a module that is called several times in one forward is a layer.
 
     Raises:
@@ -125,7 +120,7 @@ def trace(
     refuse_modules(model)
     model = with_plain_weights(model)
     inputs = example_inputs(model, input_data)
-    names = IoNames.checked(input_names, output_names, dynamic_axes, inputs=inputs.names)
+    names = IoNames.checked(io or IoOptions(), inputs.names)
     program = _captured(model, inputs, names)
     if isinstance(program, CaptureFailure):
         traced = _from_calls(model, inputs, names, program, repeated_layers)

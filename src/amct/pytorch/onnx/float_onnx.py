@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from amct.export.onnx.kept_weights import KeptWeights
     from amct.pytorch.capture.trace import Traced
     from amct.pytorch.folding import Fused
-    from amct.pytorch.onnx.io_names import IoNames
+    from amct.pytorch.inputs import IoNames
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from amct.export.onnx.messages import fresh_name
 from amct.pytorch.capture.functional_layers import layer_name
 from amct.pytorch.capture.program import failure_of, plain_name, quiet_exporters
 from amct.pytorch.capture.program_reader import place_in_code
-from amct.pytorch.onnx.io_names import check_chosen_names
+from amct.pytorch.inputs import check_chosen_names
 from amct.pytorch.onnx.lowering.assembly import Lowered
 from amct.pytorch.onnx.lowering.program import LARGEST_CONSTANT
 from amct.pytorch.user_model import as_array
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch.export import ExportedProgram
 
-    from amct.pytorch.onnx.io_names import IoNames
+    from amct.pytorch.inputs import IoNames
 
 _UNKNOWN_OPERATOR = re.compile(r"OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'\)")
 Graph = Any  # onnx_ir.Graph; its types are not published

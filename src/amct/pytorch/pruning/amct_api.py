@@ -25,8 +25,7 @@ from amct.config.prune.dialect import COMPRESSION, PRUNING
 from amct.export.request import SavePath
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.door import IoOptions
-from amct.pytorch.inputs import example_inputs
+from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import apply_plan, restore_plan
 from amct.pytorch.pruning.saving import save_float

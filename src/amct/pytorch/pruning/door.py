@@ -13,8 +13,7 @@ from amct.errors import ArgumentError, ArgumentTypeError, ConfigError, RecordErr
 from amct.numerics.pruning import ASCEND_CHANNELS
 from amct.numerics.settings import FilterPruneSettings, SelectivePruneSettings
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.door import IoOptions
-from amct.pytorch.inputs import torch_batches
+from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.pruning.amct_chains import prunable_layers
 from amct.pytorch.pruning.compression import apply_plan
 from amct.pytorch.pruning.cutting import channel_counts, cut_channels

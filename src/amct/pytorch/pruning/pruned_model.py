@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from amct.model import Skip
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.door import IoOptions
+    from amct.pytorch.inputs import IoOptions
     from amct.pytorch.pruning.removal import Cost
     from amct.record import Record
     from amct.report.measuring import Metric

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from amct.export.request import SavePath
     from amct.pytorch.capture.trace import Traced
-    from amct.pytorch.door import IoOptions
+    from amct.pytorch.inputs import IoOptions
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
@@ -42,13 +42,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 def traced_plain(model: nn.Module, input_data: object, io: IoOptions) -> Traced:
     """The trace of a plain copy, with the names of an export."""
-    return trace(
-        plain_copy(model),
-        input_data,
-        input_names=io.input_names,
-        output_names=io.output_names,
-        dynamic_axes=io.dynamic_axes,
-    )
+    return trace(plain_copy(model), input_data, io=io)
 
 
 def float_model(traced: Traced, opset: int | None = None) -> tuple[ModelProto, FileNotes]:

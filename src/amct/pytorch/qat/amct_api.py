@@ -29,8 +29,7 @@ from amct.export.saving import save_files
 from amct.pipeline.compare import reference
 from amct.pytorch.amct_api import start_function
 from amct.pytorch.capture.cached_trace import cached_trace
-from amct.pytorch.door import IoOptions
-from amct.pytorch.inputs import example_inputs
+from amct.pytorch.inputs import IoOptions, example_inputs
 from amct.pytorch.qat.checkpoint import load_state
 from amct.pytorch.qat.deployment import trained_record
 from amct.pytorch.qat.door import build

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from amct.config.plan import RetrainPlan
     from amct.export.binding import TensorFactors
     from amct.pipeline.weights import WeightPart
-    from amct.pytorch.door import IoOptions
+    from amct.pytorch.inputs import IoOptions
     from amct.pytorch.intermediate_tensors import TensorWatch
     from amct.pytorch.layer_hooks import Arguments
     from amct.pytorch.qat.quantizers import WeightQuantizer
@@ -84,14 +84,7 @@ def prepare_trained(
     Raises:
         ExportError: A trained layer is not a layer of the model any more.
     """
-    traced = cached_trace(
-        plain,
-        (*example[0], example[1]),
-        input_names=io.input_names,
-        output_names=io.output_names,
-        dynamic_axes=io.dynamic_axes,
-        all_layers=all_layers,
-    )
+    traced = cached_trace(plain, (*example[0], example[1]), io=io, all_layers=all_layers)
     layers = quantized_layers(trained)
     lost = [name for name in layers if name not in traced.layers]
     if lost:

@@ -28,9 +28,8 @@ from amct.pipeline.preparation import enabled_layers
 from amct.pytorch.capture.cached_trace import cached_trace
 from amct.pytorch.capture.functional_layers import child_path, take_functional_layers
 from amct.pytorch.capture.program_graph import call_name
-from amct.pytorch.door import IoOptions
 from amct.pytorch.folding import fuse
-from amct.pytorch.inputs import torch_batches
+from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.layer_hooks import observe_inputs
 from amct.pytorch.pruning.sparse import put_sparse, without_masks
 from amct.pytorch.qat.layers import QuantizedCall, as_quantized, put_quantizers, quantized_layers, trained_parts
@@ -98,14 +97,7 @@ def prepare_qat(  # noqa: PLR0913  each is a choice of the user's
     data = torch_batches(plain, batches, inputs)
     example = data.first()
     options = io or IoOptions()
-    traced = cached_trace(
-        plain,
-        (*example[0], example[1]),
-        input_names=options.input_names,
-        output_names=options.output_names,
-        dynamic_axes=options.dynamic_axes,
-        all_layers=True,
-    )
+    traced = cached_trace(plain, (*example[0], example[1]), io=options, all_layers=True)
     plan = retrain_plan_of(config, traced.config_layers())
     trainable = build(traced, plan, weight_bits={8: 7} if target == Target.PORTABLE.value else {})
     with_state(trainable, all_layers=True)

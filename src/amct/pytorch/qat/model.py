@@ -17,8 +17,7 @@ from amct.errors import ArgumentError, TrainingError
 from amct.export.check.batch import batch_size, copied, first_samples
 from amct.export.request import DEFAULT_FORMATS, Placement, Target
 from amct.pipeline.quantized_model import QuantizedModel
-from amct.pytorch.door import IoOptions
-from amct.pytorch.inputs import torch_batches
+from amct.pytorch.inputs import IoOptions, torch_batches
 from amct.pytorch.pruning.sparse import make_plain, sparse_layers
 from amct.pytorch.qat.deployment import as_float_model, check_trained, prepare_trained, trained_record
 from amct.pytorch.qat.layers import quantized_layers

@@ -10,7 +10,7 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, helper, nu
 
 from amct.errors import ExportError
 from amct.export.onnx.messages import fresh_name
-from amct.pytorch.onnx.io_names import check_chosen_names
+from amct.pytorch.inputs import check_chosen_names
 from amct.pytorch.onnx.lowering.writer import ONNX_TYPES, Size, expression, is_static
 from amct.pytorch.user_model import as_array
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from amct.pytorch.onnx.io_names import IoNames
+    from amct.pytorch.inputs import IoNames
     from amct.pytorch.onnx.lowering.writer import Value, Writer
 
 _WORD = re.compile(r"[A-Za-z_]\w*")

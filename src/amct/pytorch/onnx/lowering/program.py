@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.export import ExportedProgram
 
-    from amct.pytorch.onnx.io_names import IoNames
+    from amct.pytorch.inputs import IoNames
 
 LARGEST_CONSTANT = 4096
 """Parameters and buffers with more values are weights; smaller ones may be indices or shapes to compute with."""
