@@ -1,8 +1,8 @@
 """The size of the house: lines of code by room, and the files that three small jobs enter.
 
-``python scripts/house.py`` prints both; ``--lines`` only the first, which takes a second. Lines are those of
-``src/**/*.py`` without blank lines, comments and docstrings. A file is entered when one of its functions is called in the
-second run of a job, so that imports and caches do not count.
+``python scripts/house.py`` prints both; ``--lines`` only the first, which takes some seconds. Lines are those of
+``src/**/*.py`` without blank lines, comments and docstrings. A file is entered when one of its functions is called in
+the second run of a job, so that imports and caches do not count.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import logging
 import sys
 import tempfile
+import threading
 import tokenize
 from collections import Counter
 from pathlib import Path
@@ -39,6 +41,11 @@ layer { name: "fc" type: "InnerProduct" bottom: "conv" top: "fc" inner_product_p
 """
 
 
+def say(line: str) -> None:
+    """Print a line."""
+    sys.stdout.write(f"{line}\n")
+
+
 def code_lines(path: Path) -> int:
     """The lines of a file that hold code."""
     source = path.read_text()
@@ -62,9 +69,9 @@ def print_lines() -> None:
         room = "/".join(path.relative_to(SOURCES).parts[:2]).removesuffix(".py")
         rooms[room] += code_lines(path)
         files[room] += 1
-    print(f"{rooms.total()} lines of code in {files.total()} files")
+    say(f"{rooms.total()} lines of code in {files.total()} files")
     for room, lines in rooms.most_common(LONGEST):
-        print(f"  {room:24} {lines:6} lines {files[room]:4} files")
+        say(f"  {room:24} {lines:6} lines {files[room]:4} files")
 
 
 def pytorch_job(folder: Path) -> None:
@@ -127,8 +134,6 @@ def entered(name: str) -> list[str]:
         if event == "call":
             seen.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
 
-    import threading
-
     with tempfile.TemporaryDirectory() as folder:
         JOBS[name](Path(folder))
         threading.setprofile(note)
@@ -148,15 +153,13 @@ def main() -> None:
     parser.add_argument("--list", choices=JOBS, help="the files that one job enters")
     arguments = parser.parse_args()
     if arguments.list:
-        print("\n".join(entered(arguments.list)))
+        say("\n".join(entered(arguments.list)))
         return
     print_lines()
     if not arguments.lines:
-        import logging
-
         logging.disable()
         for name in JOBS:
-            print(f"  a small {name} job enters {len(entered(name))} files")
+            say(f"  a small {name} job enters {len(entered(name))} files")
 
 
 if __name__ == "__main__":

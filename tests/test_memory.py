@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from contextlib import ExitStack
 
 import pytest
 
-from amct import memory
 from amct.memory import uncollected
 
 
@@ -78,41 +76,3 @@ def test_the_last_of_several_threads_restarts_it():
     leave.set()
     thread.join(10)
     assert gc.isenabled()
-
-
-def _settings_of(monkeypatch, environment, *sizes):
-    """What mallopt is called with while models of some sizes are at work, one inside the other."""
-    calls = []
-    for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    for name in environment:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(memory, "_of_glibc", lambda _: lambda *arguments: calls.append(arguments))
-    with ExitStack() as stack:
-        for size in sizes:
-            stack.enter_context(memory.own_pages(size))
-        inside = list(calls)
-    return inside, calls[len(inside) :]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_blocks_of_large_models_get_pages_of_their_own_for_a_while(monkeypatch, count):
-    inside, after = _settings_of(monkeypatch, (), *[memory.LARGE_MODEL] * count)
-    assert dict(inside) == {-3: 2**20, -1: 2**26}
-    assert dict(after) == {-3: 2**25, -1: 2**26}  # where glibc itself ends
-
-
-def test_large_tensors_get_pages_of_their_own_beside_a_large_model(monkeypatch):
-    calls = []
-    for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(memory, "_of_glibc", lambda _: lambda *arguments: calls.append(arguments))
-    with memory.own_pages_of_large_tensors(), memory.own_pages(memory.LARGE_MODEL):
-        pass
-    assert [size for setting, size in calls if setting == -3] == [2**23, 2**20, 2**23, 2**25]
-
-
-def test_small_models_and_users_choices_leave_the_heap_alone(monkeypatch):
-    assert _settings_of(monkeypatch, (), memory.LARGE_MODEL - 1) == ([], [])
-    assert _settings_of(monkeypatch, ("MALLOC_MMAP_THRESHOLD_",), memory.LARGE_MODEL) == ([], [])
-    assert _settings_of(monkeypatch, ("GLIBC_TUNABLES",), memory.LARGE_MODEL) == ([], [])

@@ -16,7 +16,6 @@ from amct.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
 LARGE_MODEL = 2**24
 """Bytes of parameters from which memory counts more than the time to ask the system for it."""
@@ -77,70 +76,6 @@ def free_unused_models(parameter_bytes: int) -> None:
         give_back_freed()
 
 
-class _OwnPages:
-    """What glibc does with large blocks is one setting for the whole process: the last of several users resets it."""
-
-    _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-    _LARGEST_OF_HEAP = 2**25  # to this glibc itself moves the limit when a program frees such blocks
-    _CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wanted: list[int] = []  # by each user: the smallest block with pages of its own
-
-    def enter(self, smallest: int) -> None:
-        with self._lock:
-            self._wanted.append(smallest)
-            self._set(min(self._wanted))
-
-    def leave(self, smallest: int) -> None:
-        with self._lock:
-            self._wanted.remove(smallest)
-            self._set(min(self._wanted, default=self._LARGEST_OF_HEAP))
-
-    def _set(self, smallest: int) -> None:
-        change = _of_glibc("mallopt")
-        if change is not None and not any(os.environ.get(name) for name in self._CHOSEN_BY_USER):
-            change(self._MMAP_THRESHOLD, smallest)
-            change(self._TRIM_THRESHOLD, 2 * self._LARGEST_OF_HEAP)
-
-
-_OWN_PAGES = _OwnPages()
-
-
-@contextmanager
-def own_pages(parameter_bytes: int) -> Iterator[None]:
-    """A context in which large blocks get pages of their own, if a model of so many bytes is large.
-
-    Such pages return to the system when a block is freed. In glibc's heap the weights of a model that is freed leave
-    holes between blocks that stay: a third of the peak of a job on a large convolutional network. For small models the
-    time to get new pages for every tensor would count more.
-    """
-    if parameter_bytes < LARGE_MODEL:
-        yield
-        return
-    with _own_pages_from(2**20):
-        yield
-
-
-@contextmanager
-def _own_pages_from(smallest: int) -> Iterator[None]:
-    _OWN_PAGES.enter(smallest)
-    try:
-        yield
-    finally:
-        _OWN_PAGES.leave(smallest)
-
-
-def own_pages_of_large_tensors() -> AbstractContextManager[None]:
-    """A context in which blocks from 8 MB on get pages of their own, whatever the size of the model.
-
-    For steps that run a model a few times on a batch of any size: whether such a block fits into a hole of the heap is
-    chance. Few tensors are that large, so the time does not count.
-    """
-    return _own_pages_from(2**23)
-
-
 def number_from_environment(variable: str, default: int, what: str = "bytes") -> int:
     """Return a limit: the value of an environment variable, or the default.
 
@@ -174,9 +109,6 @@ class _CollectorPause:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._was_on:
-                if not gc.get_freeze_count():
-                    gc.freeze()  # and back: what was made is then old, and not searched as new objects are, twice
-                    gc.unfreeze()
                 gc.enable()
 
 

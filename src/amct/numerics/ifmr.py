@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _EPSILON = float(np.finfo(np.float32).eps)
 _VALUES_PER_LEVEL = 64  # with more, searching the border of each integer is cheaper than rounding every value
-_STRETCH = 64
+_SUM_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,17 @@ def _exact_losses(values: Floats, lower: Floats, upper: Floats, scale: Floats) -
 
 @compiled
 def _prefix_sums(values: Floats) -> tuple[Values, Values]:
-    """Return prefix sums of the values and of their squares at every ``_STRETCH`` values, and the totals at the end."""
-    stretches = values.size // _STRETCH + 2
-    sums, squares = np.zeros(stretches), np.zeros(stretches)
+    """Return prefix sums of the values and of their squares every ``_SUM_BLOCK`` values, and the totals at the end."""
+    blocks = values.size // _SUM_BLOCK + 2
+    sums, squares = np.zeros(blocks), np.zeros(blocks)
     total = total_square = 0.0
     for position in range(values.size):
-        if position % _STRETCH == 0:
-            sums[position // _STRETCH], squares[position // _STRETCH] = total, total_square
+        if position % _SUM_BLOCK == 0:
+            sums[position // _SUM_BLOCK], squares[position // _SUM_BLOCK] = total, total_square
         value = np.float64(values[position])
         total += value
         total_square += value * value
-    for place in range((values.size + _STRETCH - 1) // _STRETCH, stretches):
+    for place in range((values.size + _SUM_BLOCK - 1) // _SUM_BLOCK, blocks):
         sums[place], squares[place] = total, total_square
     return sums, squares
 
@@ -253,9 +253,9 @@ def _level_losses(values: Floats, sums: Values, squares: Values, lower: Floats, 
             if level < last:
                 end = _first_above(values, begin, level, low, high, step)
             if end > begin:
-                stretch = end // _STRETCH
-                sum_after, square_after = sums[stretch], squares[stretch]
-                for position in range(stretch * _STRETCH, end):
+                block = end // _SUM_BLOCK
+                sum_after, square_after = sums[block], squares[block]
+                for position in range(block * _SUM_BLOCK, end):
                     value = np.float64(values[position])
                     sum_after += value
                     square_after += value * value

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from amct.errors import ArgumentError
 from amct.numerics.affine import SymmetricScale
-from amct.numerics.counts.compiled import compiled, values_at
+from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.exact_sum import ExactSum, add_exactly
 from amct.numerics.dmq import balance_factors
-from amct.numerics.observer import ActivationFactors, State, checked_array, dense_memory, finite_range
+from amct.numerics.observer import ActivationFactors, State, checked_array, finite_range
 from amct.numerics.rounding.noise import RoundingNoise
 
 if TYPE_CHECKING:
@@ -77,8 +76,6 @@ class LayerInputObserver:
             ArgumentError: the number of channels changed.
             CalibrationError: the batch holds NaN or infinity.
         """
-        if self._observe_image(x):
-            return
         values = _numbers(x, sampled=self.channel_axis != -1)
         channels = values.shape[self.channel_axis]
         if self.batches == 0:
@@ -93,21 +90,6 @@ class LayerInputObserver:
             if self.weight is not None:
                 self._observe_spread(torch.from_numpy(values).reshape(-1, channels))
         self.batches += 1
-
-    def _observe_image(self, x: Tensor) -> bool:
-        """Add one batch of images in the least time; False, with nothing changed, where more has to be done."""
-        is_image = x.ndim == 4 and self.channel_axis == 1 and self.weight is None
-        place = dense_memory(x) if is_image and self.batches else None  # the first batch gives the number of channels
-        if place is None or not place[1] or x.shape[1] != self._minimum.numel():
-            return False
-        samples, _, height, width = shape = tuple(x.shape)
-        sample_step, step = _steps(shape)
-        if not _add_sampled_sums(place[0], shape, x.stride(), (sample_step, step), self._sum.digits):
-            return False
-        positions = len(range(step // 2, height, step)) * len(range(step // 2, width, step))
-        self.count += len(range(0, samples, sample_step)) * positions
-        self.batches += 1
-        return True
 
     def _add_sums(self, values: NDArray[np.float32], axis: int) -> None:
         total = _channel_sums(values, axis).astype(np.float32)
@@ -236,17 +218,6 @@ def _add_image_sums(values: NDArray[np.float32], digits: NDArray[np.int64]) -> b
         return False
     add_exactly(sums, digits)
     return True
-
-
-@compiled
-def _add_sampled_sums(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, int], digits: NDArray[np.int64]
-) -> bool:
-    """``_add_image_sums`` of the subsampled images at an address; strides are counted in values."""
-    samples, channels, rows, columns = strides
-    images = as_strided(values_at(address, 1), shape, (4 * samples, 4 * channels, 4 * rows, 4 * columns))
-    sample_step, step = steps
-    return _add_image_sums(images[::sample_step, :, step // 2 :: step, step // 2 :: step], digits)
 
 
 def _numbers(x: Tensor, *, sampled: bool) -> NDArray[np.float32]:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from amct.errors import ArgumentError, CalibrationError
 from amct.numerics.affine import SymmetricScale, integer_range
-from amct.numerics.counts.loops import range_at, range_of
+from amct.numerics.counts.loops import range_of
 from amct.numerics.observer import (
     ActivationFactors,
     State,
     as_rows,
     check_mergeable,
     checked_array,
-    dense_memory,
     finite_range,
     flat_values,
 )
@@ -82,15 +81,6 @@ class RunningRange:
             self.count += rows.numel()
         self.batches += 1
         return rows
-
-    def add_dense(self, x: Tensor) -> bool:
-        """Add one batch per tensor in the least time; False, with nothing changed, where ``add`` is needed."""
-        place = dense_memory(x) if self.channel_axis is None else None
-        found = range_at(*place) if place is not None and place[1] else None
-        if place is None or found is None:
-            return False
-        self.add_known(place[1], *found)
-        return True
 
     def add_known(self, count: int, minimum: float, maximum: float) -> None:
         """Add one batch of ``count`` values whose minimum and maximum are known (per tensor only)."""
@@ -214,8 +204,7 @@ class MinMaxObserver(RangeObserver):
 
     def observe(self, x: Tensor) -> None:
         """Add one tensor."""
-        if not self._range.add_dense(x):
-            self._range.add(x)
+        self._range.add(x)
 
     def merge(self, other: MinMaxObserver) -> None:
         """Add all data observed by ``other``."""

@@ -195,18 +195,6 @@ def as_rows(x: Tensor, channel_axis: int | None) -> Tensor:
     return x.reshape(x.shape[0], x.numel() // max(x.shape[0], 1)).float().contiguous()
 
 
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
-
-
-def dense_memory(x: Tensor) -> tuple[int, int] | None:
-    """Return the address and the number of the values of a float32 tensor that fill their memory; None for others."""
-    if type(x) not in _PLAIN_TENSORS or x.dtype != torch.float32 or not x.is_cpu or x.is_neg():
-        return None
-    if x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)):
-        return x.data_ptr(), x.numel()
-    return None
-
-
 def flat_values(x: Tensor) -> NDArray[np.float32]:
     """Return the values of a tensor on the CPU, in any order and, if possible, without a copy.
 

@@ -12,7 +12,7 @@ from amct import log
 from amct.calibration import all_ranks
 from amct.export.check.batch import KeptBatches
 from amct.export.qdq.tensor_factors import observed_factors
-from amct.memory import give_back_freed, own_pages
+from amct.memory import give_back_freed
 from amct.pipeline.passes import CALIBRATION, CalibrationFile, Interim, Passes, bound_to, fingerprint
 from amct.pipeline.quantized_model import QuantizedModel
 
@@ -50,13 +50,6 @@ def quantize(
     Raises:
         AmctError: A subclass says what is wrong: config, model, data or files.
     """
-    with own_pages(door.weight_bytes):
-        return _quantized(door, data, config, inputs, resume)
-
-
-def _quantized(
-    door: Door, data: object, config: AnyConfig, inputs: BatchInputs | None, resume: AnyResume
-) -> QuantizedModel:
     ranks = all_ranks()
     begin = time.process_time()
     weight_bytes = door.weight_bytes  # now: a door may free weights that it folds
@@ -72,6 +65,7 @@ def _quantized(
             interim = Interim(file, ranks, lambda: bound_to(_parts(model, plan, batches, example), ranks), begin)
         passes = Passes(batches, None if open_ended else plan.batch_num, ranks, interim)
         prepared = door.prepare(plan, passes, ranks)
+        give_back_freed()  # copies of weights that were folded
         calibration = prepared.start_calibration(ranks)
         seen = KeptBatches()
         with closing(calibration.session):

@@ -13,7 +13,7 @@ from amct.calibration import all_ranks
 from amct.config.plan import config_text
 from amct.export.request import DEFAULT_FORMATS, ExportOptions, Placement, SaveRequest, Target
 from amct.export.saving import save_files
-from amct.memory import free_unused_models, own_pages
+from amct.memory import free_unused_models
 from amct.model.quant_json import QUANT_JSON, add_measurement, add_related, read_quant_json
 from amct.pipeline.compare import FileLayers, WrittenFile, measure, qdq_file, reference
 from amct.report.content import SIMULATION
@@ -164,12 +164,11 @@ class QuantizedModel:
         request = SaveRequest.checked(path, formats, options=options, opset=opset)
         if not all_ranks().is_first:
             return []
-        with own_pages(self._weight_bytes):
-            compared = None
-            if check and request.formats:
-                compared = reference(self.prepared, self.record, self._examples, self._seconds)
-                free_unused_models(self._weight_bytes)
-            return save_files(self.prepared.files(request, self.record, self._tensors, compared))
+        compared = None
+        if check and request.formats:
+            compared = reference(self.prepared, self.record, self._examples, self._seconds)
+            free_unused_models(self._weight_bytes)
+        return save_files(self.prepared.files(request, self.record, self._tensors, compared))
 
     def compare(
         self, data: object, inputs: BatchInputs | None = None, *, deploy: bool = False

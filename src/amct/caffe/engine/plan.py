@@ -385,17 +385,6 @@ def _next(node: Node, readers: dict[int, list[Node]], kept: Collection[int] | No
 
 #: Environment variable that raises the limit of all blobs of a net together, in bytes.
 NET_LIMIT_VARIABLE = "AMCT_CAFFE_MAX_NET_BYTES"
-_LARGEST_REUSED_BLOCK = 32 * 2**20 - 2**13  # glibc's upper limit, less the block's header and alignment
-
-
-def keep_freed_memory() -> None:
-    """Let the C library reuse freed blocks of up to 32 MiB instead of returning them to the system.
-
-    Otherwise every forward pass gets its blobs as new pages, which the system has to clear: up to half of the time of a
-    pass. glibc raises its limits to the largest block freed so far (mallopt(3), M_MMAP_THRESHOLD), so one block that is
-    never touched is enough; it takes no memory. Other C libraries ignore this.
-    """
-    torch.empty(_LARGEST_REUSED_BLOCK, dtype=torch.uint8)
 
 
 class NetMemory:
@@ -422,7 +411,6 @@ class NetMemory:
         """
         if self._tensors is None:
             self._tensors = LiveTensors(number_from_environment(NET_LIMIT_VARIABLE, machine_bytes() // 2))
-            keep_freed_memory()
         while self._last is not step:
             if self._last is not None:
                 self._tensors.free(map(id, self._last.release))

@@ -27,7 +27,7 @@ from amct.export.formats import ExportedFiles, ExportedModel
 from amct.export.onnx.kept_weights import KeptWeights
 from amct.export.request import SavePath, SaveRequest
 from amct.export.saving import save_files
-from amct.memory import give_back_freed, own_pages_of_large_tensors
+from amct.memory import give_back_freed
 from amct.model import Skip
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.model.quant_json import VERSION, LayerEntry, LayerInFile, QuantJson
@@ -88,9 +88,8 @@ def save_model(graph: QuantGraph, save_type: str, save_path: AnyPath) -> None:
     give_back_freed()  # what calibration needed, more with many batches than with one
     results = results_of(graph)
     assert graph.calibration_record is not None
-    with own_pages_of_large_tensors():
-        reference = reference_beside(graph.calibration_record, results)
-        save_files(CaffeFiles(request, results, SaveNotes.of(graph), reference=reference))
+    reference = reference_beside(graph.calibration_record, results)
+    save_files(CaffeFiles(request, results, SaveNotes.of(graph), reference=reference))
     progress_path(graph.calibration_record).unlink(missing_ok=True)  # calibration is complete
 
 

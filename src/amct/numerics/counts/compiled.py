@@ -7,18 +7,13 @@ first call.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from functools import cache, cached_property, update_wrapper
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from amct.memory import uncollected
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -85,35 +80,3 @@ class _Compiled:
             return function
         copy = FunctionType(function.__code__, {**names, **callees}, function.__name__, function.__defaults__)
         return cast("FunctionType", update_wrapper(copy, function))
-
-
-class _ValuesAt(_Compiled):
-    """The float32 values at an address as an array. An integer becomes a pointer, for which numba has no function."""
-
-    def __init__(self) -> None:
-        self._called = False
-
-    @cached_property
-    def _numba_function(self) -> Any:  # noqa: ANN401  numba has no types
-        numba: Any = importlib.import_module("numba")
-        extending: Any = importlib.import_module("numba.extending")
-        as_array = numba.carray
-
-        @extending.intrinsic  # type: ignore[untyped-decorator]
-        def pointer(_: Any, address: Any) -> Any:  # noqa: ANN401
-            def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-                return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-            return numba.types.CPointer(numba.float32)(address), code
-
-        @numba.njit  # type: ignore[untyped-decorator]
-        def values_at(address: int, size: int) -> Any:  # noqa: ANN401
-            return as_array(pointer(address), (size,))
-
-        return values_at
-
-
-values_at = cast("Callable[[int, int], NDArray[np.float32]]", _ValuesAt())
-"""For compiled functions: the float32 values at an address. Making an array of a tensor takes longer than scanning it.
-
-After a convolution neither torch's nor NumPy's code is in the processor's caches: ``Tensor.numpy`` then takes 30 µs."""

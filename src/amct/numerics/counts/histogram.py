@@ -34,18 +34,16 @@ from torch import Tensor
 
 from amct.errors import CalibrationError
 from amct.numerics.counts.loops import (
-    PIECE,
+    SPLIT,
     SUGGESTED,
     UNREACHABLE,
     Runs,
     Scan,
     count_alone,
-    count_at,
     count_first,
     limits_of,
     new_room,
     outside,
-    outside_at,
     room_of,
     scan_and_count,
 )
@@ -72,8 +70,6 @@ from amct.numerics.counts.tables import (
 from amct.numerics.observer import State, checked_array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
 MANTISSA_BITS = 11
@@ -156,15 +152,6 @@ class FloatHistogram:
             return None
         self._widen_for(values.size)
         return self._count(values)
-
-    def add_at(self, address: int, size: int) -> tuple[float, float] | None:
-        """``add_in_one_pass`` of the values at an address; None also for a first batch and for one for many threads."""
-        if not 0 < size < 2 * _THREADED_SIZE or self._is_first:
-            return None
-        self._widen_for(size)
-        limits = self._limits if self.tail else UNREACHABLE
-        found = count_at(address, size, self._table, limits, self._room, self._stored, self._least)
-        return self._counted(size, found, lambda limits: outside_at(address, size, limits))
 
     def add_counted(self, values: Floats, counts: Counts) -> None:
         """Count ``values`` of a single channel, each ``counts`` times."""
@@ -310,30 +297,20 @@ class FloatHistogram:
         pieces = _pieces(values)
         if len(pieces) > 1:
             return self._count_pieces(values, pieces)
-        if not self._is_first:
+        if self._is_first:
+            number, every, low, high, limits = count_first(values, self._table, self._room, self.tail, self._least)
+        else:
             limits = self._limits if self.tail else UNREACHABLE
-            found = count_alone(values, self._table, limits, self._room, self._stored, self._least)
-            return self._counted(values.size, found, lambda limits: outside(values, limits))
-        number, every, low, high, limits = count_first(values, self._table, self._room, self.tail, self._least)
+            number, every, low, high = count_alone(values, self._table, limits, self._room, self._stored, self._least)
         if every == 0:
             return None
         self._total += values.size
         self._largest_weight = max(self._largest_weight, every)
-        self._begin_tails(pieces, limits, self._room[:number])
-        return low, high
-
-    def _counted(
-        self, size: int, found: tuple[int, int, float, float], outside_of: Callable[[Limits], Floats]
-    ) -> tuple[float, float] | None:
-        """Take what ``count_alone`` found in a batch; ``outside_of`` returns its values beyond some limits."""
-        number, every, low, high = found
-        if every == 0:
-            return None
-        self._total += size
-        self._largest_weight = max(self._largest_weight, every)
-        if number > room_of(self._room):
+        if self._is_first:
+            self._begin_tails(pieces, limits, self._room[:number])
+        elif number > room_of(self._room):
             self._move_edges()
-            self._keep_outer(outside_of(self._limits))
+            self._keep_outer(outside(values, self._limits))
         else:
             self._stored = number
             if number > _TAIL_SLACK * self.tail:
@@ -495,6 +472,6 @@ def _pieces(values: Floats) -> list[Floats]:
     if values.size < 2 * _THREADED_SIZE and values.size <= _LARGEST_PIECE:
         return [values]
     threads = max(1, min(torch.get_num_threads(), values.size // _THREADED_SIZE))
-    size = -(-values.size // threads // PIECE) * PIECE
-    size = min(size, max(_LARGEST_PIECE // PIECE, 1) * PIECE)
+    size = -(-values.size // threads // SPLIT) * SPLIT
+    size = min(size, max(_LARGEST_PIECE // SPLIT, 1) * SPLIT)
     return [values[begin : begin + size] for begin in range(0, values.size, size)]

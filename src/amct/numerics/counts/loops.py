@@ -1,8 +1,8 @@
 """Compiled loops of the histogram: values are scanned and counted by their bit patterns.
 
 Positive floats are ordered like their bits as signed integers, negative ones by magnitude like unsigned integers. So
-vectorized integer maxima give the range of the values, whether all are finite, and whether a stretch holds values
-beyond the limits. Values are processed in chunks that fit the processor's cache, so a tensor is read from memory once.
+vectorized integer maxima give the range of the values, whether all are finite, and whether a block holds values
+beyond the limits. Values are processed in blocks that fit the processor's cache, so a tensor is read from memory once.
 
 Loops start at zero and run over slices: an index that might be negative would prevent vectorization.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from amct.numerics.counts.compiled import compiled, values_at
+from amct.numerics.counts.compiled import compiled
 from amct.numerics.counts.sampling import RUN, sampling_interval
 from amct.numerics.counts.tables import (
     BLOCKS,
@@ -31,14 +31,13 @@ from amct.numerics.counts.tables import (
     mark_blocks,
 )
 
-PIECE = 1 << 14
+SPLIT = 1 << 14
 """Tensors are split at multiples of this only, so that splitting does not change which values are sampled."""
 
-_PATCH = 1 << 9  # so few values that most patches lie within the limits
-_STRETCH = 32
+_COUNT_BLOCK = 1 << 13  # scanned, then counted; fits the cache, and is a multiple of the longest group of runs
+_SCAN_BLOCK = 1 << 9  # so few values that most of these blocks lie within the limits
+_FINE_BLOCK = 32  # scanned again, where a scan block does not
 _SAMPLES = 1 << 14  # sampled values that are counted together
-_CHUNK = 1 << 10  # fits the cache
-_PORTION = 1 << 13  # scanned, then counted; fits the cache, and is a multiple of the longest group of runs
 _INFINITY = 255 << FLOAT_MANTISSA
 UNREACHABLE = (SIGN + _INFINITY, _INFINITY)
 """Limits that no finite value reaches."""
@@ -88,7 +87,7 @@ class Runs(NamedTuple):
     every: int = 1
     """The sampling interval: a power of two, at most ``LARGEST_INTERVAL``."""
     offset: int = 0
-    """The index of the first value in the tensor, a multiple of ``PIECE``."""
+    """The index of the first value in the tensor, a multiple of ``SPLIT``."""
     weight: int = 1
     """What a counted value adds to its bin."""
 
@@ -105,7 +104,7 @@ def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: L
         room: maximum number of collected values.
         runs: which values are counted.
     """
-    found = np.empty(room + _PATCH, np.uint32)
+    found = np.empty(room + _SCAN_BLOCK, np.uint32)
     blocks = np.zeros(BLOCKS, np.uint8)
     number, largest, outermost = _scan_and_count(values, (table, blocks, mantissa_bits), limits, found, 0, runs)
     counted = values.size if runs.every == 1 else values.size // (RUN * runs.every) * RUN
@@ -117,7 +116,7 @@ def scan_and_count(values: Floats, table: Tallies, mantissa_bits: int, limits: L
 def _scan_and_count(
     values: Floats, bins: CountedBins, limits: Limits, found: Bits, number: int, runs: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Scan and count chunk by chunk; values at or beyond the limits are appended to the first ``number`` of ``found``.
+    """Scan and count block by block; values at or beyond the limits are appended to the first ``number`` of ``found``.
 
     Returns:
         The new ``number``, and the largest and the outermost bit pattern.
@@ -126,18 +125,18 @@ def _scan_and_count(
     bits, signed = values.view(np.uint32), values.view(np.int32)
     high, outer = np.int32(-SIGN), np.uint32(0)
     samples, sampled = np.empty(_SAMPLES if every > 1 else 0, np.uint32), 0
-    for begin in range(0, bits.size, _PORTION):
-        part = bits[begin : begin + _PORTION]
-        number, largest, outermost = _scan_all(part, signed[begin : begin + _PORTION], limits, found, number)
+    for begin in range(0, bits.size, _COUNT_BLOCK):
+        part = bits[begin : begin + _COUNT_BLOCK]
+        number, largest, outermost = _scan_all(part, signed[begin : begin + _COUNT_BLOCK], limits, found, number)
         high, outer = max(high, largest), max(outer, outermost)
-        sampled = _count_portion(part, bins, (every, offset + begin, weight), samples, sampled)
+        sampled = _count_block(part, bins, (every, offset + begin, weight), samples, sampled)
     _count_all(samples[:sampled], bins, weight)
     return number, np.int64(high), np.int64(outer)
 
 
 @compiled
-def _count_portion(bits: Bits, bins: CountedBins, runs: tuple[int, int, int], samples: Bits, sampled: int) -> int:
-    """Count all values of a portion, or add one run of each group to the first ``sampled`` of ``samples``.
+def _count_block(bits: Bits, bins: CountedBins, runs: tuple[int, int, int], samples: Bits, sampled: int) -> int:
+    """Count all values of a block, or add one run of each group to the first ``sampled`` of ``samples``.
 
     Samples are counted when they are many: scanning takes the table out of the fastest cache.
 
@@ -148,7 +147,7 @@ def _count_portion(bits: Bits, bins: CountedBins, runs: tuple[int, int, int], sa
     if every == 1:
         _count_all(bits, bins, weight)
         return 0
-    if sampled + _PORTION // 2 > samples.size:
+    if sampled + _COUNT_BLOCK // 2 > samples.size:
         _count_all(samples[:sampled], bins, weight)
         sampled = 0
     return _copy_runs(bits, every, begin, samples, sampled)
@@ -186,14 +185,6 @@ def count_alone(
 
 
 @compiled
-def count_at(
-    address: int, size: int, bins: Table, limits: Limits, outer: Floats, stored: int, enough: int
-) -> tuple[int, int, float, float]:
-    """``count_alone`` of the values at an address."""
-    return count_alone(values_at(address, size), bins, limits, outer, stored, enough)
-
-
-@compiled
 def count_first(
     values: Floats, bins: Table, outer: Floats, tail: int, enough: int
 ) -> tuple[int, int, float, float, Limits]:
@@ -221,59 +212,48 @@ def count_first(
 
 @compiled
 def _count_and_measure(values: Floats, bins: CountedBins, every: int, weight: int) -> tuple[SignedBits, Bits]:
-    """Count a batch, and return the largest and the outermost bit pattern of each patch of it."""
+    """Count a batch, and return the largest and the outermost bit pattern of each scan block."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
-    patches = (bits.size + _PATCH - 1) // _PATCH
-    highs, outers = np.empty(patches, np.int32), np.empty(patches, np.uint32)
+    scanned = (bits.size + _SCAN_BLOCK - 1) // _SCAN_BLOCK
+    highs, outers = np.empty(scanned, np.int32), np.empty(scanned, np.uint32)
     samples, sampled = np.empty(_SAMPLES if every > 1 else 0, np.uint32), 0
-    for begin in range(0, bits.size, _PORTION):
-        part = bits[begin : begin + _PORTION]
-        for patch in range(begin // _PATCH, (begin + part.size + _PATCH - 1) // _PATCH):
-            first = patch * _PATCH
-            highs[patch], outers[patch] = _extremes(bits[first : first + _PATCH], signed[first : first + _PATCH])
-        sampled = _count_portion(part, bins, (every, begin, weight), samples, sampled)
+    for begin in range(0, bits.size, _COUNT_BLOCK):
+        part = bits[begin : begin + _COUNT_BLOCK]
+        for block in range(begin // _SCAN_BLOCK, (begin + part.size + _SCAN_BLOCK - 1) // _SCAN_BLOCK):
+            first, end = block * _SCAN_BLOCK, (block + 1) * _SCAN_BLOCK
+            highs[block], outers[block] = _extremes(bits[first:end], signed[first:end])
+        sampled = _count_block(part, bins, (every, begin, weight), samples, sampled)
     _count_all(samples[:sampled], bins, weight)
     return highs, outers
 
 
 @compiled
 def _collect(values: Floats, limits: Limits, highs: SignedBits, outers: Bits, found: Bits) -> int:
-    """Collect the values at or beyond the limits; only the patches that have some are read again."""
+    """Collect the values at or beyond the limits; only the blocks that have some are read again."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
     number = 0
-    for patch in range(highs.size):
-        if highs[patch] >= upper or outers[patch] >= lower:
-            first = patch * _PATCH
-            number = _scan(bits[first : first + _PATCH], signed[first : first + _PATCH], limits, found, number)[0]
+    for block in range(highs.size):
+        if highs[block] >= upper or outers[block] >= lower:
+            first, end = block * _SCAN_BLOCK, (block + 1) * _SCAN_BLOCK
+            number = _scan(bits[first:end], signed[first:end], limits, found, number)[0]
     return number
 
 
 def room_of(outer: Floats) -> int:
     """Return how many values can be collected in ``outer`` for sure."""
-    return outer.size - _PATCH
+    return outer.size - _SCAN_BLOCK
 
 
 def new_room(values: int) -> Floats:
     """Return memory in which this many values can be collected."""
-    return np.empty(values + _PATCH, np.float32)
+    return np.empty(values + _SCAN_BLOCK, np.float32)
 
 
 def range_of(values: Floats) -> tuple[float, float] | None:
     """Return the smallest and the largest value; None when one is NaN or infinite."""
     is_finite, low, high = _checked_range(values)
     return (low, high) if is_finite else None
-
-
-def range_at(address: int, size: int) -> tuple[float, float] | None:
-    """``range_of`` the values at an address."""
-    is_finite, low, high = _checked_range_at(address, size)
-    return (low, high) if is_finite else None
-
-
-@compiled
-def _checked_range_at(address: int, size: int) -> tuple[bool, float, float]:
-    return _checked_range(values_at(address, size))
 
 
 @compiled
@@ -311,10 +291,10 @@ def _innermost(values: Floats, largest: int, outermost: int) -> int:
     inner = np.uint32(2 * SIGN - 1)
     if largest >= 0 and outermost >= SIGN:
         return int(inner)
-    for begin in range(0, bits.size, _CHUNK):
-        chunk = bits[begin : begin + _CHUNK]
-        for place in range(chunk.size):
-            inner = min(inner, chunk[place])
+    for begin in range(0, bits.size, _SCAN_BLOCK):
+        part = bits[begin : begin + _SCAN_BLOCK]
+        for place in range(part.size):
+            inner = min(inner, part[place])
         if inner == 0:  # there is nothing smaller; after a ReLU it is found at once
             break
     return int(inner)
@@ -324,45 +304,39 @@ def _innermost(values: Floats, largest: int, outermost: int) -> int:
 def outside(values: Floats, limits: Limits) -> Floats:
     """Return the values at or beyond the limits."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
-    found = np.empty(2 * _PATCH, np.uint32)
+    found = np.empty(2 * _SCAN_BLOCK, np.uint32)
     number = 0
-    for begin in range(0, bits.size, _PATCH):
-        if found.size < number + 2 * _PATCH:
+    for begin in range(0, bits.size, _SCAN_BLOCK):
+        if found.size < number + 2 * _SCAN_BLOCK:
             found = np.concatenate((found, found))
-        number = _scan(bits[begin : begin + _PATCH], signed[begin : begin + _PATCH], limits, found, number)[0]
+        number = _scan(bits[begin : begin + _SCAN_BLOCK], signed[begin : begin + _SCAN_BLOCK], limits, found, number)[0]
     kept: Floats = found[:number].copy().view(np.float32)
     return kept
 
 
 @compiled
-def outside_at(address: int, size: int, limits: Limits) -> Floats:
-    """``outside`` of the values at an address."""
-    return outside(values_at(address, size), limits)
-
-
-@compiled
 def _scan_all(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int) -> tuple[int, int, int]:
     high, outer = np.int32(-SIGN), np.uint32(0)
-    for begin in range(0, bits.size, _PATCH):
-        chunk = bits[begin : begin + _PATCH]
-        number, largest, outermost = _scan(chunk, signed[begin : begin + _PATCH], limits, found, number)
+    for begin in range(0, bits.size, _SCAN_BLOCK):
+        part = bits[begin : begin + _SCAN_BLOCK]
+        number, largest, outermost = _scan(part, signed[begin : begin + _SCAN_BLOCK], limits, found, number)
         high, outer = max(high, largest), max(outer, outermost)
     return number, np.int64(high), np.int64(outer)
 
 
 @compiled
 def _scan(bits: Bits, signed: SignedBits, limits: Limits, found: Bits, number: int) -> tuple[int, int, int]:
-    """Append the values of a patch at or beyond the limits to the first ``number`` of ``found``.
+    """Append the values of a scan block at or beyond the limits to the first ``number`` of ``found``.
 
     Returns:
-        The new ``number``, and the largest and the outermost bit pattern. They tell that most patches hold none, and
-        those of stretches do so for the others.
+        The new ``number``, and the largest and the outermost bit pattern. They tell that most scan blocks hold none,
+        and those of fine blocks do so for the others.
     """
     lower, upper = np.uint32(limits[0]), np.int32(limits[1])
     largest, outermost = _extremes(bits, signed)
-    if (largest >= upper or outermost >= lower) and number <= found.size - _PATCH:
-        for begin in range(0, bits.size, _STRETCH):
-            part, part_signed = bits[begin : begin + _STRETCH], signed[begin : begin + _STRETCH]
+    if (largest >= upper or outermost >= lower) and number <= found.size - _SCAN_BLOCK:
+        for begin in range(0, bits.size, _FINE_BLOCK):
+            part, part_signed = bits[begin : begin + _FINE_BLOCK], signed[begin : begin + _FINE_BLOCK]
             high, outer = _extremes(part, part_signed)
             if high >= upper or outer >= lower:
                 for place in range(part.size):
@@ -377,8 +351,8 @@ def steps_beyond(values: Floats, inverse: float, first: int, last: int) -> int:
     """Count the values that are rounded to less than ``first`` or more than ``last`` steps of 1 / ``inverse``."""
     low, high, factor = np.float32(first), np.float32(last), np.float32(inverse)
     number = 0
-    for begin in range(0, values.size, _CHUNK):
-        part, inside = values[begin : begin + _CHUNK], np.int32(0)
+    for begin in range(0, values.size, _SCAN_BLOCK):
+        part, inside = values[begin : begin + _SCAN_BLOCK], np.int32(0)
         for place in range(part.size):
             step = np.rint(part[place] * factor)
             inside += np.int32((step >= low) & (step <= high))

@@ -34,7 +34,7 @@ from amct.numerics.counts.histogram import (
 from amct.numerics.counts.sampling import sampling_interval
 from amct.numerics.counts.value_counts import ValueCounts
 from amct.numerics.min_max import RangeObserver, RunningRange
-from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, dense_memory, flat_values
+from amct.numerics.observer import ActivationFactors, State, check_mergeable, checked_array, flat_values
 
 if TYPE_CHECKING:
     from amct.numerics.settings import ActivationSettings
@@ -123,9 +123,6 @@ class Samples:
         counts = self._counts
         if self.range.channel_axis is not None or counts is None or x.device.type == "cuda":
             return False
-        if isinstance(counts, FloatHistogram) and (place := dense_memory(x)) and (found := counts.add_at(*place)):
-            self.range.add_known(place[1], *found)
-            return True
         values = flat_values(x)
         if isinstance(counts, ValueCounts):
             if counts.bits.size or not self._is_varied(values):
