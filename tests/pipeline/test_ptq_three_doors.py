@@ -125,4 +125,4 @@ def test_qdq_outputs_agree_to_one_step(doors, files, other):
 def test_data_of_unknown_length_is_used_to_its_end(doors, tmp_path):
     stream = amct.onnx_model.quantize(onnx_file(torch_network(), tmp_path), iter(BATCHES), config())
     assert stream.record == doors["onnx"].record
-    assert "batch_num: all" in stream.prepared.config
+    assert "batch_num: all" in config_text(stream.prepared.plan)
