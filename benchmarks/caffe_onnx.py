@@ -31,10 +31,9 @@ from rich.table import Table
 
 import amct.caffe
 from amct.caffe.engine.net import Net
-from amct.caffe.model import read_model
+from amct.caffe.model import build_net, read_model
 from amct.caffe.onnx.graph import float_onnx
 from amct.caffe.ptq.folding import fuse
-from amct.caffe.running import build_net
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import amct.caffe
-from amct.caffe.running import build_net, run_net
+from amct.caffe.model import build_net, run_net
 from amct_caffe import caffe
 from zoo_networks.data import images
 from zoo_networks.network import CALIBRATION, TEST, Network

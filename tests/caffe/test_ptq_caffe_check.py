@@ -10,8 +10,8 @@ from ptq_caffe_flow import batch, text_flow
 
 from amct.caffe import pycaffe as caffe
 from amct.caffe import quantize
+from amct.caffe.model import build_net
 from amct.caffe.ptq import checking, save
-from amct.caffe.running import build_net
 from amct.errors import ExportError
 from amct.export.check.batch import batch_path, read_batch
 from amct.model.quant_json import read_quant_json

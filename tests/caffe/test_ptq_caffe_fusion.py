@@ -8,9 +8,8 @@ import torch
 from ptq_caffe_flow import NETS, batch, forward, golden_flow, prototxt, text_flow
 
 import amct_caffe as amct
-from amct.caffe.model import read_model
+from amct.caffe.model import build_net, read_model
 from amct.caffe.ptq.folding import accelerate, fuse
-from amct.caffe.running import build_net
 from amct.errors import FileError, ModelError, ParseError
 
 

@@ -20,8 +20,7 @@ from amct.arguments import input_file
 from amct.atomic import Snapshot
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.net import Net
-from amct.caffe.model import read_model, read_test_net
-from amct.caffe.running import build_net, caffe_batches, run_net, sample_count
+from amct.caffe.model import build_net, caffe_batches, read_model, read_test_net, run_net, sample_count
 from amct.errors import ArgumentTypeError, ModelError
 from amct.model.quant_json import file_beside, notes_beside
 from amct.pipeline.compare import measure
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from amct.caffe.engine.messages import ProtoMessage
-    from amct.caffe.model import CaffeModel
+    from amct.caffe.model import Batch, CaffeModel
     from amct.caffe.proto_merge import CustomSchema
-    from amct.caffe.running import Batch
     from amct.numerics.similarity import LayerComparison
     from amct.pipeline.batches import BatchInputs
     from amct.pipeline.door import OnTensor

@@ -10,7 +10,17 @@ from amct.arguments import input_file
 from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
 from amct.caffe.engine.messages import located_in
-from amct.caffe.model import CaffeModel, read_model
+from amct.caffe.model import (
+    CaffeModel,
+    build_net,
+    caffe_batches,
+    feed,
+    input_blobs,
+    inputs_by_name,
+    read_model,
+    run_net,
+    sample_count,
+)
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.prototxt import layer_infos
 from amct.caffe.ptq.calibration import start_calibration
@@ -19,7 +29,6 @@ from amct.caffe.ptq.graph import QuantGraph
 from amct.caffe.ptq.qdq import qdq_observers
 from amct.caffe.ptq.save import CaffeFiles, SaveNotes, results_with
 from amct.caffe.reporting import caffe_network, fused_notes, report_layers
-from amct.caffe.running import build_net, caffe_batches, feed, input_blobs, inputs_by_name, run_net, sample_count
 from amct.calibration import ALONE
 from amct.calibration.layer_records import complete_caffe_record
 from amct.config.ptq.caffe import CAFFE
@@ -38,8 +47,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from amct.caffe.engine.net import Net
+    from amct.caffe.model import Batch
     from amct.caffe.ptq.deploy import Results
-    from amct.caffe.running import Batch
     from amct.calibration import CalibrationResult, Ranks
     from amct.config.plan import Plan
     from amct.config.python_config import AnyConfig

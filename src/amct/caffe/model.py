@@ -1,12 +1,14 @@
-"""A Caffe model in memory that can be edited: the layers of the TEST phase without in-place blobs, and their weights.
+"""A Caffe model in memory: the layers of the TEST phase without in-place blobs, and their weights.
 
-No net is built, so layers that the engine cannot run (custom layers, Python layers) are kept unchanged.
+It is read from files, can be edited and written without building a net, so layers that the engine cannot run (custom
+layers, Python layers) are kept unchanged. ``build_net`` and ``run_net`` run it on the user's data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,23 +17,27 @@ from amct.atomic import Snapshot
 from amct.caffe.engine.hdf5 import Hdf5File
 from amct.caffe.engine.layers.batch_norm import bn_blobs
 from amct.caffe.engine.messages import new_message, read_message
+from amct.caffe.engine.net import Net
 from amct.caffe.engine.upgrade import upgrade_net
 from amct.caffe.engine.weights import WEIGHTS_GROUP, check_has_weights, is_hdf5, read_file
 from amct.caffe.engine.wire import StoredBlob, blob_parts, layer_parts, read_blob, read_weights
-from amct.caffe.proto_merge import custom_schema
 from amct.caffe.prototxt import TEST_PHASE, read_test_phase, remove_in_place
-from amct.errors import ModelError, ParseError
+from amct.errors import ArgumentError, ModelError, ParseError
 from amct.model import Graph, Node
 from amct.model.kinds import KIND_OF_CAFFE_TYPE
+from amct.pipeline.batches import Batches
 from amct.schema import format_text
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
 
     from amct.atomic import FileGroup
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.proto_merge import CustomSchema
+    from amct.pipeline.batches import BatchInputs
 
     AnyPath = str | os.PathLike[str]
 
@@ -115,7 +121,7 @@ def read_training_model(model_file: AnyPath, weights_file: AnyPath, custom_proto
     """Read prototxt and weights with the layers of every phase, unchanged; errors as ``read_model``."""
 
     def read_all_phases(model_file: AnyPath, custom_proto: AnyPath | None) -> ProtoMessage:
-        net = upgrade_net(read_message(model_file, "NetParameter", custom_schema(custom_proto)), str(model_file))
+        net = upgrade_net(read_message(model_file, "NetParameter", custom_proto), str(model_file))
         check_is_float(net, str(model_file))
         return net
 
@@ -353,3 +359,122 @@ def _blob(tensor: torch.Tensor) -> list[bytes | memoryview]:
     else:
         message.int32_data.extend(tensor.reshape(-1).tolist())
     return [message.SerializeToString()]
+
+
+# ------------------------------------------------------------------ running on the user's data
+
+Batch = Any
+"""An array for a net with one input, a dict of arrays by input name, or a tuple of arrays in the order of the inputs;
+further items of the tuple (labels) are ignored."""
+
+
+def build_net(model: CaffeModel, *, keep_blobs: bool | Iterable[str] = True) -> Net:
+    """Build a net that runs a model in memory.
+
+    Raises:
+        ModelError: The net cannot be built, or the weights do not fit it.
+    """
+    net = Net(model.net, with_gradients=False, keep_blobs=keep_blobs)
+    for layer in net.layers:
+        stored = model.weights.get(layer.name)
+        if stored is None:
+            continue
+        needed = [blob.count for blob in layer.blobs]
+        if needed != [tensor.numel() for tensor in stored]:
+            raise layer.error(
+                f"the weights have shapes {[tuple(tensor.shape) for tensor in stored]}, this net needs "
+                f"{[blob.shape for blob in layer.blobs]} for inputs of shape "
+                f"{[blob.shape for blob in layer.bottom_blobs]}. Do prototxt and weights belong together? Compare the "
+                "input shape, and the kernels and strides of the layers before"
+            )
+        for blob, tensor in zip(layer.blobs, stored, strict=True):
+            blob.set_tensor(tensor.view(torch.int8) if tensor.dtype is torch.uint8 else tensor)
+    return net
+
+
+def caffe_batches(data: object, inputs: BatchInputs | None = None) -> Batches:
+    """Convert data to batches of a net; a single array or dict is one batch.
+
+    Raises:
+        ArgumentTypeError: It cannot be iterated.
+    """
+    return Batches(
+        data,
+        inputs or (lambda batch: batch),
+        single=(np.ndarray, torch.Tensor, Mapping),
+        expected="an array or an iterable of batches",
+    )
+
+
+def sample_count(batch: Batch) -> int:
+    """The number of samples in one batch."""
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    elif isinstance(batch, (tuple, list)):
+        batch = batch[0] if batch else None
+    shape = np.shape(batch) if batch is not None else ()
+    return shape[0] if shape else 1
+
+
+def run_net(net: Net, batch: Batch) -> dict[str, npt.NDArray[np.float32]]:
+    """Run a net on one batch and return its outputs by name.
+
+    Raises:
+        ArgumentError: the batch does not have the net's inputs.
+    """
+    feed(net, batch)
+    net.forward()
+    graph = net.graph
+    return {graph.blob_names[index]: _copy_of(graph.blobs[index].tensor) for index in graph.outputs}
+
+
+def feed(net: Net, batch: Batch) -> None:
+    """Copy a batch into the inputs of a net, replacing the previous batch.
+
+    Raises:
+        ArgumentError: the batch does not have the net's inputs.
+    """
+    names = [net.graph.blob_names[index] for index in net.graph.inputs]
+    for name, value in _by_name(names, batch).items():
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        blob = net.blob(name)
+        try:
+            blob.set_shape(np.shape(array))
+            blob.data[...] = array
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"a batch must hold arrays of numbers, got {type(value).__name__}: {error}") from error
+
+
+def input_blobs(model: CaffeModel) -> list[str]:
+    """The names of a net's inputs, in order."""
+    return [name for layer in model.layers if layer.type == "Input" for name in layer.top]
+
+
+def inputs_by_name(names: list[str], batch: Batch) -> dict[str, npt.NDArray[Any]]:
+    """A batch as arrays by input name.
+
+    Raises:
+        ArgumentError: the batch does not have these inputs.
+    """
+    return {
+        name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)
+        for name, value in _by_name(names, batch).items()
+    }
+
+
+def _by_name(names: list[str], batch: Batch) -> Mapping[str, Any]:
+    given: Mapping[str, Any] | None
+    if isinstance(batch, Mapping):
+        given = batch
+    elif isinstance(batch, (tuple, list)) and len(batch) >= len(names) > 0 and hasattr(batch[0], "shape"):
+        given = dict(zip(names, batch, strict=False))
+    else:
+        given = {names[0]: batch} if len(names) == 1 else None
+    if given is None or set(given) != set(names):
+        got = sorted(given) if given is not None else "one array"
+        raise ArgumentError(f"a batch must be a dict with the arrays of the net's inputs {names}, got {got}")
+    return given
+
+
+def _copy_of(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
+    return np.array(tensor.detach().cpu().numpy(), np.float32, order="C")

@@ -97,11 +97,6 @@ def load_custom_schema(custom: str | os.PathLike[str]) -> CustomSchema:
     return CustomSchema(merge(_read(custom), _ours()))
 
 
-def custom_schema(custom: str | os.PathLike[str] | CustomSchema | None) -> CustomSchema | None:
-    """The schema of a custom.proto, for functions to which none may be given; errors as ``load_custom_schema``."""
-    return custom if custom is None or isinstance(custom, CustomSchema) else load_custom_schema(custom)
-
-
 def merge_files(
     custom: str | os.PathLike[str], output: str | os.PathLike[str], caffe: str | os.PathLike[str] | None = None
 ) -> MergeResult:

@@ -18,7 +18,6 @@ from amct.atomic import write_text
 from amct.caffe.engine.graph import filter_net
 from amct.caffe.engine.messages import read_message
 from amct.caffe.engine.upgrade import upgrade_net
-from amct.caffe.proto_merge import custom_schema
 from amct.config.layers import LayerInfo, LayerList
 from amct.errors import AmctError
 from amct.schema import format_text
@@ -142,7 +141,7 @@ def layer_list(prototxt: AnyPath, custom_proto: AnyPath | None = None) -> LayerL
 
 def read_test_phase(prototxt: AnyPath, custom_proto: AnyPath | CustomSchema | None = None) -> ProtoMessage:
     """The net in the current format, with the layers of the TEST phase; errors as ``layer_list``."""
-    net = upgrade_net(read_message(prototxt, "NetParameter", custom_schema(custom_proto)), str(prototxt))
+    net = upgrade_net(read_message(prototxt, "NetParameter", custom_proto), str(prototxt))
     net.state.phase = TEST_PHASE
     for layer in net.layer:
         layer.type = SAME_TYPE.get(layer.type, layer.type)

@@ -5,6 +5,8 @@ A mistake in a prototxt names its line and its layer, and says what can be done 
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from bisect import bisect_left
 from contextlib import contextmanager
@@ -18,7 +20,6 @@ from amct.errors import FileError, ModelError, ParseError, Position
 from amct.schema import ExtraField, descriptor, message_class, parse_text
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from amct.caffe.proto_merge import CustomSchema
@@ -96,14 +97,25 @@ def read_text_file(path: str | os.PathLike[str]) -> str:
         raise FileError(f"Could not open file {path}: {error.strerror or error}") from error
 
 
-def read_message(path: str | os.PathLike[str], name: str, schema: CustomSchema | None = None) -> ProtoMessage:
+def read_message(
+    path: str | os.PathLike[str], name: str, custom_proto: str | os.PathLike[str] | CustomSchema | None = None
+) -> ProtoMessage:
     """Read a prototxt file, for example ``read_message("deploy.prototxt", "NetParameter")``.
+
+    Args:
+        path: The prototxt.
+        name: The message's name.
+        custom_proto: A user's custom.proto with further messages, or what was read of it.
 
     Raises:
         FileError: The file cannot be read.
         ParseError: Its text is not such a message.
     """
-    return parse_message(read_text_file(path), name, str(path), schema)
+    if isinstance(custom_proto, (str, os.PathLike)):
+        from amct.caffe.proto_merge import load_custom_schema
+
+        custom_proto = load_custom_schema(custom_proto)
+    return parse_message(read_text_file(path), name, str(path), custom_proto)
 
 
 _TOKEN = re.compile(r"""#[^\n]*|"(?:\\.|[^"\n\\])*"|'(?:\\.|[^'\n\\])*'|\w+|[{}:]""")
@@ -207,3 +219,6 @@ def _layers(text: str) -> Iterator[_LayerText]:
             if depth == 0:
                 start = token.start()
             word, key = value, ""
+
+
+logger = logging.getLogger(__name__)

@@ -52,8 +52,6 @@ def upgrade_net(net: ProtoMessage, source: str = "net") -> ProtoMessage:
         ModelError: It mixes formats, or uses a feature that has no current equivalent.
     """
     if net.layers:
-        from amct.caffe.engine.upgrade import upgrade_v0_layers
-
         if net.layer:
             raise ModelError(
                 f"{source}: Refusing to upgrade inconsistent NetParameter input; the definition includes both 'layer' "

@@ -27,7 +27,6 @@ from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net
 from amct.caffe.onnx.forms.place import FollowsBatchError, Place, form_of
 from amct.caffe.onnx.shapes import NetShapes, batch_shapes, fixed_shapes
-from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ExportError, did_you_mean
 from amct.export.onnx.messages import reads
 from amct.export.onnx.writer import GraphWriter, check_valid
@@ -142,7 +141,7 @@ def export_onnx(
     """
     check_file_name(path, "path")
     check_opset(opset)
-    parameter = read_message(prototxt, "NetParameter", custom_schema(custom_proto))
+    parameter = read_message(prototxt, "NetParameter", custom_proto)
     with located_in(prototxt):
         net = Net(parameter, phase=TEST, with_gradients=False)
     net.load_weights(caffemodel)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from amct.caffe.engine.layers.ifmr import IFMR, start_session
+from amct.caffe.model import build_net
 from amct.caffe.ptq.insertion import insert_ifmr
-from amct.caffe.running import build_net
 from amct.calibration import ALONE
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Calibration:
     """The observed blobs between layers."""
 
     def forward(self) -> None:
-        """Run the batch that the net's inputs hold (``amct.caffe.running.feed``).
+        """Run the batch that the net's inputs hold (``amct.caffe.model.feed``).
 
         Raises:
             CalibrationError: an activation cannot be quantized; the message names the layer and the batch.

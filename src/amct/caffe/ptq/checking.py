@@ -11,8 +11,8 @@ import numpy as np
 
 from amct.caffe.comparing import ModelSide, QuantizedFiles, compared_nets
 from amct.caffe.engine.messages import new_message
+from amct.caffe.model import build_net, run_net
 from amct.caffe.proto_merge import CustomSchema
-from amct.caffe.running import build_net, run_net
 from amct.errors import AmctError
 from amct.export.check.batch import CALIBRATION, RANDOM, batch_path, read_batch, seeded_batch
 from amct.export.check.losses import (

@@ -17,11 +17,10 @@ import torch
 from amct import log, progress
 from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
-from amct.caffe.model import blob_shapes, read_model, write_model
+from amct.caffe.model import blob_shapes, build_net, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
 from amct.caffe.ptq.folding import check_global_statistics, fuse
 from amct.caffe.ptq.weight_layout import layout_of
-from amct.caffe.running import build_net, caffe_batches, run_net
 from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.engine.net import Net
-    from amct.caffe.model import CaffeModel
-    from amct.caffe.running import Batch
+    from amct.caffe.model import Batch, CaffeModel
     from amct.numerics.equalization import ChannelRanges
     from amct.pipeline.batches import BatchInputs
 

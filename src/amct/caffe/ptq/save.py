@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types
-from amct.caffe.model import caffemodel_parts
+from amct.caffe.model import build_net, caffemodel_parts
 from amct.caffe.onnx.graph import DEFAULT_OPSET, float_onnx
 from amct.caffe.onnx.quant import other_format, quantized_onnx
 from amct.caffe.ptq.checking import PairCheck, content_digest, reference_beside
 from amct.caffe.ptq.deploy import Results
 from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, record_layers
 from amct.caffe.ptq.qdq import types_with_ready_integers
-from amct.caffe.running import build_net
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path, read_progress
 from amct.config.plan import config_text

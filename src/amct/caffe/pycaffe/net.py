@@ -24,7 +24,6 @@ from amct.caffe.engine.layers.python_layer import BlobList
 from amct.caffe.engine.layers.weighted import Convolution, Deconvolution
 from amct.caffe.engine.messages import located_in, read_message
 from amct.caffe.engine.net import Net as EngineNet
-from amct.caffe.proto_merge import custom_schema
 from amct.errors import ArgumentError, ArgumentTypeError, FileError, ModelError
 
 if TYPE_CHECKING:
@@ -78,10 +77,9 @@ class Net(EngineNet):
         for file in (path, weights):
             if file is not None and not is_file(file):
                 raise NetFileError(f"Could not open file {file}")
-        schema = custom_schema(options.get("custom_proto") or None)
         with located_in(path):
             super().__init__(
-                read_message(path, "NetParameter", schema),
+                read_message(path, "NetParameter", options.get("custom_proto") or None),
                 phase=options["phase"],
                 level=options["level"],
                 stages=list(options["stages"] or ()),

@@ -17,10 +17,10 @@ from amct.caffe.engine.layer import TEST
 from amct.caffe.engine.net import Net
 from amct.caffe.engine.solvers import Solver, evaluate, read_solver
 from amct.caffe.engine.solvers.snapshot import snapshot_names
+from amct.caffe.model import build_net
 from amct.caffe.qat.amct_api import create_quant_retrain_config, create_quant_retrain_model, retrain_plan
 from amct.caffe.qat.save import TRAINED_AS_IT_IS, Trained, save_trained, trained_results
 from amct.caffe.reporting import fused_notes, report_layers
-from amct.caffe.running import build_net
 from amct.errors import ArgumentError, ArgumentTypeError, TrainingError
 from amct.export.request import SavePath, SaveRequest
 from amct.model import Skip

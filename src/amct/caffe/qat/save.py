@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from amct import log
 from amct.arguments import check_types, input_file
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
-from amct.caffe.model import CaffeModel, read_retrained_model
+from amct.caffe.model import CaffeModel, build_net, read_retrained_model
 from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
@@ -25,7 +25,6 @@ from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
 from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, Inference, SaveNotes, check_save_type, prefix_of
 from amct.caffe.qat.amct_api import retrain_plan
 from amct.caffe.qat.inference_net import inference_model
-from amct.caffe.running import build_net
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
