@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from amct.arguments import output_file
 from amct.caffe.comparing import both_sides, measure_nets, watched_layers
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
-from amct.caffe.ptq.weight_layout import layout_of
+from amct.caffe.ptq.folding import layout_of
 from amct.model.quant_json import notes_beside
 from amct.numerics.arq import channels_first
 from amct.report.content import LayerNote

@@ -19,8 +19,7 @@ from amct.arguments import check_types, input_file, output_file
 from amct.atomic import FileGroup
 from amct.caffe.model import blob_shapes, build_net, caffe_batches, read_model, run_net, write_model
 from amct.caffe.prototxt import restore_in_place
-from amct.caffe.ptq.folding import check_global_statistics, fuse
-from amct.caffe.ptq.weight_layout import layout_of
+from amct.caffe.ptq.folding import check_global_statistics, fuse, layout_of
 from amct.errors import CalibrationError
 from amct.numerics.equalization import ChannelStatistics, ConsumerNoise, choose_factors
 

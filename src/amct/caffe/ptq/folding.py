@@ -2,7 +2,8 @@
 
 Three passes, exact up to float rounding: layers behind a weighted layer are folded into it; a BatchNorm (and Scale)
 before a convolution without padding is folded into that convolution; the remaining ones that are to be quantized are
-replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason.
+replaced by a 1x1 DepthwiseConv. The report lists the layers that were not folded, with the reason. ``layout_of`` says
+how the weights of a layer lie, in the terms of ``amct.numerics``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING
 from amct.caffe.engine.layers.batch_norm import bn_affine, uses_batch_statistics
 from amct.caffe.engine.messages import new_message
 from amct.caffe.model import FEEDFORWARD_TYPES, blob_shapes
-from amct.caffe.ptq.weight_layout import layout_of
 from amct.errors import AmctError, ModelError
 from amct.model import FusionPattern, Skip, find_fusions, find_leading_fusions
+from amct.model.kinds import KIND_OF_CAFFE_TYPE
 from amct.numerics.fold import ChannelAffine, fold_after, fold_before
+from amct.numerics.weight_kind import WeightKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -29,6 +31,36 @@ if TYPE_CHECKING:
     from amct.caffe.engine.messages import ProtoMessage
     from amct.caffe.model import CaffeModel
     from amct.model import Fusion, Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """A weight and its layout; ``transposed``: an InnerProduct weight stored as ``[inputs, outputs]``."""
+
+    weight: torch.Tensor
+    kind: WeightKind
+    groups: int = 1
+    transposed: bool = False
+
+    def rows_first(self) -> torch.Tensor:
+        """The weight in the layout of its kind, with outputs first."""
+        return self.weight.t().contiguous() if self.transposed else self.weight
+
+    def restored(self, weight: torch.Tensor) -> torch.Tensor:
+        """Convert a weight from the layout of its kind to that of the file."""
+        return weight.t().contiguous() if self.transposed else weight
+
+
+def layout_of(layer: ProtoMessage, weight: torch.Tensor) -> WeightLayout:
+    """The layout of a weighted layer's first blob."""
+    kind = KIND_OF_CAFFE_TYPE[layer.type].weight_kind
+    if kind is WeightKind.LINEAR:
+        return WeightLayout(weight=weight, kind=kind, transposed=bool(layer.inner_product_param.transpose))
+    groups = layer.convolution_param.group
+    if layer.type == "DepthwiseConv" and groups == 1:
+        groups = weight.shape[0]
+    return WeightLayout(weight=weight, kind=kind, groups=groups)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Inserts layers before the inputs of others: IFMR for calibration, Quant in the results."""
+"""Inserts layers before the inputs of others (IFMR for calibration, Quant in the results), and calibrates in memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from amct.caffe.engine.layers.ifmr import IFMR, start_session
 from amct.caffe.engine.layers.integer import moves_values
 from amct.caffe.engine.messages import new_message
+from amct.caffe.model import build_net
 from amct.caffe.prototxt import free_name
+from amct.calibration import ALONE
 from amct.config.registry import settings_to_dict
 from amct.model import TensorIndex
 from amct.numerics.settings import IfmrSettings
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from amct.caffe.engine.messages import ProtoMessage
+    from amct.caffe.engine.net import Net
     from amct.caffe.model import CaffeModel
+    from amct.caffe.ptq.graph import QuantGraph
+    from amct.calibration import CalibrationSession, Ranks
     from amct.config.plan import LayerPlan
+    from amct.numerics.observer import TensorObserver
 
 
 def taken_names(model: CaffeModel) -> set[str]:
@@ -169,3 +176,42 @@ def insert_quant(
         result.append(layer)
     model.set_layers(result)
     return inserted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calibration:
+    """A net with IFMR layers to run on calibration data, and the session that observes it."""
+
+    net: Net
+    session: CalibrationSession
+    tensors: tuple[str, ...]
+    """The observed blobs between layers."""
+
+    def forward(self) -> None:
+        """Run the batch that the net's inputs hold (``amct.caffe.model.feed``).
+
+        Raises:
+            CalibrationError: an activation cannot be quantized; the message names the layer and the batch.
+        """
+        with self.session.batch():
+            self.net.forward()
+            for name in self.tensors:
+                self.session.observe_tensor(name, self.net.blob(name).tensor)
+
+
+def start_calibration(graph: QuantGraph, tensors: Mapping[str, TensorObserver], ranks: Ranks = ALONE) -> Calibration:
+    """Build the calibration net of a graph whose weights are quantized.
+
+    Args:
+        graph: the graph.
+        tensors: observers of blobs between layers, by name.
+        ranks: the processes that calibrate together.
+
+    Raises:
+        CalibrationError: every layer is disabled.
+    """
+    model = graph.with_quantized_weights()
+    insert_ifmr(model, graph.plans())
+    net = build_net(model, keep_blobs=tensors)
+    session = start_session([layer for layer in net.layers if isinstance(layer, IFMR)], tensors=tensors, ranks=ranks)
+    return Calibration(net=net, session=session, tensors=tuple(tensors))

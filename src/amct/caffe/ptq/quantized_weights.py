@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from amct.caffe.model import RECURRENT_TYPES
-from amct.caffe.ptq.folding import FusionReport, fuse_after
-from amct.caffe.ptq.weight_layout import WeightLayout, layout_of
+from amct.caffe.ptq.folding import FusionReport, WeightLayout, fuse_after, layout_of
 from amct.errors import AmctError, CalibrationError
 from amct.numerics.affine import SMALLEST_SCALE, SymmetricScale, fit_bias, quantize_bias
 from amct.numerics.arq import WeightFactors, WeightKind, arq, channels_first, from_channels_first, quantize_weight

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 
 from amct import log
 from amct.arguments import check_types, input_file
+from amct.caffe.engine.layer import find_layer_class
+from amct.caffe.engine.layers.losses import LossLayer
 from amct.caffe.engine.layers.retrain import RETRAIN_TYPES, clip_factors
-from amct.caffe.model import CaffeModel, build_net, read_retrained_model
+from amct.caffe.engine.messages import new_message
+from amct.caffe.model import CaffeModel, blob_shapes, build_net, read_retrained_model
 from amct.caffe.prototxt import remove_in_place
 from amct.caffe.ptq.checking import reference_beside, reference_on
 from amct.caffe.ptq.deploy import Results
@@ -24,7 +27,6 @@ from amct.caffe.ptq.graph import record_layers
 from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
 from amct.caffe.ptq.save import CAFFE_FORMATS, CaffeFiles, Inference, SaveNotes, check_save_type, prefix_of
 from amct.caffe.qat.amct_api import retrain_plan
-from amct.caffe.qat.inference_net import inference_model
 from amct.config.plan import config_text
 from amct.errors import AmctError, ModelError, RecordError
 from amct.export.request import ExportOptions, Placement, SaveRequest, Target
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.plan import RetrainPlan
     from amct.export.check.losses import Reference
+
 
 logger = logging.getLogger(__name__)
 
@@ -354,3 +357,44 @@ def _onnx_reference(model: CaffeModel, results: Results) -> Reference | None:
     net.forward()
     inputs = {blob: net.blob(blob).tensor[:1].detach().cpu().numpy().copy() for blob in wanted}
     return reference_on(results, inputs, "a sample of the net's own data")
+
+
+_MEASURES = ("Accuracy", "Silence", "HDF5Output")
+
+
+def inference_model(model: CaffeModel) -> CaffeModel:
+    """A copy of a model without losses, accuracies and what only they read, with Input layers of one sample.
+
+    Raises:
+        AmctError: The shapes of the data are unknown: its source cannot be read.
+    """
+    result = model.copy()
+    shapes = blob_shapes(model.net) if any(_is_source(layer) for layer in model.layers) else {}
+    kept = [layer for layer in model.layers if not _is_measure(layer)]
+    read = {blob for layer in kept for blob in layer.bottom}
+    layers: list[ProtoMessage] = []
+    for layer in kept:
+        if _is_source(layer):
+            layers += [_input(blob, shapes[blob]) for blob in layer.top if blob in read]
+        else:
+            layers.append(layer)
+    result.set_layers(layers)
+    return result
+
+
+def _is_source(layer: ProtoMessage) -> bool:
+    """Whether a layer makes data from nowhere."""
+    return not layer.bottom and bool(layer.top) and layer.type not in ("Input", "Parameter")
+
+
+def _is_measure(layer: ProtoMessage) -> bool:
+    """Whether a layer computes a loss or an accuracy."""
+    found = find_layer_class(layer.type)
+    is_loss = found is not None and issubclass(found, LossLayer)
+    return is_loss or layer.type in _MEASURES or any(layer.loss_weight)
+
+
+def _input(blob: str, shape: tuple[int, ...]) -> ProtoMessage:
+    made = new_message("LayerParameter", name=blob, type="Input", top=[blob])
+    made.input_param.shape.add().dim.extend([1, *shape[1:]])
+    return made
