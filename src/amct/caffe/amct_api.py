@@ -20,11 +20,9 @@ from amct.atomic import FileGroup, read_bytes, write_text
 from amct.caffe.engine import blob
 from amct.caffe.model import read_model, write_model
 from amct.caffe.prototxt import layer_infos, restore_in_place
-from amct.caffe.ptq import update_bn as ptq_update_bn
-from amct.caffe.ptq.folding import accelerate, check_global_statistics, fuse
-from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph
+from amct.caffe.ptq.folding import check_global_statistics
+from amct.caffe.ptq.graph import QuantGraph, Stage, check_graph, fold_updated_statistics, refresh_statistics
 from amct.caffe.ptq.insertion import insert_ifmr
-from amct.caffe.ptq.quantized_weights import quantize_weights
 from amct.calibration import all_ranks
 from amct.calibration.record_files import progress_path
 from amct.config.ptq.caffe import default_config, expand_config, make_plan, read_config
@@ -174,8 +172,8 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     graph = check_graph("weights_quantize_model", graph)
     files = _output_files("weights_quantize_model", modified_model_file, modified_weights_file)
     log.start("amct_caffe")
-    fold(graph)
-    quantize_folded(graph)
+    graph.fold()
+    graph.quantize_weights()
     for name, reason in graph.not_quantized.items():
         if name in graph.model.weights or graph.plan.find(name) is not None:
             logger.info("left as it is: %s", Skip(name, reason))
@@ -183,41 +181,13 @@ def weights_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modi
     ranks = all_ranks()
     if ranks.is_first:
         if graph.plan.update_bn is not None:
-            ptq_update_bn.prepare(modified, graph.plan.update_bn)
+            refresh_statistics(modified, graph.plan.update_bn)
         write_record(graph.weights_record(), graph.calibration_file())
         with FileGroup() as group:
             write_model(group, modified, *files)
     ranks.meet("weights_quantize_model")
     graph.stage = Stage.WEIGHTS_QUANTIZED
     logger.info("Quantized the weights of %d layers.", len(graph.weights))
-
-
-def fold(graph: QuantGraph) -> None:
-    """Replace the graph's model by a folded copy of the original; with ``update_bn`` folding follows the updates."""
-    plan = graph.plan
-    graph.model = graph.original.copy()
-    graph.fusion = type(graph.fusion)()
-    if plan.update_bn is None and plan.do_fusion:
-        graph.fusion = fuse(graph.model, skip=plan.skip_fusion_layers)
-        enabled = {layer.name for layer in plan.enabled}
-        accelerate(graph.model, enabled, graph.fusion, skip=plan.skip_fusion_layers)
-        for head, folded in graph.fusion.folded.items():
-            logger.debug("fusion: %s <- %s", head, ", ".join(folded))
-
-
-def quantize_folded(graph: QuantGraph) -> None:
-    """Quantize the weights of the graph's model."""
-    graph.weights = {
-        name: quantize_weights(
-            graph.model.layer(name),
-            graph.model.weights[name],
-            layer.weight,
-            rounding=layer.weight_rounding,
-            scale=layer.weight_scale,
-        )
-        for name, layer in graph.plans().items()
-        if graph.has_weights(name)
-    }
 
 
 def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, modified_weights_file: AnyPath) -> None:
@@ -245,7 +215,7 @@ def activation_quantize_model(graph: QuantGraph, modified_model_file: AnyPath, m
     if graph.plan.update_bn is not None:
         ranks.meet("statistics of batch norms")  # those of the last layers are written when this process gets here
     if graph.plan.update_bn is not None and graph.stage is Stage.WEIGHTS_QUANTIZED:
-        ptq_update_bn.fold_updated_statistics(graph)
+        fold_updated_statistics(graph)
     if graph.plan.update_bn is not None:
         record = record.with_name(f"{record.stem}_update{record.suffix}")
     graph.calibration_record = record

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from amct import log
 from amct.arguments import input_file
-from amct.caffe.amct_api import fold, quantize_folded
 from amct.caffe.comparing import ModelSide, compared_nets, watched_layers
 from amct.caffe.engine.messages import located_in
 from amct.caffe.model import (
@@ -281,7 +280,7 @@ class CaffeDoor:
         """Fold, equalize by all batches in every process, and quantize the weights."""
         del ranks
         graph = QuantGraph(original=self._original, plan=plan, model=self._original.copy())
-        fold(graph)
+        graph.fold()
         # The weights from before the folding are not needed any more, only the layers and names of the net.
         self._original = graph.original = CaffeModel(self._original.net, {})
         if self._equalize:
@@ -290,5 +289,5 @@ class CaffeDoor:
             factors = find_factors(graph.model, data.all(), one_scale=one_scale)
             divide_channels(graph.model, factors)
             graph.equalized = tuple(factors)
-        quantize_folded(graph)
+        graph.quantize_weights()
         return CaffePreparation(graph)

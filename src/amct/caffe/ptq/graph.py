@@ -1,23 +1,36 @@
-"""The graph that ``init`` returns and the later functions take: the model, the plan and the stage of the flow."""
+"""The graph that ``init`` returns and the later functions take: the model, the plan and the stage of the flow.
+
+After weights were clustered, BatchNorm statistics can be updated by forward passes (``refresh_statistics``) and then
+folded without changing the clusters.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from amct.caffe.engine.layers.batch_norm import dump_path
+from amct.caffe.engine.weights import read_file
+from amct.caffe.engine.wire import read_weights
 from amct.caffe.model import FEEDFORWARD_TYPES, RECURRENT_TYPES
-from amct.caffe.ptq.folding import FusionReport
+from amct.caffe.ptq.folding import FusionReport, accelerate, fuse
+from amct.caffe.ptq.quantized_weights import fold_quantized, quantize_weights
 from amct.config.layers import CAFFE_TYPES
-from amct.errors import ArgumentTypeError, CalibrationError
+from amct.errors import ArgumentTypeError, CalibrationError, FileError
 from amct.record import CaffeRecord, RecordLayer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from amct.caffe.model import CaffeModel
     from amct.caffe.ptq.quantized_weights import QuantizedWeights
     from amct.config.plan import LayerPlan, Plan
+    from amct.numerics.settings import BatchNormUpdate
+
 
 IMAGE_AXES = 4
 
@@ -72,9 +85,30 @@ class QuantGraph:
         if self.stage < stage:
             raise CalibrationError(f"{function}: call {_DONE_BY[stage]} with this graph first")
 
-    def has_weights(self, name: str) -> bool:
-        """Whether a layer's weights are quantized."""
-        return self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
+    def fold(self) -> None:
+        """Replace the model by a folded copy of the original; with ``update_bn`` folding follows the updates."""
+        plan = self.plan
+        self.model, self.fusion = self.original.copy(), FusionReport()
+        if plan.update_bn is None and plan.do_fusion:
+            self.fusion = fuse(self.model, skip=plan.skip_fusion_layers)
+            enabled = {layer.name for layer in plan.enabled}
+            accelerate(self.model, enabled, self.fusion, skip=plan.skip_fusion_layers)
+            for head, folded in self.fusion.folded.items():
+                logger.debug("fusion: %s <- %s", head, ", ".join(folded))
+
+    def quantize_weights(self) -> None:
+        """Quantize the weights of the model."""
+        self.weights = {
+            name: quantize_weights(
+                self.model.layer(name),
+                self.model.weights[name],
+                layer.weight,
+                rounding=layer.weight_rounding,
+                scale=layer.weight_scale,
+            )
+            for name, layer in self.plans().items()
+            if self.model.layer(name).type in (*FEEDFORWARD_TYPES, *RECURRENT_TYPES)
+        }
 
     def calibration_file(self) -> Path:
         """The record file passed to ``init``."""
@@ -137,3 +171,53 @@ def record_layers(model: CaffeModel, expected: set[str], types: set[str] | None 
             )
         )
     return result
+
+
+logger = logging.getLogger(__name__)
+
+
+def refresh_statistics(model: CaffeModel, settings: BatchNormUpdate) -> None:
+    """Make every BatchNorm of the modified model update its statistics; remove the files of an earlier run."""
+    folder = str(Path(settings.bn_dump_dir).resolve())
+    for layer in model.net.layer:
+        if layer.type != "BatchNorm":
+            continue
+        options = layer.batch_norm_param
+        options.use_global_stats = False
+        if not options.HasField("moving_average_fraction"):
+            options.moving_average_fraction = settings.bn_moving_average_fraction
+        options.update_iterations = settings.bn_update_iterations
+        options.dump_dir = folder
+        dump_path(folder, layer.name).unlink(missing_ok=True)
+
+
+def fold_updated_statistics(graph: QuantGraph) -> None:
+    """Read the updated statistics into the graph's model and fold them.
+
+    Raises:
+        CalibrationError: a BatchNorm was not updated; the message gives the number of forwards needed.
+    """
+    settings = graph.plan.update_bn
+    assert settings is not None
+    model = graph.model
+    for layer in model.net.layer:
+        if layer.type == "BatchNorm":
+            model.weights[layer.name] = _read_dump(layer.name, settings)
+            layer.batch_norm_param.use_global_stats = True
+    if graph.plan.do_fusion:
+        graph.fusion = fold_quantized(model, graph.weights, skip=graph.plan.skip_fusion_layers)
+
+
+def _read_dump(name: str, settings: BatchNormUpdate) -> list[torch.Tensor]:
+    path = dump_path(settings.bn_dump_dir, name)
+    try:
+        layers = read_weights(read_file(path), str(path))
+    except FileError as error:
+        raise CalibrationError(
+            f'layer "{name}" (BatchNorm): no updated statistics in "{settings.bn_dump_dir}"; run the modified model '
+            f"of weights_quantize_model for {settings.bn_update_iterations} batches (bn_update_iterations) before "
+            "activation_quantize_model"
+        ) from error
+    if len(layers) != 1 or layers[0].name != name:
+        raise CalibrationError(f'{path}: not the statistics of layer "{name}"')
+    return [torch.from_numpy(np.array(blob.values, np.float32)).reshape(blob.shape) for blob in layers[0].blobs]
