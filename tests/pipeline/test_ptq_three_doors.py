@@ -14,6 +14,7 @@ import amct.caffe
 import amct.caffe.pycaffe as caffe
 import amct.onnx_model
 import amct.pytorch
+from amct.config.plan import config_text
 
 BATCHES = [np.random.default_rng(seed).normal(0.2, 1.0, (4, 3, 8, 8)).astype(np.float32) for seed in (1, 2, 3)]
 SETTINGS = {"weight_rounding": "nearest", "weight_scale": "full_range"}
