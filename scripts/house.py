@@ -134,6 +134,7 @@ def entered(name: str) -> list[str]:
         if event == "call":
             seen.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
 
+    sys.path.insert(0, str(SOURCES))
     with tempfile.TemporaryDirectory() as folder:
         JOBS[name](Path(folder))
         threading.setprofile(note)
